@@ -15,8 +15,8 @@ OF_CONFIG = ("bos_token_id", KEY, "pad_token_id")  # what transformers reads the
 
 def read_ends(*directories: Path | None) -> tuple[int, ...]:
     """The ids that end a text by each directory's generation_config.json, else by its config.json, each id once."""
-    given = [directory for directory in directories if directory is not None]
-    return _joined(*(_ids(_fields(directory).get(KEY), f"{directory}, field {KEY}") for directory in given))
+    sources = [directory for directory in directories if directory is not None]
+    return _union(*(_ids(_fields(directory).get(KEY), f"{directory}, field {KEY}") for directory in sources))
 
 
 def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | None:
@@ -26,7 +26,7 @@ def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | 
         return None
     fields = _fields(source)
     read = read_json(source / GENERATION) if (source / GENERATION).is_file() else fields  # by other programs
-    return None if set(ends) <= set(_ids(read.get(KEY))) else fields | {KEY: list(_joined(_ids(fields.get(KEY)), ends))}
+    return None if set(ends) <= set(_ids(read.get(KEY))) else fields | {KEY: list(_union(_ids(fields.get(KEY)), ends))}
 
 
 def config_with_ends(config: Mapping[str, Any], ends: Iterable[int]) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def _ids(value: Any, where: str = KEY) -> tuple[int, ...]:
     return tuple(token_ids(value, where))
 
 
-def _joined(*ids: Iterable[int]) -> tuple[int, ...]:
+def _union(*ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(id_ for part in ids for id_ in part))
 
 
 def _value(before: Any, ends: tuple[int, ...]) -> Any:
-    return before if set(ends) <= set(_ids(before)) else list(_joined(_ids(before), ends))
+    return before if set(ends) <= set(_ids(before)) else list(_union(_ids(before), ends))

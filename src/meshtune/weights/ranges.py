@@ -20,10 +20,10 @@ WIDER = {"float16": "bfloat16", "bfloat16": "float32"}
 def find_overflow(tensors: Sequence[Tensor]) -> tuple[Tensor, float] | None:
     """(tensor, its largest number) of the first tensor with numbers beyond the dtype that it is to be written in, or
     with ones that are not finite. Collective where the arrays are spread over processes."""
-    seen: dict[tuple[int, tuple[int, ...]], float] = {}
+    largest: dict[tuple[int, tuple[int, ...]], float] = {}
     for tensor in tensors:
         limit = LARGEST[tensor.dtype]
-        if all(_of_layer(part, seen) <= limit for part in tensor.parts):
+        if all(_of_layer(part, largest) <= limit for part in tensor.parts):
             continue
         magnitudes = [_magnitude(part.leaf, part.index) for part in tensor.parts]  # others may share the layer's array
         if (beyond := next((value for value in magnitudes if not value <= limit), None)) is not None:
@@ -33,9 +33,9 @@ def find_overflow(tensors: Sequence[Tensor]) -> tuple[Tensor, float] | None:
 
 def check_range(tensors: Sequence[Tensor], dtype: str) -> None:
     """Raises UserError for numbers that are not finite or beyond `dtype`, naming the tensor."""
-    if (found := find_overflow(tensors)) is None:
+    if (overflow := find_overflow(tensors)) is None:
         return
-    tensor, largest = found
+    tensor, largest = overflow
     if not math.isfinite(largest):
         raise UserError(
             f"tensor '{tensor.name}' has numbers that are not finite (NaN or infinity)",
@@ -50,13 +50,13 @@ def check_range(tensors: Sequence[Tensor], dtype: str) -> None:
     )
 
 
-def _of_layer(part: Part, seen: dict[tuple[int, tuple[int, ...]], float]) -> float:
+def _of_layer(part: Part, largest: dict[tuple[int, tuple[int, ...]], float]) -> float:
     """The largest magnitude in the layer that a part lies in, computed once; NaN or infinity if it has one."""
     row = part.index[:1]
     key = (id(part.leaf), row)
-    if key not in seen:
-        seen[key] = _magnitude(part.leaf, row)
-    return seen[key]
+    if key not in largest:
+        largest[key] = _magnitude(part.leaf, row)
+    return largest[key]
 
 
 def _magnitude(leaf: jax.Array | np.ndarray, index: tuple[int, ...]) -> float:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 RESULTS = "results"  # in a run: what its states are as results, by their updates
-WHOLE = "state.json"  # in such a folder, written last: the digest of the checkpoint that it was made from
+RECORD = "state.json"  # in such a folder, written last: the digest of the checkpoint that it was made from
 
 
 def write_state(run: pathlib.Path, step: int) -> pathlib.Path:
@@ -55,15 +55,15 @@ def write_state(run: pathlib.Path, step: int) -> pathlib.Path:
     """
     checkpoint, folder = run / CHECKPOINTS / str(step), run / RESULTS / str(step)
     digest = _digest(checkpoint)
-    with disk_errors(folder), _locked(run / RESULTS):
-        if (there := _written(folder, digest)) is not None:
-            return there
+    with disk_errors(folder), _lock(run / RESULTS):
+        if (result := _find_result(folder, digest)) is not None:
+            return result
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         console = terminal.console(stderr=True)
         console.print(f"writing the state after update {step} to {folder}", markup=False, soft_wrap=True)
         path = _export(run, checkpoint, folder, console)
-        (folder / WHOLE).write_text(json.dumps({"checkpoint": digest}), encoding="utf-8")
+        (folder / RECORD).write_text(json.dumps({"checkpoint": digest}), encoding="utf-8")
         return path
 
 
@@ -87,7 +87,7 @@ def _export(run: pathlib.Path, checkpoint: pathlib.Path, folder: pathlib.Path, c
         processes_a_host=1,
         console=Console(quiet=True),
     ).prepared()
-    model = dataclasses.replace(model, trainable=_saved(recipe, resolved, checkpoint, total), buffers={})
+    model = dataclasses.replace(model, trainable=_load_trained(recipe, resolved, checkpoint, total), buffers={})
     base = BaseRecord(**fields["base"])
     ends = tuple(fields.get("ends") or ())
     return export_result(folder, model, resolved.method, resolved.source, base, tokenizer, ends=ends)
@@ -120,7 +120,7 @@ def _calibration_data(recipe: Recipe, resolved: ResolvedRun, tokenizer: PreTrain
     return prepare_data(recipe, tokenizer, vocab=resolved.spec.vocab)
 
 
-def _saved(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Path, total: int) -> Tree:
+def _load_trained(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Path, total: int) -> Tree:
     """The parameters of a checkpoint that the run evaluates, samples from and exports, buffers among them."""
     optimizer, _ = optimizer_for(recipe, resolved, total)
     like = state_like(resolved, optimizer)
@@ -138,10 +138,10 @@ def _digest(checkpoint: pathlib.Path) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _written(folder: pathlib.Path, digest: str) -> pathlib.Path | None:
+def _find_result(folder: pathlib.Path, digest: str) -> pathlib.Path | None:
     """The result in a folder if it was written, as a whole, of this very checkpoint, else None."""
     try:
-        if json.loads((folder / WHOLE).read_bytes())["checkpoint"] != digest:
+        if json.loads((folder / RECORD).read_bytes())["checkpoint"] != digest:
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -152,7 +152,7 @@ def _written(folder: pathlib.Path, digest: str) -> pathlib.Path | None:
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
+def _lock(folder: pathlib.Path) -> Iterator[None]:
     """Keeps other processes from writing states of the same run, and waits for one that does."""
     folder.mkdir(exist_ok=True)
     with (folder / ".lock").open("w") as file:
