@@ -107,12 +107,14 @@ def check_messages_are_written(view: Rendered, *, generation_prompt: bool = Fals
     and reasoning that begins it, may be left out."""
     text, unwritten = view.text, _unwritten(view, generation_prompt)
     for index, message in enumerate(view.conversation.messages[: len(view.messages)]):
-        words = message.content
-        if message.role == "assistant" and "</think>" in words:
-            words = split_reasoning(words)[1]
-        words = words.strip()
-        if words and (index in unwritten or (words not in text and not _is_written_otherwise(view, index, words))):
-            raise _message_error(view, index, words)
+        content = message.content
+        if message.role == "assistant" and "</think>" in content:
+            content = split_reasoning(content)[1]
+        content = content.strip()
+        if not content or (index not in unwritten and content in text):
+            continue
+        if index in unwritten or not _is_written_otherwise(view, index, content):
+            raise _message_error(view, index, content)
 
 
 def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:
@@ -144,23 +146,27 @@ def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:
     return lost
 
 
-def _is_written_otherwise(view: Rendered, index: int, words: str) -> bool:
+def _is_written_otherwise(view: Rendered, index: int, content: str) -> bool:
     """Whether the text has the words of message `index` in another spelling: as JSON, with other white space, as the
     values of a tool's result, or without switches that the template reads."""
-    if any(form in view.text for _, forms in argument_texts(words) for form in forms):
+    if any(form in view.text for _, forms in argument_texts(content) for form in forms):
         return True
-    if "</think>" in words:
+    if "</think>" in content:
         return False
     text = _without_space(view.text)
-    if _without_space(words) in text:
+    if _without_space(content) in text:
         return True
     if view.conversation.messages[index].role == "tool":
-        return _values_are_written(words, view.text)
-    rest = _SWITCH.sub("", words)
-    if rest == words or _without_space(rest) not in text:
+        return _values_are_written(content, view.text)
+    without_switches = _SWITCH.sub("", content)
+    if without_switches == content or _without_space(without_switches) not in text:
         return False
-    messages = [*view.messages[:index], {**view.messages[index], "content": rest}, *view.messages[index + 1 :]]
-    return all(switch in view.text for switch in _SWITCH.findall(words)) or view.render(messages) != view.text
+    messages = [
+        *view.messages[:index],
+        {**view.messages[index], "content": without_switches},
+        *view.messages[index + 1 :],
+    ]
+    return all(switch in view.text for switch in _SWITCH.findall(content)) or view.render(messages) != view.text
 
 
 def _values_are_written(result: str, text: str) -> bool:
@@ -178,15 +184,15 @@ def _without_space(text: str) -> str:
     return "".join(text.split())
 
 
-def _message_error(view: Rendered, index: int, words: str) -> UserError:
+def _message_error(view: Rendered, index: int, content: str) -> UserError:
     message = view.conversation.messages[index]
-    problem = f"the chat template does not write message {index} ({message.role}) of the record: {words[:60]!r}"
+    problem = f"the chat template does not write message {index} ({message.role}) of the record: {content[:60]!r}"
     fix = _fix(view.chat, view.conversation)
-    if message.role == "assistant" and "</think>" in words:
+    if message.role == "assistant" and "</think>" in content:
         problem = (
             f"the chat template takes words of message {index} (assistant) for reasoning, at the </think> in them: "
         )
-        problem += repr(words[:60])
+        problem += repr(content[:60])
         marked = "if what is before it is reasoning, put <think> before that; or "
         fix = f"write the tag in other words; or {marked if view.chat.dialect.reasoning_key else ''}{fix}"
     elif message.role == "system":

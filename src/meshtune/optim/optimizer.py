@@ -122,17 +122,9 @@ def by_parameter(
         return jax.tree.unflatten(jax.tree.structure(gradients), changes), {COUNT: count + 1, PARAM_STATE: states}
 
     # Random bits are drawn for whole matrices: parts of one would draw the same ones.
-    separable = rounding is to_nearest
-    return Optimizer(
-        init,
-        update,
-        specs,
-        schedule,
-        update_param=update_param,
-        row_separable=frozenset(path for path, optimizer in optimizers.items() if separable and optimizer.by_rows),
-        stacked=stacked,
-        rounding=rounding,
-    )
+    by_rows = [path for path, optimizer in optimizers.items() if optimizer.by_rows and rounding is to_nearest]
+    parts = {"row_separable": frozenset(by_rows), "stacked": stacked, "rounding": rounding}
+    return Optimizer(init, update, specs, schedule, update_param=update_param, **parts)
 
 
 def sequentially(change: Callable[..., tuple[Array, State]], gradient: Array, state: State, parameter: Array):

@@ -173,11 +173,11 @@ def _as_gguf(
     if resolved.adapter is None and merge:
         raise _nothing_to_merge(resolved)
     if resolved.adapter is not None and not merge:
-        what, verified = export_lora_gguf(
+        kind, verified = export_lora_gguf(
             resolved, dest, file_type, any_base=any_base, overwrite=overwrite, progress=of_stage(progress, "writing")
         )
     else:
-        what, verified = export_gguf(
+        kind, verified = export_gguf(
             resolved,
             dest,
             file_type,
@@ -186,7 +186,7 @@ def _as_gguf(
             overwrite=overwrite,
             progress=of_stage(progress, "writing"),
         )
-    return ExportResult(what, dest, verified)
+    return ExportResult(kind, dest, verified)
 
 
 def _has_float32(model: Path) -> bool:
@@ -241,15 +241,15 @@ def _as_codes(
         progress=progress,
     )
     write_digests(dest)
-    what = f"a {format} checkpoint ({done.config})"
+    kind = f"a {format} checkpoint ({done.config})"
     if done.base_alone:
-        what += " of the base that the adapter was trained over, without the adapter,"
+        kind += " of the base that the adapter was trained over, without the adapter,"
     of = "trained" if merge or done.base_alone else "read and quantised"
     written = done.written
     how = f"{written.quantised} weights in codes, logits within {written.difference:.1e} (relative) of what was {of}"
     if written.experts_note:
         how += f"; {written.experts_note}"
-    return ExportResult(what, dest, how)
+    return ExportResult(kind, dest, how)
 
 
 def _as_published(

@@ -44,8 +44,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._since = time.monotonic()
         if len(self.connections) > self._limits.connections:
-            others: list[Any] = [other for other in self.connections if other is not self]
-            oldest = min(others, key=lambda other: (other.importance, other.age))
+            neighbours: list[Any] = [peer for peer in self.connections if peer is not self]
+            oldest = min(neighbours, key=lambda peer: (peer.importance, peer.age))
             if oldest.importance < 3:
                 oldest.transport.close()
                 self.connections.discard(oldest)

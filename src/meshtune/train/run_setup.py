@@ -148,8 +148,8 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         trackers.check_installed(list(recipe.log.trackers))
     machine, host_count = this_machine(), len(hosts(processes))
     target = local_target(machine, host_count)
-    given = with_saved_micro_batch(recipe, output, job)
-    recipe, autotuned = autotune(given, target, job)
+    requested = with_saved_micro_batch(recipe, output, job)
+    recipe, autotuned = autotune(requested, target, job)
     resolved = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
     check_source(resolved.source, job)
     reference = reference_of(recipe, resolved.method)
@@ -185,7 +185,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         decisions=merge_decisions(autotuned, [*resolved.decisions, *decisions]),
         processes_per_host=max(1, len(processes) // host_count),
         started=started,
-        memory=MemoryCheck(given, recipe, target, resolved.layout, length, free_memory(job, target.per_host)),
+        memory=MemoryCheck(requested, recipe, target, resolved.layout, length, free_memory(job, target.per_host)),
     )
     return _fitting(setup)
 
@@ -195,9 +195,9 @@ def warm_up_warning(recipe: Recipe, total: int) -> list[Decision]:
     warmup = recipe.optimizer.warmup(total)
     if not warmup or 10 * warmup < total or recipe.optimizer.warmup_steps is not None:
         return []
-    what = f"the first of {counted(total, 'update')} has a learning rate of 0"
+    fault = f"the first of {counted(total, 'update')} has a learning rate of 0"
     why = "a warm-up begins there, as in transformers; optimizer.warmup_steps=0 begins at the full rate"
-    return [Decision(WARNING, what, why)]
+    return [Decision(WARNING, fault, why)]
 
 
 def baseline_warning(recipe: Recipe, data: PreparedData, rows: int) -> list[Decision]:
@@ -205,9 +205,9 @@ def baseline_warning(recipe: Recipe, data: PreparedData, rows: int) -> list[Deci
     report = data.report
     if recipe.stage.kind != "kto" or rows * report.samples >= 2 * report.rows:
         return []
-    what = "a micro-batch has one answer, from which KTO's baseline (the KL divergence) is estimated"
+    fault = "a micro-batch has one answer, from which KTO's baseline (the KL divergence) is estimated"
     fix = "train.batch_size=8" if recipe.train.batch_size == 1 else f"train.micro_batch={recipe.train.batch_size}"
-    return [Decision(WARNING, what, f"too few for an estimate, and trl refuses it: set {fix}")]
+    return [Decision(WARNING, fault, f"too few for an estimate, and trl refuses it: set {fix}")]
 
 
 def with_saved_micro_batch(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe:
@@ -236,13 +236,13 @@ def _fitting(setup: RunSetup) -> RunSetup:
     fields = setup.job.exchange("memory check", fields)[0]
     if fields is None:
         return setup
-    what, where, fix, rows = fields
+    problem, where, fix, rows = fields
     if rows is not None:
-        setup.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
+        setup.console.print(f"[yellow]{problem}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
         return _fitting(with_micro_batch(setup, rows))
     if setup.recipe.compute.memory_check:
-        raise MemoryShortage(what, where=where, fix=fix)
-    warning = Decision(WARNING, TOO_LARGE, f"{what}; compute.memory_check is off")
+        raise MemoryShortage(problem, where=where, fix=fix)
+    warning = Decision(WARNING, TOO_LARGE, f"{problem}; compute.memory_check is off")
     return dataclasses.replace(setup, decisions=[warning, *setup.decisions])
 
 

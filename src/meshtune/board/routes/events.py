@@ -86,7 +86,7 @@ async def _stream(state: BoardState, job_id: str | None, positions: dict[str, st
         if new != jobs:
             jobs = new
             texts.append(_event("jobs", {"jobs": jobs}))
-        more = False
+        has_more = False
         if job_id:
             try:
                 news, positions = await run_in_threadpool(_news, state, job_id, positions)
@@ -94,12 +94,12 @@ async def _stream(state: BoardState, job_id: str | None, positions: dict[str, st
                 yield _event("gone", {"job": job_id})
                 return
             if news:
-                more = news.pop("more", False)
+                has_more = news.pop("more", False)
                 texts.append(_event("run", news, ",".join(f"{name}:{at}" for name, at in positions.items())))
         if texts or silent >= PING_SECONDS:
             yield "".join(texts) or ": still here\n\n"
             silent = 0.0
-        if not more:
+        if not has_more:
             await asyncio.sleep(POLL_SECONDS)
             silent += POLL_SECONDS
 
@@ -109,7 +109,7 @@ def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[di
     job = queue.find(state.workspace, job_id)
     news: dict[str, Any] = {}
     after = dict(positions)
-    more = False
+    has_more = False
     for name, file in (("metrics", METRICS), ("samples", SAMPLES)):
         if job.output is None or not (job.output / file).exists():  # what was read of a file that is gone stays shown
             continue
@@ -118,14 +118,14 @@ def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[di
         rows, broken = records.rows_of(read)
         if rows or broken or read.reset:
             news[name] = {"rows": rows, "broken": broken, "reset": read.reset}
-        more = more or len(read.content) > CHUNK // 2
+        has_more = has_more or len(read.content) > CHUNK // 2
     text = _log_news(job, positions["log"])
     after["log"] = text.cursor
     if text.content or text.reset:
         content = text.content.decode("utf-8", "replace")
         news["log"] = {"text": content, "reset": text.reset, "skipped": text.skipped}
     if news:
-        news |= {"job": job_id, "more": more}
+        news |= {"job": job_id, "more": has_more}
         if job.output is not None:
             news["checkpoints"] = records.checkpoints(job.output)
     return news, after
