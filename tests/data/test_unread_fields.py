@@ -68,7 +68,7 @@ VALUES = {
     "kto_tag": False,
     "rejected_response": "nescio",
     "mask": "User",
-    **dict.fromkeys(("weight", "loss_weight", "loss", "train", "training", "trainable"), False),
+    **dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "train", "training", "trainable"), False),
 }
 EMPTY = [None, "", [], {}, "[]", [None], {"a": None}]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshtune.data.conversation import Origin, Sample
 from meshtune.data.formats import select_format
-from meshtune.data.formats.meanings import read_record, unread_fields
+from meshtune.data.formats.meanings import passed_over, read_record, unread_fields
 from meshtune.data.formats.record import describe
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.data.mixing import draw
@@ -72,7 +72,7 @@ def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: Dat
     checked = _open(source, on_bad, dataset_type)
     indices = np.arange(min(len(checked.records), source.cap or len(checked.records)), dtype=np.int64)
     first = itertools.islice(checked.records.sweep(), DETECTION_RECORDS)
-    names = {name for record in first if isinstance(record, dict) for name in record}
+    names = {name for record in first if isinstance(record, dict) for name in passed_over(record, source.tags)}
     unread = tuple(unread_fields(names, checked.fields))
     return dataclasses.replace(checked, usable=_sample(indices, source.sample, seed), unread=unread)
 
@@ -103,7 +103,7 @@ def check_source(
             if isinstance(record, UserError):
                 raise record
             digests += sample_digest(_convert(record, checked, records.origin(index)))
-            names.update(record)  # pyright: ignore[reportArgumentType] - an object, since it was converted
+            names |= passed_over(record, source.tags)  # pyright: ignore[reportArgumentType] - an object, since it was converted
         except UserError as error:
             _refuse_or_skip(error, on_bad, skipped, checked, index)
             malformed += 1

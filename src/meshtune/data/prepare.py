@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -153,9 +154,18 @@ class _Preparation:
             max_length=data.max_length,
             template=template,
             dataset_type=STAGES[stage].dataset_type,
-            unread=unread,
+            unread=self._not_read(unread),
         )
         return loader, self._with_template_fix(report)
+
+    def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """The fields of each source that are not read, without those of turns that the chat template names."""
+        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
+        names = {
+            path: [n for n in fields if "[]." not in n or n.rpartition(".")[2] not in words]
+            for path, fields in unread.items()
+        }
+        return {path: tuple(fields) for path, fields in names.items() if fields}
 
     def _with_template_fix(self, report: DataReport) -> DataReport:
         """The report, saying which template ends turns with a token where this one does not."""
@@ -192,7 +202,7 @@ class _Preparation:
         validation, validation_report = None, None
         if documents.validation is not None:
             validation, validation_report = self.validation(documents.validation)
-        skipped, unread = (*documents.skipped, *report.skipped), tuple(documents.unread.items())
+        skipped, unread = (*documents.skipped, *report.skipped), tuple(self._not_read(documents.unread).items())
         report = self._with_template_fix(dataclasses.replace(report, skipped=skipped, unread=unread))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 

@@ -7,13 +7,14 @@ where it should call, to call what it was not offered, or to answer what it was 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshtune.config.data_options import Reasoning
 from meshtune.data.chat import ChatTemplate, template_error
-from meshtune.data.conversation import Conversation, Document, JsonObject, Text
+from meshtune.data.conversation import Conversation, Document, JsonObject, Message, Text
 from meshtune.data.reasoning import reasoning_of, split_reasoning, with_reasoning
 from meshtune.data.tool_calls import argument_texts, tool_name
 from meshtune.data.turns import Rendered
@@ -106,15 +107,41 @@ def check_messages_are_written(view: Rendered, *, generation_prompt: bool = Fals
     """Raises UserError for a message whose words are not in the rendered text. White space at the ends of a message,
     and reasoning that begins it, may be left out."""
     text, unwritten = view.text, _unwritten(view, generation_prompt)
-    for index, message in enumerate(view.conversation.messages[: len(view.messages)]):
-        content = message.content
-        if message.role == "assistant" and "</think>" in content:
-            content = split_reasoning(content)[1]
-        content = content.strip()
-        if not content or (index not in unwritten and content in text):
+    messages = view.conversation.messages[: len(view.messages)]
+    contents = [_answer(message).strip() for message in messages]
+    if not unwritten and _are_in_order(contents, text):
+        return
+    verbatim = [content for content in contents if content and content in text]
+    for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
+        if not content:
             continue
+        if index not in unwritten and content in text:
+            # An answer that another message quotes has to be there as often as the messages have it.
+            if message.role != "assistant" or text.count(content) >= sum(
+                map(str.count, verbatim, itertools.repeat(content))
+            ):
+                continue
+            raise _message_error(view, index, content)
         if index in unwritten or not _is_written_otherwise(view, index, content):
             raise _message_error(view, index, content)
+
+
+def _answer(message: Message) -> str:
+    """The content of a message, without the reasoning that begins it."""
+    if message.role == "assistant" and "</think>" in message.content:
+        return split_reasoning(message.content)[1]
+    return message.content
+
+
+def _are_in_order(contents: Sequence[str], text: str) -> bool:
+    """Whether a text has all of `contents` one after another."""
+    end = 0
+    for content in contents:
+        begin = text.find(content, end)
+        if begin < 0:
+            return False
+        end = begin + len(content)
+    return True
 
 
 def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:

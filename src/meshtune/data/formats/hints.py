@@ -14,6 +14,7 @@ from meshtune.errors import UserError
 
 # Names that others give to the two sides of a record, where it has more than two texts.
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "user", "human", "problem")
+_CONTEXTS = ("context", "passage", "background", "article", "document")
 _ANSWERS = ("answer", "response", "output", "completion", "assistant", "reply", "solution")
 
 
@@ -87,10 +88,14 @@ def _guesses(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, str]]]:
     else:
         sides = (answers[0], questions[0]) if len(questions) == len(answers) == 1 and questions != answers else None
     if sides is not None:
-        columns = {"instruction": sides[1], "output": sides[0]}
+        contexts = [name for name in texts if name not in sides and any(word in name.lower() for word in _CONTEXTS)]
+        columns = {"instruction": sides[1], **({"input": contexts[0]} if contexts else {}), "output": sides[0]}
         for label in labels[:1]:
             yield "alpaca", {**columns, "label": label}
         yield "alpaca", columns
+    if len(questions) == 1 and {"chosen", "rejected"} <= set(texts):
+        yield "preference", {"prompt": questions[0]}
+        yield "alpaca", {"instruction": questions[0]}
     if len(texts) == 3:
         yield "preference", dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
     if len(texts) == 1:

@@ -21,6 +21,8 @@ def with_label(base: RecordFormat) -> RecordFormat:
         good = record.get(field)
         if good is None:
             raise missing_field_error(record, field, origin)
+        if isinstance(good, str) and good.strip().lower() in ("true", "false"):  # in a CSV file
+            good = good.strip().lower() == "true"
         if not isinstance(good, bool):
             problem = f"expected true or false, found {describe(good)}"
             raise field_error(problem, origin, field, "write true or false")

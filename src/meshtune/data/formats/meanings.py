@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Origin, Sample
+from meshtune.data.dialect import REASONING_KEYS
 from meshtune.data.formats.record import SWITCHES, WEIGHTS, describe, field_error
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError
@@ -64,6 +65,9 @@ TURN_FIELDS: dict[str, str] = {
 }
 """A field of a turn -> why it is not read."""
 
+_READ_OF_TURNS = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "id"}
+_READ_OF_TURNS |= {*REASONING_KEYS, *WEIGHTS, *SWITCHES}
+
 
 def is_blank(value: object) -> bool:
     """Whether a field holds nothing: null, empty, or only such values, also as JSON text."""
@@ -102,9 +106,9 @@ def _is_left_out(name: str, form: RecordFormat, fields: FieldNames) -> bool:
 
 def _has_meaning(name: str, value: object) -> bool:
     if name in ("label", "kto_tag"):
-        return isinstance(value, bool)
+        return isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
     if name in SWITCHES:
-        return value is False
+        return value in (False, 0) or (isinstance(value, str) and value.strip().lower() == "false")
     if name in WEIGHTS:
         return isinstance(value, bool | int | float) and value != 1
     if name == "labels":
@@ -154,6 +158,18 @@ def check_turn(turn: Mapping[str, object], origin: Origin, field: str) -> None:
             raise field_error(problem, origin, f"{field}.{name}", fix)
 
 
+def passed_over(record: Record, tags: Mapping[str, str]) -> set[str]:
+    """The names of a record's fields that hold something, and `messages[].NAME` for fields of its turns that no format
+    reads. A chat template may read those."""
+    names = {name for name, value in record.items() if name not in FIELDS or not is_blank(value)}
+    known = _READ_OF_TURNS.union(tags.values()) if tags else _READ_OF_TURNS
+    for name, turns in record.items():
+        for turn in turns if isinstance(turns, list) else ():
+            if isinstance(turn, dict) and not turn.keys() <= known and not known.isdisjoint(turn):
+                names.update(f"{name}[].{key}" for key in turn.keys() - known if not is_blank(turn[key]))
+    return names
+
+
 def unread_fields(names: frozenset[str] | set[str], fields: FieldNames) -> list[str]:
     """The names of fields that are passed over, in order."""
-    return sorted(names - {name for name in fields.values() if name is not None} - FIELDS.keys())
+    return sorted(names - {name for name in fields.values() if name is not None})

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Role, Text
 from meshtune.data.formats import alpaca, messages, sharegpt
 from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
+from meshtune.data.formats.meanings import FIELDS, is_blank
 from meshtune.data.formats.messages import read_messages
 from meshtune.data.formats.record import (
     check_text,
@@ -182,8 +183,11 @@ def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Me
     if isinstance(value, str):
         return [Message(role, text_field(record, field, origin))]
     if isinstance(value, dict):
-        return read_messages([value], origin, field)
-    return read_messages(list_field(record, field, origin, "messages"), origin, field)
+        value = [value]
+    turns = list_field({**record, field: value}, field, origin, "messages")
+    if isinstance(turns[0], dict) and turns[0].keys() >= {"from", "value"}:  # trl.data_utils.maybe_convert_to_chatml
+        return sharegpt.read_turns({field: turns}, {"conversations": field}, {}, origin)[0]
+    return read_messages(turns, origin, field)
 
 
 def _detect_openai(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
@@ -200,6 +204,12 @@ def _convert_openai(record: Record, fields: FieldNames, tags: Mapping[str, str],
         if _is_whole(record.get(field)):
             problem = f"{field} is a whole conversation, not how input goes on"
             raise field_error(problem, origin, field, "leave out of it the turns that are in input")
+    for name in (prompt.keys() & FIELDS.keys()) - {"tools"}:
+        if not is_blank(prompt[name]):
+            problem = f"the field is not read, and {FIELDS[name]}: {describe(prompt[name])}"
+            raise field_error(
+                problem, origin, f"{fields['input'] or 'input'}.{name}", "write it beside input; or remove it"
+            )
     beside = [fields[key] for key in (*CONTEXT, "margin")]
     flat = {name: record.get(name) for name in beside if name}
     flat |= {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}

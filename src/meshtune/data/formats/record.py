@@ -84,7 +84,7 @@ def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequen
 
 # Names of a turn's weight in the loss: OpenAI's and LLaMA-Factory's are numbers, the others switches: ms-swift's loss,
 # axolotl's train and training (message_field_training), tinker_cookbook's trainable.
-WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training", "trainable")
+WEIGHTS, SWITCHES = ("weight", "loss_weight", "loss_scale"), ("loss", "train", "training", "trainable")
 
 
 def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> float | None:

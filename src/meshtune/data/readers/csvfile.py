@@ -13,19 +13,23 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from meshtune.data.conversation import Origin
 from meshtune.data.readers.jsonfile import check_nesting, readable
 from meshtune.data.readers.mapped import MappedFile
-from meshtune.data.readers.records import FileRecords, line_origin
-from meshtune.errors import UserError
+from meshtune.data.readers.records import FileRecords
+from meshtune.errors import UserError, counted
 
 MAX_COLUMNS = 10_000
 PROBED = 20  # records that say which columns hold conversations
 # Keys of a turn in the forms that conversations have.
 TURNS = ({"role", "content"}, {"from", "value"})
+# The beginning of a list of objects, in JSON or as Python writes it.
+TURN_LIST = re.compile(r"\s*\[\s*\{\s*[\"'](?:role|content|from|value)[\"']")
 MAX_FIELD = 2**31 - 1  # the csv module's default limit of 128 KiB is shorter than many an answer
 
 
@@ -112,7 +116,7 @@ def _conversations(
     file: MappedFile, spans: np.ndarray, decode: Callable[[MappedFile, int, int, int], dict[str, object]]
 ) -> frozenset[str]:
     """The columns whose cells, as far as the first records have them, are all JSON lists of turns."""
-    always: dict[str, bool] = {}  # whether a column had nothing but conversations so far
+    lists: dict[str, bool] = {}  # whether a column had nothing but lists of turns so far
     for index, (begin, end) in enumerate(spans[:PROBED].tolist()):
         try:
             record = decode(file, index, begin, end)
@@ -120,18 +124,19 @@ def _conversations(
             continue
         for column, cell in record.items():
             if cell:
-                always[column] = always.get(column, True) and _is_conversation(str(cell))
-    return frozenset(column for column, is_conversation in always.items() if is_conversation)
+                lists[column] = lists.get(column, True) and _is_conversation(str(cell))
+    return frozenset(column for column, is_list in lists.items() if is_list)
 
 
 def _is_conversation(cell: str) -> bool:
+    """Whether a cell is, or was meant to be, a JSON list of turns."""
     if not cell.lstrip().startswith("["):
         return False
     try:
         check_nesting(cell)
         turns = json.loads(cell)
     except ValueError:
-        return False
+        return bool(TURN_LIST.match(cell))  # said to be no JSON where the record is read
     return bool(turns) and all(isinstance(turn, dict) and any(keys <= turn.keys() for keys in TURNS) for turn in turns)
 
 
@@ -148,13 +153,14 @@ def _decode(
     fields = _fields(file, begin, end, delimiter)
     if len(fields) != len(header):
         raise UserError(
-            f"the record has {len(fields)} fields, but the header has {len(header)}: {', '.join(header[:20])}",
-            where=line_origin(file, index, begin),
+            f"the record has {counted(len(fields), 'field')}, but the header has {len(header)}: "
+            + ", ".join(header[:20]),
+            where=str(Origin(file.name, index)),
             fix="put fields that contain a comma or a line break in double quotes",
         )
     record: dict[str, object] = dict(zip(header, fields, strict=True))
     for column in conversations:
-        record[column] = _turns(str(record[column]), f"{line_origin(file, index, begin)}, field '{column}'")
+        record[column] = _turns(str(record[column]), f"{Origin(file.name, index)}, field '{column}'")
     return record
 
 
@@ -167,6 +173,8 @@ def _turns(cell: str, where: str) -> object:
         return json.loads(cell)
     except ValueError as error:
         fix = "correct it; a quote inside a cell is written twice"
+        if cell.lstrip("[ {\n").startswith("'"):
+            fix = "write the column with json.dumps; str() and pandas write Python's spelling"
         raise UserError(
-            f"the other cells of this column are JSON, and this is not: {readable(error)}", where=where, fix=fix
+            f"the cells of this column are JSON, and this one is not: {readable(error)}", where=where, fix=fix
         ) from None

@@ -19,7 +19,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.prepare import PreparedData
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.units import Units
-from meshtune.digests import DamagedError
+from meshtune.digests import DamagedError, digest_files
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
@@ -34,6 +34,7 @@ from meshtune.train.evaluation.reference_file import read_log_probabilities, wri
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import MODEL, locate
 from meshtune.weights.load import load_params, load_spec
+from meshtune.weights.safetensors_files import headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,13 +82,14 @@ class Reference:
                 loaded.append(load_params(directory, spec, layout=layout))
             return loaded[0]
 
-        self._give({"model": base_hash(directory)}, params, spec, compute)
+        self._give(_origin(base_hash(directory), directory), params, spec, compute)
 
     def from_start(self, params: Tree, spec: ModelSpec, base: str | None) -> None:
         """Gives the loaders the log-probabilities of the run's initial model `params`; `base` is its base's hash."""
         if self.chosen != CACHED:
             return
-        self._give({"model": base} | made_start(self.recipe), lambda: params, spec, self.compute)
+        origin = _origin(base, self.resolved.source) | made_start(self.recipe)
+        self._give(origin, lambda: params, spec, self.compute)
 
     def _give(
         self, origin: Mapping[str, object], params: Callable[[], Tree], spec: ModelSpec, compute: Compute
@@ -123,6 +125,13 @@ class Reference:
         except DamagedError as error:
             self.say(f"the cached log-probabilities of the reference are not used: {error.what} ({error.where})")
             return None
+
+
+def _origin(base: str | None, directory: pathlib.Path) -> dict[str, object]:
+    """What identifies the model in `directory`, whose hash is `base`: its weights to the last byte."""
+    files = sorted({info.file for info in headers(directory).values()})
+    digests = [digest_files(file.parent, [file.name])[file.name].digest for file in files]
+    return {"model": base, "weights": digests}
 
 
 def made_start(recipe: Recipe) -> dict[str, object]:
