@@ -17,6 +17,7 @@ from pathlib import Path
 import xxhash
 
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 FILE = "digests.json"
 EDITED = ("config.json", ".jinja", "README.md", "Modelfile")  # ends of the names of files that people change
@@ -109,13 +110,13 @@ def read_digests(directory: Path) -> tuple[dict[str, FileDigest], str]:
     """
     path = directory / FILE
     try:
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path)
         files, checksum = fields["files"], fields["digest"]
         if fields["algorithm"] != ALGORITHM or digest_json(files) != checksum:
             raise ValueError("it does not have the contents that were written")
         return {name: FileDigest(**digest) for name, digest in files.items()}, checksum
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else "it is not what was written"
+    except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = "it is not what was written" if path.exists() else "it is missing"
         raise DamagedError(f"{FILE} is damaged: {reason}", where=str(path)) from error
 
 

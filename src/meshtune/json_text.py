@@ -28,7 +28,7 @@ def read_json(file: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 def token_ids(value: Any, where: str) -> list[int]:
     """The ids of a field such as eos_token_id: one, several, or none where it is null; UserError for all else."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(id_) is int and id_ >= 0 for id_ in ids):
+    if not all(type(id_) is int and 0 <= id_ < 2**31 for id_ in ids):
         raise UserError(f"expected the number of a token, or a list of them, found {value!r}", where=where)
     return ids
 

@@ -264,6 +264,14 @@ def test_what_files_of_the_root_refer_to_stays_inside(workspace):
             answer = board.post("/api/check", json=body)
             assert answer.status_code == 400
             assert "outside of" in answer.text
+    (run / "recipe.yaml").write_text("model: link\ndata: {train: x}\noutput: runs/y\n")  # as an id of the hub looks
+    assert "outside of" in board.post("/api/check", json={"kind": "serve", "model": "run"}).text
+    (run / "recipe.yaml").write_text(f"model: {MODEL}\ndata: {{train: x}}\noutput: runs/y\n")
+    (run / "base").symlink_to(outside / "model")
+    assert "outside of" in board.post("/api/check", json={"kind": "serve", "model": "run"}).text
+    (workspace.root / "saved/train").mkdir(parents=True)
+    (workspace.root / "saved/train/data.arrow").symlink_to(outside / "file")
+    assert "outside of" in board.post("/api/check", json={"recipe": recipe().replace(str(LESSON), "saved")}).text
     base = recipe().replace(f"model: {MODEL}", f"model: {{path: {MODEL}, adapter: adapter}}")
     assert "base_model_name_or_path" in board.post("/api/check", json={"recipe": base}).text
     assert "outside of" in board.post("/api/check", json={"recipe": recipe().replace(str(LESSON), "links")}).text

@@ -263,7 +263,11 @@ def test_merge_keys_and_anchors_work(written):
         ("eval: {every: weekly}\n", "eval.every is 'weekly': it must be a whole number above 0, epoch or null", 4),
         ("eval: {early_stopping: 2}\n", "the recipe: eval.early_stopping needs validation data", 4),
         ("log: {trackers: [wand]}\n", "log.trackers.0 is 'wand': it must be one of tensorboard, wandb,", 4),
-        ("train: {epochs: 1, steps: 2}\n", "train: give epochs or steps, not both", 4),
+        (
+            "train: {epochs: 1, steps: 2}\n",
+            "train: give epochs or steps, not both: steps=null or epochs=null takes one away",
+            4,
+        ),
         (
             "train:\n  batch_size: 6\n  micro_batch: 4\n",
             "train: batch_size 6 does not divide by micro_batch 4",

@@ -77,9 +77,11 @@ OWN = {
         {"dialogue": EXAMPLES["messages"]["messages"]},
         {"dialogue": EXAMPLES["sharegpt"]["conversations"], "id": 3},
         {"Inhalt mit Zeichen: {x}": "t"},
+        {"instruction": "q", "context": "c", "response": "a", "category": "qa"},
     ],
     "pairs": [
         {"q": "q", "good": "a", "bad": "b"},
+        {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
         {"better": EXAMPLES["messages"]["messages"], "worse": [{"role": "user", "content": "q"},
                                                               {"role": "assistant", "content": "b"}]},
     ],
@@ -101,6 +103,8 @@ def test_the_question_is_told_from_the_answer_by_its_name():
     error = chosen("auto", [{"answer": "a", "question": "q"}], "x")
     assert "{instruction: question, output: answer}" in error.fix
     assert "'data.train" not in chosen("auto", [{"a": "x", "b": "y", "c": "z"}], "x").fix
+    passage = chosen("auto", [{"instruction": "q", "context": "c", "response": "a", "category": "qa"}], "x")
+    assert "{instruction: instruction, input: context, output: response}" in passage.fix
 
 
 AMBIGUOUS = [

@@ -119,6 +119,29 @@ def test_whole_conversations_beside_a_prompt_are_read_as_trl_does(record, source
         assert messages == [*theirs["prompt"], *theirs[side]]
 
 
+@pytest.mark.parametrize("beside", [{}, {"prompt": "hi"}])
+def test_whole_conversations_of_from_and_value_are_read_as_trl_does(beside, tmp_path):
+    data_utils = pytest.importorskip("trl.data_utils")
+    names = {"user": "human", "assistant": "gpt"}
+    record = beside | {
+        side: [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]
+        for side, turns in WHOLE.items()
+    }
+    (pair,) = read(tmp_path, [record], "pairs")[0]
+    theirs = data_utils.maybe_convert_to_chatml({side: record[side] for side in WHOLE})
+    for side, document in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        assert [{"role": m.role, "content": m.content} for m in document.messages] == theirs[side]
+
+
+def test_labels_of_a_csv_file_are_read(tmp_path):
+    file = tmp_path / "labels.csv"
+    file.write_text("prompt,completion,label\nq,a,True\nq,b,false\n")
+    section = DataSection.model_validate({"train": str(file)})
+    assert [sample.good for sample in load_documents(section, seed=0, dataset_type="labelled").train] == [True, False]
+    with pytest.raises(UserError, match="stage: kto"):
+        load_documents(section, seed=0)
+
+
 @pytest.mark.parametrize(
     ("record", "source"),
     [
@@ -179,7 +202,7 @@ def test_a_missing_rejected_side_is_named(tmp_path):
     assert "rejected" in str(caught.value.where)
 
 
-@pytest.mark.parametrize("label", ["true", 1, 0.5, None])
+@pytest.mark.parametrize("label", ["yes", 1, 0.5, None])
 def test_a_label_is_true_or_false(label, tmp_path):
     with pytest.raises(UserError, match=r"true or false|null"):
         read(tmp_path, [{"prompt": "a", "completion": "b", "label": label}], "labelled")

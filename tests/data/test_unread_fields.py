@@ -264,6 +264,17 @@ def test_a_variable_that_the_template_does_not_read_is_refused(shared, tmp_path)
     assert mask_conversation(chat, read("documents", "messages", record, columns))
 
 
+def test_fields_of_turns_that_are_not_read_are_listed(tmp_path):
+    file = tmp_path / "made.jsonl"
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "thought": "cogito", "refusal": None},
+    ]
+    file.write_text(json.dumps({"messages": turns}))
+    section = DataSection.model_validate({"train": str(file)})
+    assert load_documents(section, seed=0).unread == {str(file): ("messages[].thought",)}
+
+
 def test_other_fields_are_listed_once(tmp_path):
     file = tmp_path / "made.jsonl"
     records = [{**RECORDS["documents"]["messages"][0], "id": n, "images": [], f"field{n}": 1} for n in range(3)]

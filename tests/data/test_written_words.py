@@ -204,6 +204,20 @@ def test_a_message_that_only_some_conversations_lose_is_found(tokenizer):
         mask_conversation(chat, long)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (user("Repeat: Write </think> at the end."), answer("Write </think> at the end.")),
+        (user("How?"), answer("Use </think> here."), user("You said: Use </think> here."), answer("Yes.")),
+    ],
+)
+def test_an_answer_that_another_message_quotes_is_looked_for_by_itself(chats, messages):
+    with pytest.raises(UserError, match="for reasoning"):
+        mask_conversation(chats("Qwen-Qwen3-0.6B"), Conversation(messages, ORIGIN), LossPolicy())
+    same = Conversation((user("Say yes."), answer("yes"), user("yes"), answer("yes")), ORIGIN)
+    assert mask_conversation(chats("Qwen-Qwen3-0.6B"), same, LossPolicy())
+
+
 def test_a_switch_that_the_template_reads_is_no_lost_word(chats):
     chat = chats("HuggingFaceTB-SmolLM3-3B")
     for switch, mode in (("/no_think", "/no_think"), ("/think", "/think")):

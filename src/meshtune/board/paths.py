@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from meshtune.board.job import RECIPE, Job, read_json
 from meshtune.board.recipe_text import content_of
-from meshtune.board.workspace import HUB_ID, Workspace
+from meshtune.board.workspace import Workspace
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.data.registry import FILE, Registry
 from meshtune.errors import UserError
+from meshtune.runs.sources import START
 from meshtune.runs.states import MARK
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -49,12 +50,15 @@ def check_references(workspace: Workspace, source: str, where: str) -> str:
     """`source`, a model, adapter or run that was resolved, if what its files refer to lies inside the workspace too:
     the base of an adapter, the model of a run. Raises: UserError."""
     folder = workspace.root / source
+    if (folder / START).exists():  # the model that a run made itself and began with
+        _check_resolved(workspace, folder / START, f"{where}: {START}")
     for place in (folder, folder / "adapter"):
         base = read_json(place / ADAPTER_CONFIG).get("base_model_name_or_path")
         if isinstance(base, str) and base.strip():
             expanded = pathlib.Path(os.path.expanduser(base))
             # As meshtune.runs.sources looks for it.
-            for path in (workspace.root / expanded, place / expanded, place.parent / expanded):
+            nearby = (place / expanded, place.parent / expanded, place.parent / expanded.name)
+            for path in (workspace.root / expanded, *nearby):
                 if path.exists():
                     _check_resolved(workspace, path, f"{where}: base_model_name_or_path")
     if (folder / RECIPE).is_file():
@@ -63,7 +67,7 @@ def check_references(workspace: Workspace, source: str, where: str) -> str:
         except (OSError, UnicodeDecodeError, UserError):
             return source  # its reader says what is wrong
         for key, path in _models(recipe):
-            if not HUB_ID.fullmatch(path) and (workspace.root / path).exists():
+            if (workspace.root / path).exists():  # it hides an id of the hub
                 _check_resolved(workspace, workspace.root / path, f"{where}: {key}")
     return source
 
@@ -109,12 +113,13 @@ def _check_resolved(workspace: Workspace, path: pathlib.Path, where: str) -> Non
 
 
 def _check_folder(workspace: Workspace, source: str, where: str) -> None:
-    """The files of a folder of data are not links that lead outside."""
-    folder = workspace.root / source
-    if folder.is_dir():
-        for entry in os.scandir(folder):
-            if entry.is_symlink():
-                _check_resolved(workspace, pathlib.Path(entry.path), where)
+    """The files of a folder of data, and of the splits and subjects in it, are not links that lead outside."""
+    for folder, folders, files in os.walk(workspace.root / source):
+        for path in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(path):
+                _check_resolved(workspace, pathlib.Path(path), where)
+        if folder != str(workspace.root / source):
+            folders.clear()
 
 
 def _models(recipe: Recipe) -> list[tuple[str, str]]:

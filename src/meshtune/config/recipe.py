@@ -43,7 +43,7 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _check_batch(self) -> TrainSection:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("give epochs or steps, not both")
+            raise ValueError("give epochs or steps, not both: steps=null or epochs=null takes one away")
         if isinstance(self.micro_batch, int) and self.batch_size % self.micro_batch:
             raise ValueError(f"batch_size {self.batch_size} does not divide by micro_batch {self.micro_batch}")
         return self

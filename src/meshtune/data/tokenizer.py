@@ -60,6 +60,8 @@ def _from_transformers(directory: pathlib.Path) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
         )
+        if not isinstance(tokenizer.chat_template, str | dict | None):
+            raise TypeError(f"its chat_template is {tokenizer.chat_template!r}, which is no text")
         if tokenizer.is_fast:
             tokenizer.encode("a")  # fields of tokenizer_config.json are first used here
     except BaseException as problem:  # transformers validates config.json too, with exceptions of several libraries

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from meshtune import json_text
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.runs.output import claimed
@@ -82,9 +83,11 @@ def replace(path: pathlib.Path, text: str) -> None:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A file that `write_json` wrote. Raises DamagedError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise DamagedError(f"{path.name} cannot be read: {problem}", where=str(path), fix="--overwrite") from problem
+        return json_text.read_json(path)
+    except UserError as problem:
+        raise DamagedError(
+            f"{path.name} cannot be read: {problem.what}", where=str(path), fix="--overwrite"
+        ) from problem
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -92,12 +95,12 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines):
         try:
             if line:
                 rows.append(json.loads(line))
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             if number < len(lines) - 1:
                 raise DamagedError(
                     "a line is not JSON", where=f"{path}, line {number + 1}", fix="remove the line, and resume"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshtune.data.sources import open_path
 from meshtune.errors import UserError
+from meshtune.json_text import read_bytes
 
 LETTERS = ("A", "B", "C", "D")
 Doc = dict[str, Any]
@@ -74,8 +76,13 @@ def _read_subjects(name: str, folder: pathlib.Path) -> dict[str, TaskFiles]:
 
 def _choices(file: pathlib.Path) -> list[Doc]:
     """The questions of a .csv file of a subject: {question, choices, answer (0 to 3)}."""
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        rows = [row for row in csv.reader(stream) if row]
+    try:
+        text = read_bytes(file).decode("utf-8-sig")
+        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except (UnicodeDecodeError, csv.Error) as problem:
+        raise UserError(
+            f"this is no CSV in UTF-8: {problem}", where=str(file), fix="give the published file"
+        ) from problem
     if not rows:
         return []
     header = [name.strip().lower() for name in rows[0]]

@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from meshtune.config import yaml_text
 from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json
 from meshtune.weights.hub import HUB_ID
@@ -96,8 +95,8 @@ def front_matter(card: Path) -> dict[str, Any]:
     """The YAML in front of a model card; {} where there is none."""
     try:
         text = read_bytes(card).decode()
-        fields = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else {}
-    except (ValueError, IndexError, RecursionError, yaml.YAMLError):
+        fields = yaml_text.read(text.split("---", 2)[1], str(card)).value if text.startswith("---") else {}
+    except (ValueError, IndexError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

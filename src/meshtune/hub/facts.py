@@ -169,10 +169,10 @@ def _samples(file: Path) -> list[Sample]:
 
 def _rows(metrics: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
         try:
             rows.append(json.loads(line))
-        except ValueError:  # the last line of a process that was killed
+        except (ValueError, RecursionError):  # the last line of a process that was killed
             continue
     return [row for row in rows if isinstance(row, dict)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import safetensors
 from meshtune.adapters.peft_format import WEIGHTS, read_fields
 from meshtune.errors import UserError
 from meshtune.hub.base_model import Base, public_base
+from meshtune.json_text import parse_json
 from meshtune.runs.export import export
 from meshtune.runs.output import read_run
 from meshtune.runs.progress import StageProgress
@@ -207,9 +207,19 @@ def _model_base(directory: Path, base_model: str | None) -> Base | None:
 
 
 def _record(file: Path) -> dict[str, Any]:
-    """What Meshtune wrote into the metadata of a safetensors file; {} for files of other programs."""
+    """What Meshtune wrote into the metadata of a safetensors file; {} for files of other programs.
+
+    Raises UserError for metadata under its name that are of another form.
+    """
     with safetensors.safe_open(str(file), framework="np") as opened:
-        return json.loads((opened.metadata() or {}).get("meshtune", "{}"))
+        record = parse_json((opened.metadata() or {}).get("meshtune", "{}"), str(file))
+    parts = [record.get(name) or {} for name in ("base", "merged")] if isinstance(record, dict) else [record]
+    for part in parts:
+        if not isinstance(part, dict) or not all(
+            isinstance(part.get(key), str | None) for key in ("path", "base", "hash")
+        ):
+            raise UserError("its metadata 'meshtune' are not what Meshtune writes", where=str(file), fix="remove them")
+    return record
 
 
 def _named(base_model: str | None) -> Base | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from meshtune import runs
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 from meshtune.runs.output import CHECKPOINTS, is_run, read_run
 
 MARK, BEST = "@", "best"
@@ -63,10 +63,11 @@ def best_step(run: Path) -> int | None:
     """The update after which the validation loss was lowest; None where there was none."""
     for step in reversed(kept_steps(run)):
         try:
-            content = json.loads((run / CHECKPOINTS / str(step) / "record" / "metadata").read_bytes())
+            content = read_json(run / CHECKPOINTS / str(step) / "record" / "metadata")
             best = content.get("record", content).get("best")
             return None if best is None else int(best["step"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue  # damaged: an earlier one may say it
     best = read_run(run).get("best")
-    return None if best is None else int(best["step"])
+    step = best.get("step") if isinstance(best, dict) else None
+    return step if isinstance(step, int) else None

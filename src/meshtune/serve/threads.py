@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from meshtune.errors import UserError
 from meshtune.serve.errors import ApiError
 
 T = TypeVar("T")
@@ -28,13 +29,25 @@ class Threads:
             raise ApiError(429, "too many requests wait to be read; try again in a while", code="queue_full")
         self._under_way += 1
         try:
-            return await until_gone(request, asyncio.get_running_loop().run_in_executor(self._pool, function, *args))
+            return await until_gone(
+                request, asyncio.get_running_loop().run_in_executor(self._pool, _result, function, *args)
+            )
         finally:
             self._under_way -= 1
 
     def stop(self) -> None:
         """Begins nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(function: Callable[..., T], *args: Any) -> T:
+    """The function's result. Raises UserError where the library tokenizers, which is in Rust, gives a text up."""
+    try:
+        return function(*args)
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer cannot read this text: {problem}") from problem
 
 
 async def until_gone(request: Request, work: asyncio.Future[T]) -> T:

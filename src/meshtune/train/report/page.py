@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from meshtune.config import yaml_text
 from meshtune.config.load import load_recipe, silent
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
@@ -201,8 +202,9 @@ def _recipe(text: str) -> list[str]:
         return []
     whole = f"<pre>{html.escape(text)}</pre>"
     try:
-        recipe = load_recipe(yaml.safe_load(text), notify=silent)
-    except (UserError, yaml.YAMLError, ValueError):
+        content = yaml_text.read(text, RECIPE).value
+        recipe = load_recipe(content if isinstance(content, dict) else {}, notify=silent)
+    except (UserError, ValueError):
         return ["<h2>Recipe</h2>", whole]
     changed = recipe.model_dump(mode="json", exclude_defaults=True)
     for name in ("stage", "method"):  # whose keys are those of a kind
