@@ -130,7 +130,9 @@ def test_whole_conversations_of_from_and_value_are_read_as_trl_does(beside, tmp_
     (pair,) = read(tmp_path, [record], "pairs")[0]
     theirs = data_utils.maybe_convert_to_chatml({side: record[side] for side in WHOLE})
     for side, document in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-        assert [{"role": m.role, "content": m.content} for m in document.messages] == theirs[side]
+        assert [(names[m.role], m.content) for m in document.messages] == [
+            (t["role"], t["content"]) for t in theirs[side]
+        ]
 
 
 def test_labels_of_a_csv_file_are_read(tmp_path):

@@ -1,4 +1,4 @@
-"""Files in a run's folder, or beside a model, that a stranger wrote: an error in a sentence, soon, or nothing at all."""
+"""Files of a run, and those beside a model, that a stranger wrote: they end in a sentence, or are passed over."""
 
 from __future__ import annotations
 
