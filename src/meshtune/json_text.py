@@ -101,7 +101,8 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return True
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a decoder's (name, value) pairs. Raises ValueError for a name that is there twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = set[str]()
@@ -116,4 +117,4 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
+_DECODER = json.JSONDecoder(object_pairs_hook=object_of, parse_int=_integer)

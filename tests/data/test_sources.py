@@ -177,7 +177,7 @@ def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
-        ("a,b\n1,2\n3\n", "record 1 (line 3)", "the record has 1 fields, but the header has 2: a, b"),
+        ("a,b\n1,2\n3\n", "record 1 (line 3)", "the record has 1 field, but the header has 2: a, b"),
         ("a,b\n1,2,3\n", "record 0 (line 2)", "the record has 3 fields"),
         ('a,b\n1,"2\n3,4\n', "line 2", "malformed CSV"),
         ("a,a\n1,2\n", "line 1", "'a' more than once"),
@@ -560,3 +560,23 @@ def test_conversations_of_a_csv_file_are_tokenised_as_those_of_a_jsonl_file(tmp_
         checked = check_source(DataSource(path=str(tmp_path / name)), "error", 0, [], "documents")
         samples.append(checked.sample(0).messages)
     assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_key_that_a_record_has_twice_is_an_error(name, tmp_path):
+    file = tmp_path / name
+    file.write_text('{"text": "a"}\n{"text": "b", "meta": {"id": 1, "id": 2}}\n')
+    with pytest.raises(UserError, match="the key 'id' twice") as caught:
+        check_source(DataSource(path=str(file)), "error", 0, [], "documents")
+    assert "line 2" in str(caught.value.where)
+
+
+def test_the_line_of_a_csv_record_is_named_once(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("text,id\na,1\nb\n")
+    with pytest.raises(UserError) as caught:
+        check_source(DataSource(path=str(file)), "error", 0, [], "documents")
+    assert str(caught.value.where).count("(line 3)") == 1
+    skipped = []
+    check_source(DataSource(path=str(file)), "skip", 0, skipped, "documents")
+    assert skipped[0].reason == "the record has 1 field, but the header has 2: text, id"

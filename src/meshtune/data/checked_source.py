@@ -154,8 +154,8 @@ def _refuse_or_skip(
 ) -> None:
     if on_bad == "error":
         raise _with_location(error, checked.records, index, checked.format) from None
-    origin = checked.records.origin(index)
-    skipped.append(SkippedRecord(str(origin), _one_line(error, origin)))
+    places = checked.records.where(index), str(checked.records.origin(index))
+    skipped.append(SkippedRecord(places[1], _one_line(error, places)))
 
 
 def _sample(indices: np.ndarray, count: int | None, seed: int) -> np.ndarray:
@@ -182,10 +182,10 @@ def _select_format(source: DataSource, records: Records, on_bad: str, dataset_ty
 
 def _with_location(error: UserError, records: Records, index: int, form: RecordFormat | None) -> UserError:
     """The error with the record's line, the format it was read as, and the option that skips such records."""
-    origin = str(records.origin(index))
-    where = error.where or origin
+    origin, place = str(records.origin(index)), records.where(index)
+    where = (error.where or origin).replace(place, origin, 1)  # some readers name the line, others do not
     if where.startswith(origin):
-        where = f"{records.where(index)}{where.removeprefix(origin)}"
+        where = f"{place}{where.removeprefix(origin)}"
         if form is not None:
             where += f" (format {form.name})"
     elif origin not in where:
@@ -194,7 +194,10 @@ def _with_location(error: UserError, records: Records, index: int, form: RecordF
     return UserError(error.what, where=where, fix=f"{error.fix}; or {remedy}" if error.fix else remedy)
 
 
-def _one_line(error: UserError, origin: Origin) -> str:
-    """What is wrong and in which field, without the origin."""
-    field = (error.where or "").removeprefix(str(origin)).removeprefix(", ")
+def _one_line(error: UserError, places: Sequence[str]) -> str:
+    """What is wrong and in which field, without the place of the record."""
+    field = error.where or ""
+    for place in places:
+        field = field.removeprefix(place)
+    field = field.removeprefix(", ")
     return f"{field}: {error.what}" if field else error.what

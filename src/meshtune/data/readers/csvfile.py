@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from meshtune.data.conversation import Origin
 from meshtune.data.readers.jsonfile import check_nesting, readable
 from meshtune.data.readers.mapped import MappedFile
-from meshtune.data.readers.records import FileRecords
+from meshtune.data.readers.records import FileRecords, line_origin
 from meshtune.errors import UserError, counted
 
 MAX_COLUMNS = 10_000
@@ -155,12 +154,12 @@ def _decode(
         raise UserError(
             f"the record has {counted(len(fields), 'field')}, but the header has {len(header)}: "
             + ", ".join(header[:20]),
-            where=str(Origin(file.name, index)),
+            where=line_origin(file, index, begin),
             fix="put fields that contain a comma or a line break in double quotes",
         )
     record: dict[str, object] = dict(zip(header, fields, strict=True))
     for column in conversations:
-        record[column] = _turns(str(record[column]), f"{Origin(file.name, index)}, field '{column}'")
+        record[column] = _turns(str(record[column]), f"{line_origin(file, index, begin)}, field '{column}'")
     return record
 
 

@@ -17,9 +17,11 @@ import numpy as np
 from meshtune.data.readers.mapped import MappedFile, line_spans
 from meshtune.data.readers.records import FileRecords
 from meshtune.errors import UserError
+from meshtune.json_text import object_of
 
 # A whole string (possessive, so that no string is too long), or a bracket.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
+DECODER = json.JSONDecoder(object_pairs_hook=object_of)
 MAX_DEPTH = 100  # lists and objects within each other
 MAX_REPARSED = 1 << 26  # bytes parsed again to explain a mistake in a file that is never closed
 
@@ -48,7 +50,7 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
     text = file.text(begin, end)
     try:
         check_nesting(text)
-        return json.loads(text)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise _malformed(file, begin + len(text[: error.pos].encode()), error.msg) from None
     except ValueError as error:
