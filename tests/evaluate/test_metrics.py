@@ -74,6 +74,6 @@ def test_an_unknown_metric_is_refused_with_a_near_name():
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(UserError, match=r"needs the package sacrebleu[\s\S]*pip install 'meshtune\[evaluate\]'"):
+    with pytest.raises(UserError, match=r"needs the package sacrebleu[\s\S]*pip install '\.\[evaluate\]'"):
         check_metrics(("bleu",))
     assert check_metrics(("exact_match", "f1")) == ("exact_match", "f1")

@@ -302,6 +302,7 @@ def tokenizer(folder: pathlib.Path, rng: random.Random) -> None:
     from meshtune.data.chat import ChatTemplate
     from meshtune.data.tokenizer import load_tokenizer
     from meshtune.generate.prompts import text_end
+    from meshtune.runs.sources import Source
 
     name = rng.choice(["tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"])
     file = MODEL / name
@@ -312,7 +313,7 @@ def tokenizer(folder: pathlib.Path, rng: random.Random) -> None:
         value |= {"eos_token_id": [1, 2], "temperature": 0.5}
     copy_model(folder, name, text(value, rng))
     loaded = load_tokenizer(folder)
-    text_end(folder, {}, loaded)
+    text_end(Source(folder, None, str(folder), None), loaded)
     if loaded.chat_template:
         _ = ChatTemplate(loaded).end_of_turn
     loaded.encode("Hello, world")

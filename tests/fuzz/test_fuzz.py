@@ -35,7 +35,7 @@ def failures(readers: str, cases: int, seconds: float) -> list[str]:
 
 
 def test_some_files_of_every_kind():
-    assert failures(",".join(READERS), 12, 30) == []
+    assert failures(",".join(READERS), 5, 30) == []
 
 
 @pytest.mark.fuzz

@@ -90,7 +90,12 @@ def refused(answer: httpx.Response) -> str:
     return error["message"]
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
+SLOW = ("/v1/chat/completions", "/v1/completions")  # have the most fields
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.slow if path in SLOW else ()) for path in ENDPOINTS]
+)
 def test_no_value_of_a_field_is_a_failure_of_the_server(http, path):
     for field in FIELDS[path]:
         for value in WRONG:

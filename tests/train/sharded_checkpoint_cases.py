@@ -117,10 +117,8 @@ def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
                 wanted = like(mesh, rest[0])
                 if number > 1:
                     state = checkpoints.restore(number - 1, wanted)
-                    say(mesh=mesh, checked=check(state, wanted, 1))
-                else:
-                    state = filled(wanted, 1)
-                checkpoints.save(state, record_of(number))  # the same numbers travel from mesh to mesh
+                    say(mesh=mesh, checked=check(state, wanted, number - 1))
+                checkpoints.save(filled(wanted, number), record_of(number))
     elif command == "die":
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
             wanted = like(rest[0], "full", wide=8)

@@ -235,7 +235,7 @@ def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_i
 
 def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install 'meshtune\[wandb\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
         trackers.check_installed(["tensorboard", "wandb"])
     assert set(trackers.NEEDS) == set(trackers.TRACKERS)
 

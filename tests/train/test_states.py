@@ -95,6 +95,7 @@ def test_states_that_are_not_there_list_those_that_are(worse, tmp_path):
     assert "keeps no checkpoints" in (error.value.fix or "")
 
 
+@pytest.mark.slow
 def test_a_state_is_written_anew_of_another_checkpoint_and_a_damaged_one_is_named(worse, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(worse, copy)

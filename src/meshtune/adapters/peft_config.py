@@ -176,6 +176,8 @@ def _check_types(fields: dict[str, Any], refuse: Callable[..., UserError]) -> No
     """Raises UserError for a field that is read and has a value of another type, or a number beyond every bound."""
     for field, value in fields.items():
         kind = KINDS.get(field)
+        if field == "r" and fields.get("peft_type") == "OFT":
+            kind = "a whole number"  # 0 where oft_block_size says how large blocks are
         if kind is not None and value is not None and not FITS[kind](value):
             raise refuse(field, f"it must be {kind}", "save the adapter again")
 

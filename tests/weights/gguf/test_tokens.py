@@ -28,6 +28,7 @@ from meshtune.weights.gguf.file import read_gguf
 from meshtune.weights.gguf.pre_tokenizers import NAMES, PATTERNS, name_of, steps_of
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
+from meshtune.weights.hub import locate
 
 FILES = {"hf-llama3_1": ("llama-bpe", "llama-bpe"), "hf-qwen3": ("qwen2", "qwen2"), "smollm2": ("smollm", None)}
 
@@ -83,6 +84,7 @@ def test_another_tokenizer_takes_the_place_of_one_that_is_not_read(stories260k: 
     assert given.get_vocab() == load_tokenizer(stories260k).get_vocab()
 
 
+@pytest.mark.slow
 def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_anew(stories260k: Path, tmp_path: Path, monkeypatch):
     """Here one with another epsilon in its header; what was made of the first is in the cache."""
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
