@@ -12,6 +12,7 @@ from meshtune.config.data import DataSection
 from meshtune.data.conversation import Labelled, Origin, Pair
 from meshtune.data.documents import load_documents
 from meshtune.data.formats import FORMATS_BY_TYPE
+from meshtune.data.formats.meanings import MARGIN
 from meshtune.errors import UserError
 
 ORIGIN = Origin("made.json", 0)
@@ -222,3 +223,11 @@ def test_data_of_another_stage_name_that_stage(tmp_path):
 def test_every_dataset_type_has_its_formats():
     assert set(FORMATS_BY_TYPE["pairs"]) == {"alpaca", "sharegpt", "messages", "preference", "openai", "hh"}
     assert set(FORMATS_BY_TYPE["labelled"]) == {"alpaca", "sharegpt", "messages", "prompt_completion"}
+
+
+def test_a_margin_is_listed_as_not_read_but_by_reward_models(tmp_path):
+    data = read(tmp_path, [{"prompt": "hi", "chosen": "a", "rejected": "b", "margin": 2.0}], "pairs")[0]
+    assert data[0].margin == 2.0
+    section = DataSection.model_validate({"train": str(next(tmp_path.glob("*.json*")))})
+    (fields,) = load_documents(section, seed=0, dataset_type="pairs").unread.values()
+    assert fields == (MARGIN,)

@@ -17,10 +17,12 @@ from meshtune.errors import UserError
 from meshtune.evaluate.choice_letters import prompt_text, read_subjects, run_protocol
 from meshtune.evaluate.compare import Outcome, read_results
 from meshtune.evaluate.harness import Suite
-from meshtune.evaluate.identity import default_output
+from meshtune.evaluate.identity import default_output, identity
 from meshtune.evaluate.predict import Predictions, PredictOptions
 from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data, variants
+from meshtune.quickstart import MODEL
 from meshtune.terminal import console
+from meshtune.weights.fingerprint import base_hash
 
 QUIET = console(quiet=True)
 LOADING = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
@@ -227,3 +229,20 @@ def test_llama_factorys_protocol_is_the_likeliest_of_four_letters_after_five_tur
         read_subjects(Suite(("hellaswag",)))
     with pytest.raises(UserError, match="mmlu_astronomy has 5 examples to show, and 6 are asked for"):
         read_subjects(Suite(("mmlu",), {"mmlu": folder}, shots=6))
+
+
+def test_results_belong_to_every_byte_of_the_weights(tmp_path):
+    """Also to those that the hash of a base leaves out, since it samples large tensors."""
+    copy = tmp_path / "model"
+    shutil.copytree(MODEL, copy)
+    before, hashed = identity(str(copy)), base_hash(copy)
+    file = copy / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    for place in range(len(content) - 1, 0, -997):
+        content[place] ^= 1
+        file.write_bytes(content)
+        if base_hash(copy) == hashed:
+            break
+        content[place] ^= 1
+    assert base_hash(copy) == hashed
+    assert identity(str(copy)) != before

@@ -12,6 +12,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.checked_source import SkippedRecord
 from meshtune.data.documents import DocumentList, load_documents, open_documents
+from meshtune.data.formats.meanings import MARGIN
 from meshtune.data.loader import Loader
 from meshtune.data.prepare_stream import check_streaming, prepare_stream
 from meshtune.data.progress import Progress
@@ -159,10 +160,12 @@ class _Preparation:
         return loader, self._with_template_fix(report)
 
     def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """The fields of each source that are not read, without those of turns that the chat template names."""
+        """The fields of each source that are not read, without those of turns that the chat template names, and without
+        the margin that a reward model learns."""
         words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
+        read = {MARGIN} if self.recipe.stage.kind == "rm" else set[str]()
         names = {
-            path: [n for n in fields if "[]." not in n or n.rpartition(".")[2] not in words]
+            path: [n for n in fields if n not in read and ("[]." not in n or n.rpartition(".")[2] not in words)]
             for path, fields in unread.items()
         }
         return {path: tuple(fields) for path, fields in names.items() if fields}

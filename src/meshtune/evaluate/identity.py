@@ -7,13 +7,14 @@ import pathlib
 from meshtune.digests import digest_files
 from meshtune.runs.sources import find, is_run
 from meshtune.runs.states import split_state
+from meshtune.runs.verify import weights_digests
 from meshtune.weights.fingerprint import base_hash
 
 
 def identity(path: str, adapter: str | None = None, revision: str | None = None) -> str:
-    """A hash of a model's weights, and of its adapter's if it has one."""
+    """A hash of a model's mathematics and of all its weights, and of its adapter's if it has one."""
     source = find(path, adapter, revision=revision)
-    own = base_hash(source.base)
+    own = " ".join([base_hash(source.base), *weights_digests(source.base)])
     return own if source.adapter is None else f"{own} + {adapter_hash(source.adapter)}"
 
 

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshtune.digests import FILE, DamagedError, check_directory, damaged, find_damage, read_digests, share
+from meshtune.digests import (
+    FILE,
+    DamagedError,
+    check_directory,
+    damaged,
+    digest_files,
+    find_damage,
+    read_digests,
+    share,
+)
 from meshtune.mesh.processes import Job
+from meshtune.weights.safetensors_files import headers
 
 FIX = f"make or copy it again; if you changed a file on purpose, delete {FILE} beside it"
 
@@ -51,3 +61,9 @@ def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> d
     except DamagedError as error:
         return {FILE: error.reason}
     return find_damage(directory, share(digests, job.process_index, job.process_count))
+
+
+def weights_digests(directory: Path) -> list[str]:
+    """The digests of a model's weight files, of every byte, for what is computed from them and kept."""
+    files = sorted({info.file for info in headers(directory).values()})
+    return [digest_files(file.parent, [file.name])[file.name].digest for file in files]

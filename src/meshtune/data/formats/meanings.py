@@ -170,6 +170,10 @@ def passed_over(record: Record, tags: Mapping[str, str]) -> set[str]:
     return names
 
 
+MARGIN = "margin (stage rm alone reads it)"
+
+
 def unread_fields(names: frozenset[str] | set[str], fields: FieldNames) -> list[str]:
-    """The names of fields that are passed over, in order."""
-    return sorted(names - {name for name in fields.values() if name is not None})
+    """The names of fields that are passed over, in order, and MARGIN where there is one."""
+    margin = [MARGIN] if fields.get("margin") in names else []
+    return sorted([*(names - {name for name in fields.values() if name is not None}), *margin])

@@ -19,7 +19,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.prepare import PreparedData
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.units import Units
-from meshtune.digests import DamagedError, digest_files
+from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
@@ -28,13 +28,13 @@ from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
+from meshtune.runs.verify import weights_digests
 from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import BASE, CACHED, reference_of
 from meshtune.train.evaluation.reference_file import read_log_probabilities, write_log_probabilities
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import MODEL, locate
 from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.safetensors_files import headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -129,9 +129,7 @@ class Reference:
 
 def _origin(base: str | None, directory: pathlib.Path) -> dict[str, object]:
     """What identifies the model in `directory`, whose hash is `base`: its weights to the last byte."""
-    files = sorted({info.file for info in headers(directory).values()})
-    digests = [digest_files(file.parent, [file.name])[file.name].digest for file in files]
-    return {"model": base, "weights": digests}
+    return {"model": base, "weights": weights_digests(directory)}
 
 
 def made_start(recipe: Recipe) -> dict[str, object]:
