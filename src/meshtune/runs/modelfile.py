@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from meshtune.data.chat import ChatTemplate
 from meshtune.data.compiled_template import CompiledTemplate
 from meshtune.data.tokenizer import chat_templates
 
@@ -86,7 +87,7 @@ def turns_of(tokenizer: PreTrainedTokenizerFast) -> Turns | None:
     try:
         probes = [(render(*probe), probe) for probe in _PROBES]
         candidates = _candidates(render)
-    except Exception:  # a template may refuse a conversation in its own words
+    except ChatTemplate.failures:  # it refuses one of the conversations
         return None
     agree = (turns for turns in candidates if all(turns.text(*probe) == text for text, probe in probes))
     turns = next(agree, None)

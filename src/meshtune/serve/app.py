@@ -259,7 +259,7 @@ async def _merged(served: Served, questions: list[Question]) -> AsyncGenerator[P
             async for piece in answer(served, question):
                 queue.put_nowait(piece)
             queue.put_nowait(None)
-        except Exception as problem:
+        except Exception as problem:  # raised where the pieces are read, as one answer would raise it
             queue.put_nowait(problem)
 
     tasks = [asyncio.create_task(read(question)) for question in questions]
