@@ -197,6 +197,15 @@ def test_sources_of_a_stream_are_mixed_by_weight(mixing, text, tokenizer):
     assert stream.fingerprint != streamed(text, tokenizer).train.fingerprint
 
 
+def test_a_stream_belongs_to_the_contents_of_its_files(text, tokenizer):
+    """Not to their names and numbers of records alone: a file replaced by one of equal length is another stream."""
+    before = streamed(text, tokenizer).train.fingerprint
+    assert streamed(text, tokenizer).train.fingerprint == before
+    records = [json.loads(line) for line in text.read_text().splitlines()]
+    text.write_text("\n".join(json.dumps({"text": record["text"][::-1]}) for record in records))
+    assert streamed(text, tokenizer).train.fingerprint != before
+
+
 def test_records_held_out_of_a_stream_are_those_of_a_loader_and_never_trained_on(text, tokenizer):
     lines = text.read_text().splitlines()
     prepared = streamed(text, tokenizer, "data.validation=0.2")

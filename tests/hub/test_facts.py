@@ -41,6 +41,18 @@ def test_entries_of_a_registry_are_files_with_hashes_and_data_sets_of_the_hub(na
     assert (hub.name, hub.hub) == ("org/lessons", True)
 
 
+def test_a_file_that_was_replaced_after_the_run_has_no_hash(named, tmp_path):
+    """Its time of writing says nothing: copies may keep that of what they are copies of."""
+    run, data = named
+    other = tmp_path / "other.json"
+    other.write_text("[1]")
+    os.utime(other, (1e9, 1e9))
+    shutil.copy2(other, data / "lesson.json")
+    recipe = (run / RECIPE).stat().st_mtime - 10
+    os.utime(run / RECIPE, (recipe, recipe))
+    assert run_facts(run, BASE).data[0].sha256 is None
+
+
 def test_entries_have_their_names_where_the_registry_is_gone(named):
     run, data = named
     shutil.rmtree(data)

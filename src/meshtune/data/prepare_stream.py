@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 STREAM_JOURNAL = "stream.jsonl"  # in the run's directory
 _REPORT_SAMPLE = 200  # documents that the report on a stream of plain text is made from
-_HASHED = 64  # samples whose contents are part of a fingerprint
+_HASHED = 64  # samples whose contents are part of a fingerprint, from the beginning and spread over all, each
 
 
 def check_streaming(recipe: Recipe) -> None:
@@ -145,6 +144,7 @@ def _text_fingerprint(
     data = recipe.data
     files = [(checked.source.path, checked.source.revision, len(checked.records)) for checked in documents.sources]
     parts = (tokenizer_hash(tokenizer), _options_key(options), repr(files), str(data.shuffle), str(recipe.seed))
+    parts += (_sampled_digests(documents),)
     weights = [checked.source.weight for checked in documents.sources]
     mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
     return fingerprint(*parts, str(data.max_length), str(recipe.train.batch_size), *mixture, *_held_out(data))
@@ -158,9 +158,22 @@ def _window_fingerprint(
     rows = (data.max_length, recipe.train.batch_size, data.packing, data.shuffle, recipe.seed, data.mixing, data.system)
     layout = (stage.dataset_type, stage.has_score_head, WINDOW, UNIT_POSITIONS)
     parts = (tokenizer_hash(tokenizer), _options_key(options), *role_ends(tokenizer))
-    first = itertools.islice(_readable(documents, skip=data.on_bad == "skip"), _HASHED)
-    digests = "".join(sample_digest(sample).hex() for sample in first)
+    digests = _sampled_digests(documents)
     return fingerprint(digests, *parts, repr(sources), repr(rows), repr(layout), *_held_out(data))
+
+
+def _sampled_digests(documents: DocumentList) -> str:
+    """The digests of some samples, since a stream is not read before it is trained on. Those that cannot be read count
+    as they are, so that a run which a bad record has ended may go on without such records."""
+    count = len(documents)
+    spread = np.linspace(0, count - 1, min(count, _HASHED)).astype(int).tolist()
+    digests = []
+    for index in dict.fromkeys([*range(min(count, _HASHED)), *spread]):
+        try:
+            digests.append(sample_digest(documents[index]).hex())
+        except UserError:
+            digests.append("unreadable")
+    return " ".join(digests)
 
 
 def _options_key(options: TokenOptions) -> str:

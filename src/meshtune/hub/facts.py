@@ -137,8 +137,16 @@ def _data_fact(source: Any, recipe: Recipe, run: Path) -> DataFact:
     public, file = public_path(source.path), Path(source.path).expanduser()
     if not file.exists() and public == source.path and "/" in public:
         return DataFact(public, True, source.split, source.revision)
-    unchanged = file.is_file() and file.stat().st_mtime <= (run / RECIPE).stat().st_mtime
-    return DataFact(public, False, sha256=_sha256(file) if unchanged else None)
+    return DataFact(public, False, sha256=_sha256(file) if _is_older(file, run / RECIPE) else None)
+
+
+def _is_older(file: Path, recipe: Path) -> bool:
+    """Whether a file is in its place since before a run began. A copy may keep its time of writing (`cp -p`), and never
+    that of its last change of state."""
+    if not file.is_file():
+        return False
+    times = file.stat()
+    return max(times.st_mtime, times.st_ctime) <= recipe.stat().st_mtime
 
 
 def _sha256(path: Path) -> str:
