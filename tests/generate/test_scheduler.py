@@ -74,6 +74,32 @@ def test_requests_that_come_and_go_get_what_they_get_alone(stories, golden):
         assert generation.finish_reason == "length"
 
 
+def test_a_cache_that_grows_leaves_every_row_its_request(stories, golden, monkeypatch):
+    """Requests that were let in at different times, while a row between them is free; one is still read as it grows."""
+    monkeypatch.setattr("meshtune.generate.rows.FEWEST_SLOTS", 32)
+    monkeypatch.setattr("meshtune.generate.rows.ROOM", 4)  # for answers, before the cache has to grow
+    samplings = [
+        None,
+        Sampling(temperature=0.9, seed=5),
+        Sampling(frequency_penalty=0.7),
+        Sampling(repetition_penalty=1.3),
+    ]
+    requests = [
+        stories.request(golden[start : start + 4], samplings[start % 4], max_tokens=count, stop_ids=[])
+        for start, count in enumerate([120, 5, 90, 6, 110, 70])
+    ]
+    scheduler, generations = stories.scheduler(rows=6), []
+    for request in requests:
+        generations.append(scheduler.submit(request))
+        scheduler.step(2)
+    finished(scheduler, 3)
+    for request, generation in zip(requests, generations, strict=True):
+        alone = stories.scheduler(rows=1)
+        expected = alone.submit(request)
+        finished(alone)
+        assert generation.ids == expected.ids
+
+
 # One of every kind of memory: keys and values, windows, latents, a convolution, and recurrent states.
 KINDS = ("qwen3", "gemma2", "deepseek_v2", "lfm2", "qwen3_5", "mamba2")
 

@@ -213,9 +213,10 @@ class Scheduler:
         masks = packed_masks(constraints, self._spec.vocab)
         # What a grammar allows is known only once the token before is.
         steps = 1 if masks.size else min(steps, max(row.remaining for _, row in live))
-        longest = max(len(row.cached) for _, row in live)
-        if longest + steps > self._rows.slots:
-            self._rows.resize(len(self._rows.rows), longest + steps)
+        longest = max(len(row.cached) + min(steps, row.remaining) for _, row in live)
+        if longest > self._rows.slots:
+            self._rows.resize(len(rows), longest)
+            assert all(row is self._rows.rows[n] for n, row in live), "rows that decode stay where they are"
         switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests], masks)
         requested = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(requested)), max(requested)) if requested else None
