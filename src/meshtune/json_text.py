@@ -17,7 +17,7 @@ MAX_DIGITS = 308  # no float holds more
 def read_json(file: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The JSON object that a file holds.
 
-    Raises UserError for what is no file, cannot be read or is larger than `max_bytes`, and as `parse_json` does.
+    Raises UserError for a file that is not there, cannot be read or is too large, and as `parse_json` does.
     """
     value = parse_json(read_bytes(file, max_bytes=max_bytes), str(file))
     if not isinstance(value, dict):

@@ -18,7 +18,7 @@ from meshtune.cli import failure
 from meshtune.cli.main import app
 from meshtune.errors import UserError
 from meshtune.setup import shortage
-from meshtune.setup.shortage import MemoryShortage, as_shortage, explained, host_memory, ran_out
+from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, host_memory, ran_out
 
 
 def device_error() -> BaseException:
@@ -60,7 +60,7 @@ def test_errors_of_devices_and_hosts_name_what_was_asked_for_and_what_is_free():
 )
 def test_only_errors_of_memory_are_explained(error, expected):
     assert ran_out(error) == expected
-    with pytest.raises(MemoryShortage if expected else type(error)), explained(lambda: "fix"):
+    with pytest.raises(MemoryShortage if expected else type(error)), explain_shortage(lambda: "fix"):
         raise error
 
 

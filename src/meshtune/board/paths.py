@@ -42,7 +42,7 @@ def check_paths(workspace: Workspace, recipe: Recipe) -> None:
         _check_folder(workspace, workspace.source(path, where), where)
     if recipe.model.chat_template and recipe.model.chat_template not in template_names():
         workspace.to_read(recipe.model.chat_template, "model.chat_template")
-    for where, path in _registered(workspace, recipe):
+    for where, path in _registry_paths(workspace, recipe):
         _check_folder(workspace, workspace.source(path, where), where)
 
 
@@ -147,7 +147,7 @@ def _data(recipe: Recipe) -> list[tuple[str, str]]:
     return [(where, path) for where, path in paths if path]
 
 
-def _registered(workspace: Workspace, recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _registry_paths(workspace: Workspace, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, path) of the files and folders that the named entries of a registry lead to; wrong entries are refused by
     their reader."""
     data = recipe.data

@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template from reading and changing what it should not; it lets it run for ever and fill all
 memory. Here everything that can repeat (loops, calls) counts and looks at the processor time, and everything that makes
-text, lists or numbers larger says first how large. Each rendering has a budget of both; what exceeds it is a UserError.
+text, lists or numbers larger says first how large. Each rendering has a budget of both; exceeding it is a UserError.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TemplateLimitError(UserError):
 
 
 class _Budget(threading.local):
-    """What is left to the rendering of this thread; outside one (constants while compiling) the same limits hold."""
+    """The remaining budget of this thread's rendering; outside one (constants while compiling) the same limits hold."""
 
     characters: int = CHARACTERS
     steps: int = 0
@@ -81,7 +81,7 @@ def bounded_environment() -> BoundedEnvironment:
 
 
 class _Generator(CodeGenerator):
-    """Writes the Python of a template, with a step in every loop and the weight of what is built."""
+    """Writes the Python of a template, with a step in every loop and a charge for every list, mapping and text."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("step"), lineno=node.lineno))
@@ -203,7 +203,7 @@ def _charge(characters: int) -> None:
 
 
 def _weight(value: Any, limit: int | None = None) -> int:
-    """The characters that a value takes when it is written, about; what a list holds twice counts twice."""
+    """The characters that a value takes when it is written, about; a value that a list holds twice counts twice."""
     if isinstance(value, str | bytes):
         return len(value)
     total, waiting = 0, [value]
@@ -253,7 +253,7 @@ def _check_format(text: str | bytes, values: Any) -> None:
 def _check_method(
     owner: str | bytes | int, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Charges what a method of a text or a number makes; returns its arguments, of which an iterator is a list."""
+    """Charges what a method of a text or a number makes; returns its arguments, with a list in place of an iterator."""
     if isinstance(owner, int):
         _charge(sum(abs(value) for value in (*args, *kwargs.values()) if isinstance(value, int)))
         return args

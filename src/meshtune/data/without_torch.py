@@ -1,6 +1,6 @@
 """Keeps torch out of commands where it is installed: transformers imports it wherever it can, which takes seconds.
 
-Commands need transformers for tokenizers and chat templates alone. A program that imports `meshtune` keeps its torch.
+Commands use transformers only for tokenizers and chat templates. A program that imports `meshtune` keeps its torch.
 """
 
 from __future__ import annotations

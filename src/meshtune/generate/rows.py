@@ -122,15 +122,15 @@ class Rows:
         self.resize(count, longest)
 
     def resize(self, count: int, length: int) -> None:
-        """Makes rows for `count` generations at least, of `length` tokens at least. Empty rows go first, the oldest first;
-        the others keep their order, which decode steps rely on."""
+        """Makes rows for `count` generations at least, of `length` tokens at least.
+
+        Empty rows are dropped first, the oldest first. The others keep their order, which decode steps rely on.
+        """
         slots = max(FEWEST_SLOTS, self.slots, 1 << (length - 1).bit_length())
         count = count if count > len(self.rows) or 4 * count <= len(self.rows) else len(self.rows)
         if slots == self.slots and count == len(self.rows):
             return
-        by_use = sorted(
-            range(len(self.rows)), key=lambda n: (self.rows[n].generation is None, -self.rows[n].last_used)
-        )
+        by_use = sorted(range(len(self.rows)), key=lambda n: (self.rows[n].generation is None, -self.rows[n].last_used))
         source = sorted(by_use[:count])
         retained = [self.rows[n] for n in source]
         if retained:

@@ -31,13 +31,13 @@ def stochastic(seed: int) -> Rounding:
     run was resumed. Other dtypes are rounded to nearest.
     """
 
-    def rounded(value: Array, dtype: jnp.dtype, path: str, layer: Array, count: Array) -> Array:
+    def round_value(value: Array, dtype: jnp.dtype, path: str, layer: Array, count: Array) -> Array:
         if dtype != jnp.bfloat16:
             return value.astype(dtype)
         context = UpdateContext(path, layer, count, jnp.zeros(()), 0.0)
         return round_stochastically(value, jax.random.fold_in(context.key(seed, count), ROUNDS))
 
-    return rounded
+    return round_value
 
 
 def add_updates(
@@ -48,10 +48,14 @@ def add_updates(
     def add(path: str, parameter: Array, update: Array) -> Array:
         value = parameter.astype(jnp.float32) + update
 
-        def rounded(value: Array, layer: Array) -> Array:
+        def round_layer(value: Array, layer: Array) -> Array:
             return rounding(value, parameter.dtype, path, layer, count)
 
-        return jax.vmap(rounded)(value, jnp.arange(len(value))) if path in stacked else rounded(value, jnp.int32(0))
+        return (
+            jax.vmap(round_layer)(value, jnp.arange(len(value)))
+            if path in stacked
+            else round_layer(value, jnp.int32(0))
+        )
 
     pairs = zip(named_leaves(tree), jax.tree.leaves(updates), strict=True)
     added = [add(path, parameter, update) for (path, parameter), update in pairs]
@@ -60,7 +64,7 @@ def add_updates(
 
 def round_stochastically(value: Float[Array, "..."], key: Key[Array, ""]) -> BFloat16[Array, "..."]:
     """A bfloat16 is the upper half of a float32: adding a random lower half carries with the probability of its share.
-    What is not finite is as it was."""
+    Infinities and NaN are returned unchanged."""
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     carried = bits + jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
     upper = lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)

@@ -47,7 +47,7 @@ class MemoryCheck:
     free: FreeMemory
 
     @property
-    def tried(self) -> str:
+    def rows_in_words(self) -> str:
         """The rows that are computed at once, for messages."""
         rows = self.resolved.train.batch_size // self.resolved.train.accumulation
         return f"train.micro_batch: {counted(rows, 'row')} of {self.length} positions at once"
@@ -67,13 +67,13 @@ class MemoryCheck:
                 return MemoryShortage(
                     f"an update is expected to need about {size_in_words(needed)} of memory {where}, and "
                     f"{size_in_words(available)} are free",
-                    where=self.tried,
+                    where=self.rows_in_words,
                     fix=self.fix(),
                 )
         return None
 
     def fix(self, compiled: int | None = None) -> str:
-        """What to do about a shortage; `compiled` are the bytes per device that the compiler counted, if it has."""
+        """Suggests a change that makes the run fit; `compiled` are the compiler's bytes per device, once it has run."""
         changes, needed = self.changes(compiled)
         if not changes:
             return f"a smaller data.max_length, a smaller model, or more devices (meshtune plan shows which); {GO_ON}"
@@ -85,7 +85,7 @@ class MemoryCheck:
         return f"{text}; {GO_ON}"
 
     def micro_batch(self, compiled: int | None = None) -> int | None:
-        """The largest micro-batch below this one that is expected to fit with everything else as it is; None if none
+        """The largest smaller micro-batch that is expected to fit without any other change; None if none
         is."""
         current = self._score(self.resolved)
         if current is None or self.recipe.optimizer.in_backward:
@@ -109,8 +109,8 @@ class MemoryCheck:
         return {}, 0
 
     def _room(self, current: ScoredCandidate, compiled: int | None) -> int:
-        """Bytes of a device that an estimate may come to; the compiler's figure for `current` corrects those of the
-        others."""
+        """The largest estimate that counts as fitting, in bytes per device. The compiler's figure for `current`
+        corrects the estimates of the others."""
         factor = 1.0 if compiled is None else max(1.0, compiled / self._bytes(current))
         return max(1, int(memory_limit(self._target) / factor))
 

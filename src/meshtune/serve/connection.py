@@ -96,7 +96,7 @@ class Connection(H11Protocol):
             self._respond(408, f"the body was not complete after {seconds:.0f} seconds")
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
+        """Answers bytes that are not HTTP."""
         self._respond(400, "this is no valid HTTP request, or it has more than 16 KiB of headers")
 
     def _respond(self, status: int, message: str) -> None:

@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class Threads:
-    """A few threads, for which at most `waiting` pieces of work wait. A piece whose client has gone is not begun."""
+    """A few threads, with a queue of at most `waiting` pieces of work. Work of a client that has gone is not begun."""
 
     def __init__(self, threads: int, waiting: int, name: str):
         self._pool = ThreadPoolExecutor(threads, name)
         self._most, self._under_way = threads + waiting, 0
 
     async def run(self, request: Request, function: Callable[..., T], *args: object) -> T:
-        """What the function returns. Raises ApiError (429) where too much waits, and 499 once the client has gone."""
+        """The function's result. Raises ApiError (429) where too much waits, and 499 once the client has gone."""
         if self._under_way >= self._most:
             raise ApiError(429, "too many requests wait to be read; try again in a while", code="queue_full")
         self._under_way += 1
@@ -52,19 +52,19 @@ def _result(function: Callable[..., T], *args: Any) -> T:
 
 async def until_gone(request: Request, work: asyncio.Future[T]) -> T:
     """The result of `work`, which is cancelled once the client has gone. Raises ApiError (499) then."""
-    gone = asyncio.ensure_future(_disconnected(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ApiError(499, "the client has gone")
         return work.result()
     finally:
-        gone.cancel()
+        disconnect.cancel()
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await work
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -72,10 +72,10 @@ def _number(path: pathlib.Path) -> int | None:
 def _reclaimable(path: pathlib.Path) -> int:
     """Bytes of cached files that a control group gives up when memory is short."""
     try:
-        found = re.search(r"^(?:total_)?inactive_file (\d+)$", path.read_text(encoding="ascii"), re.MULTILINE)
+        match = re.search(r"^(?:total_)?inactive_file (\d+)$", path.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def _address_space() -> Iterator[tuple[int, int]]:
@@ -98,7 +98,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def as_shortage(error: BaseException, fix: str) -> MemoryShortage:
-    """An error for which `ran_out` is true as a MemoryShortage, with what was asked for and what the host has free."""
+    """Turns an error for which `ran_out` is true into a MemoryShortage that names the host's free memory."""
     if isinstance(error, MemoryShortage):
         return error
     host = host_memory()
@@ -114,7 +114,7 @@ def as_shortage(error: BaseException, fix: str) -> MemoryShortage:
 
 
 @contextlib.contextmanager
-def explained(fix: Callable[[], str]) -> Iterator[None]:
+def explain_shortage(fix: Callable[[], str]) -> Iterator[None]:
     """Turns errors of memory that ran out into MemoryShortages with `fix()` as what to do."""
     try:
         yield

@@ -21,9 +21,9 @@ SAMPLE = 2**20  # numbers of a parameter that are compared
 
 @dataclasses.dataclass
 class LostUpdates:
-    """Compares a sample of what is trained in fewer bits than float32 before and after the first updates at full rate.
+    """Compares a sample of the trained weights narrower than float32 before and after the first updates at full rate.
 
-    `abstract` are the ArraySpecs of what is trained, `rates` the learning rate of every update. Matrices alone are
+    `abstract` are the ArraySpecs of the trainable tree, `rates` the learning rate of every update. Matrices alone are
     compared: rows of an embedding whose tokens do not occur, and experts that are not used, have no gradient.
     """
 
@@ -50,7 +50,7 @@ class LostUpdates:
         """A warning after the last update to watch, if most of its weights are what they were."""
         if self._before is None or done != self._last:
             return None
-        share = float(jax.jit(self._changed)(self._before, trainable))
+        share = float(jax.jit(self._share_changed)(self._before, trainable))
         self._before = None
         if share >= LEAST:
             return None
@@ -63,9 +63,9 @@ class LostUpdates:
 
     def _sample(self, trainable: Tree) -> list[jax.Array]:
         leaves = [leaf for path, leaf in named_leaves(trainable) if path in self._compared]
-        return [to_device(leaf[tuple(slice(0, size) for size in _sampled(leaf.shape))]) for leaf in leaves]
+        return [to_device(leaf[tuple(slice(0, size) for size in _sample_shape(leaf.shape))]) for leaf in leaves]
 
-    def _changed(self, before: list[jax.Array], trainable: Tree) -> jax.Array:
+    def _share_changed(self, before: list[jax.Array], trainable: Tree) -> jax.Array:
         pairs = zip(before, self._sample(trainable), strict=True)
         return sum((jnp.sum(old != new, dtype=jnp.float32) for old, new in pairs), jnp.float32(0)) / sum(
             leaf.size for leaf in before
@@ -76,9 +76,9 @@ def _is_narrow(array: ArraySpec) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and jnp.dtype(array.dtype).itemsize < 4
 
 
-def _sampled(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the first rows of a matrix, or of each layer's, that have at most SAMPLE numbers together."""
     if len(shape) < 2:
         return shape
-    others = int(np.prod(shape[:-2])) * shape[-1]
-    return (*shape[:-2], max(1, min(shape[-2], SAMPLE // others)), shape[-1])
+    leading = int(np.prod(shape[:-2])) * shape[-1]
+    return (*shape[:-2], max(1, min(shape[-2], SAMPLE // leading)), shape[-1])

@@ -24,7 +24,7 @@ from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.parameters import InitializedRun, Parameters
-from meshtune.setup.shortage import MemoryShortage, as_shortage, explained, ran_out
+from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
     if result.interrupted is None:
-        with explained(lambda: f"the result is written; measure it with {_evaluation_command(output)} --rows 4"):
+        with explain_shortage(lambda: f"the result is written; measure it with {_evaluation_command(output)} --rows 4"):
             evaluate_run(recipe, console, job)
         push_result(recipe, output, console, job)
     return result
@@ -101,7 +101,7 @@ def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog
         setup = with_base(setup)
         while True:
             with (
-                explained(lambda setup=setup: runtime_fix(setup, checkpoints.latest())),
+                explain_shortage(lambda setup=setup: runtime_fix(setup, checkpoints.latest())),
                 _way_to_go_on(setup, checkpoints),
             ):
                 result = _train_or_shrink(setup, checkpoints)

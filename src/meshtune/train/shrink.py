@@ -21,8 +21,8 @@ class CompiledShortage(MemoryShortage):
 
 
 def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job) -> None:
-    """Raises CompiledShortage, on all processes alike, for a step whose temporary arrays do not fit what is free on a
-    device. Its arguments are there already, but for what a CPU's estimate counts of the host."""
+    """Raises CompiledShortage, on all processes alike, for a step whose temporary arrays exceed the free memory of
+    a device. Its arguments are there already, but for what a CPU's estimate counts of the host."""
     free = free_memory(job, memory.target.per_host).device
     figures = job.exchange("compiled memory", [arguments, temporary])
     arguments, temporary = max(figures, key=sum)
@@ -33,7 +33,7 @@ def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job
     error = CompiledShortage(
         f"the compiled step needs {size_in_words(arguments + temporary)} of memory on each device, "
         f"{size_in_words(temporary)} of them beside what is loaded, and {size_in_words(free)} are free",
-        where=memory.tried,
+        where=memory.rows_in_words,
         fix=fix,
     )
     error.rows = rows
@@ -57,7 +57,7 @@ def smaller_micro_batches(setup: RunSetup) -> Iterator[int]:
 
 
 def runtime_fix(setup: RunSetup, saved: int | None) -> str:
-    """What to do about memory that ran out while a run loaded or computed; `saved` is its last checkpoint."""
+    """Suggests changes for a run that ran out of memory while it loaded or computed; `saved` is its last checkpoint."""
     recipe, compute, length = setup.recipe, setup.compute, setup.data.train.row_length
     fixes = [f"train.micro_batch={rows} (the result stays the same)" for rows in smaller_micro_batches(setup)][:1]
     if compute.remat != "full":

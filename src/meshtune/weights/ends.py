@@ -30,7 +30,7 @@ def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | 
 
 
 def config_with_ends(config: Mapping[str, Any], ends: Iterable[int]) -> dict[str, Any]:
-    """A config.json with further ends, in the field where it names its own; one that names none is left as it is."""
+    """A config.json with further ends, in the field where it names its own; a config that names none is unchanged."""
     ends, text = tuple(ends), text_config(config)
     changed = dict(config)
     if text is not config and KEY in text:

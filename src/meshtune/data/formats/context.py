@@ -1,4 +1,4 @@
-"""Fields that stand beside a conversation in every format of conversations: a system prompt, variables of the template.
+"""Fields that may accompany a conversation in every format: a system prompt, variables of the template.
 
 Texts without a chat template have no place for them, nor for tools.
 """
@@ -20,7 +20,7 @@ _RESERVED += ("return_assistant_tokens_mask",)
 
 
 def with_system(messages: Sequence[Message], record: Record, fields: FieldNames, origin: Origin) -> list[Message]:
-    """The messages after the system prompt that stands beside them, if there is one. Raises UserError where they begin
+    """Puts the record's own system prompt, if it has one, before the messages. Raises UserError where they begin
     with another."""
     field = fields.get("system")
     value = record.get(field) if field else None
@@ -60,8 +60,10 @@ def read_variables(record: Record, fields: FieldNames, origin: Origin) -> JsonOb
 
 
 def refuse_beside_texts(record: Record, fields: FieldNames, origin: Origin, instruction: str, output: str = "") -> None:
-    """Raises UserError for what has no place beside texts without a chat template. `instruction` and `output` are the
-    fields of the texts that the format alpaca would read as turns of a conversation."""
+    """Raises UserError for fields that need a chat template, in records of plain text.
+
+    `instruction` and `output` are the fields of the texts that the format alpaca would read as turns of a conversation.
+    """
     for column in (*CONTEXT, "tools"):
         name = fields.get(column)
         if name and not is_blank(record.get(name)):

@@ -1,4 +1,7 @@
-"""What to write into a recipe for records that no format fits, or several do. Only what was tried on the records."""
+"""Suggests what to write into a recipe for records that no format fits, or several do.
+
+A suggestion is tried on the records before it is made.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ def columns_line(records: Sequence[Record], formats: Mapping[str, RecordFormat],
     for name, columns in _guesses(records):
         form = formats.get(name)
         if form is not None and form.accepts(columns) and first_problem(form, records, columns, {}) is None:
-            listed = ", ".join(f"{field}: {_quoted(column)}" for field, column in columns.items())
-            source = f"{{path: {_quoted(where)}, format: {name}, columns: {{{listed}}}}}"
+            listed = ", ".join(f"{field}: {_quote(column)}" for field, column in columns.items())
+            source = f"{{path: {_quote(where)}, format: {name}, columns: {{{listed}}}}}"
             return f"if that is what they hold, 'data.train={source}'"
     return ""
 
@@ -102,7 +105,7 @@ def _guesses(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, str]]]:
         yield "text", {"text": texts[0]}
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     """A name as YAML reads it within { }."""
     return (
         name

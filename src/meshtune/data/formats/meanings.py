@@ -1,6 +1,6 @@
 """Fields that mean something in the data of other tools: a format reads them, or a record that has one is refused.
 
-Anything else beside the fields of a format (an id, a source) is passed over and listed in the report.
+All other fields (an id, a source) are passed over and listed in the report.
 """
 
 from __future__ import annotations

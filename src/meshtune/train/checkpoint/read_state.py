@@ -17,7 +17,7 @@ FIX = "take another state that is kept"
 def read_arrays(state: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint's folder `state` with these names and shapes, whole, whatever mesh wrote them.
 
-    Raises: DamagedError where a file is not what was written, UserError where the arrays are others.
+    Raises: DamagedError for files that changed since they were written, UserError for other arrays.
     """
     import orbax.checkpoint as ocp
 
@@ -31,15 +31,16 @@ def read_arrays(state: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]) -> d
         saved = reader.metadata(state).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
         for name, shape in shapes.items():
             if name not in saved or tuple(saved[name].shape) != shape:
-                found = tuple(saved[name].shape) if name in saved else "absent"
+                actual = tuple(saved[name].shape) if name in saved else "absent"
                 raise UserError(
-                    f"the checkpoint is not of this run's recipe: '{name}' is {found} there, and {shape} by the recipe",
+                    f"the checkpoint is not of this run's recipe: '{name}' is {actual} there, "
+                    f"and {shape} by the recipe",
                     where=str(state.parent),
                     fix=FIX,
                 )
-        wanted = {name: saved[name] for name in shapes}
-        as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
-        return reader.restore(state, ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True))
+        items = {name: saved[name] for name in shapes}
+        as_numpy = dict.fromkeys(items, ocp.RestoreArgs(restore_type=np.ndarray))
+        return reader.restore(state, ocp.args.PyTreeRestore(items, restore_args=as_numpy, partial_restore=True))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DamagedError(f"the checkpoint cannot be read: {reason}", where=str(state.parent), fix=FIX) from error

@@ -104,10 +104,10 @@ def _with_start(resolved: ResolvedRun, run: pathlib.Path) -> ResolvedRun:
 def _check_platform(resolved: ResolvedRun, platform: str | None, run: pathlib.Path) -> None:
     """Raises UserError where the run's adapters began at a decomposition that another kind of device computed."""
     adapters = resolved.method.adapters
-    here = resolved.machine.platform
-    if adapters is not None and adapters.adapter in ("pissa", "loftq") and platform not in (None, here):
+    current = resolved.machine.platform
+    if adapters is not None and adapters.adapter in ("pissa", "loftq") and platform not in (None, current):
         raise UserError(
-            f"{adapters.adapter} began at a decomposition of the base that {platform} computed, and that of {here} "
+            f"{adapters.adapter} began at a decomposition of the base that {platform} computed, and that of {current} "
             "differs in its last bits",
             where=str(run),
             fix=f"write the state where there is {platform}: meshtune export RUN@STEP --to FOLDER",
@@ -133,7 +133,7 @@ def _load_trained(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Pat
 
 
 def _digest(checkpoint: pathlib.Path) -> str:
-    """What identifies a checkpoint: a hash of the digests of its files."""
+    """Identifies a checkpoint: a hash of the digests of its files."""
     content = (checkpoint / "state" / FILE).read_bytes() if (checkpoint / "state" / FILE).is_file() else b""
     return hashlib.sha256(content).hexdigest()
 
