@@ -75,6 +75,9 @@ format: $(TEST) ## Format, and fix what lint can fix
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+translations: $(TEST) ## List the texts of the board that are not translated
+	@$(PY) tests/board/translations.py
+
 lock: $(TEST) ## Write the versions in .venv to constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --disable-pip-version-check --exclude-editable 2>/dev/null \
 	  | grep -E '^[A-Za-z0-9._-]+==' | sed 's/+.*//'; } > constraints.new
