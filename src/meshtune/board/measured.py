@@ -17,7 +17,7 @@ MOST_ROWS = 50
 MODELS = ("base", "before", "model", "tuned", "after")
 
 
-def measured(output: pathlib.Path) -> dict[str, Any]:
+def read_figures(output: pathlib.Path) -> dict[str, Any]:
     """`models` as [{"name", "figures": {METRIC: number}}], and `rows` as [{"prompt", "reference", "answers"}] with an
     answer of each model, None where it has none yet. Empty where nothing was measured."""
     folders = {name: output / name for name in MODELS if (output / name).is_dir()} or {"": output}

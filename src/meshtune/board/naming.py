@@ -11,7 +11,7 @@ from meshtune.board.job import read_jobs
 from meshtune.board.workspace import Workspace
 
 
-def free_output(workspace: Workspace, model: Mapping[str, Any]) -> str:
+def propose_output(workspace: Workspace, model: Mapping[str, Any]) -> str:
     """An output for a run that tunes `model`, a recipe's section as it is written out."""
     name = pathlib.Path(str(model.get("path") or model.get("adapter") or "run")).name.removesuffix(".gguf")
     name = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"

@@ -43,7 +43,7 @@ def prepare_eval(workspace: Workspace, body: dict[str, Any]) -> Prepared:
             arguments += [flag, str(value)]
     if (tokens := number_of(body, "max_tokens", 1)) is not None:
         arguments += ["--max-tokens", str(tokens)]
-    return _written(arguments, output, body)
+    return _with_output(arguments, output, body)
 
 
 def prepare_predict(workspace: Workspace, body: dict[str, Any]) -> Prepared:
@@ -55,10 +55,10 @@ def prepare_predict(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     for key, flag in (("limit", "--limit"), ("max_tokens", "--max-tokens"), ("rows", "--rows")):
         if (value := number_of(body, key, 1)) is not None:
             arguments += [flag, str(value)]
-    return _written(arguments, output, body)
+    return _with_output(arguments, output, body)
 
 
-def _written(arguments: list[str], output: Any, body: dict[str, Any]) -> Prepared:
+def _with_output(arguments: list[str], output: Any, body: dict[str, Any]) -> Prepared:
     overwrite = bool(body.get("overwrite"))
     check_free(output, overwrite=overwrite)
     return Prepared(output.name, (*arguments, *["--overwrite"] * overwrite), output=str(output))

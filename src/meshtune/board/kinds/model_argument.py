@@ -9,7 +9,7 @@ from meshtune.board.workspace import HUB_ID, Workspace
 from meshtune.errors import UserError
 from meshtune.runs.states import BEST, MARK
 
-FIX = "give a folder below the root, or an id on the hub"
+MODEL_FIX = "give a folder below the root, or an id on the hub"
 
 
 def checked_model(workspace: Workspace, body: dict[str, Any], key: str) -> str:
@@ -19,14 +19,14 @@ def checked_model(workspace: Workspace, body: dict[str, Any], key: str) -> str:
     """
     text = body.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise UserError("no model is given", where=key, fix=FIX)
+        raise UserError("no model is given", where=key, fix=MODEL_FIX)
     if text.startswith("-") or "{job}" in text:
-        raise UserError(f"{text!r} is not a model", where=key, fix=FIX)
+        raise UserError(f"{text!r} is not a model", where=key, fix=MODEL_FIX)
     run, mark, state = text.rpartition(MARK)
     is_state = bool(mark) and (state == BEST or (state.isascii() and state.isdecimal()))
     source = check_references(workspace, workspace.source(run if is_state else text, key), key)
     if not (workspace.root / source).exists() and (is_state or not HUB_ID.fullmatch(source)):
-        raise UserError(f"there is nothing at {source!r}, and it is no id on the hub", where=key, fix=FIX)
+        raise UserError(f"there is nothing at {source!r}, and it is no id on the hub", where=key, fix=MODEL_FIX)
     return f"{source}{MARK}{state}" if is_state else source
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.board.workspace import Workspace
 from meshtune.errors import UserError
 
-FIX = "give a folder of its own, as evaluations/first"
+OWN_FOLDER = "give a folder of its own, as evaluations/first"
 
 
 def output_of(workspace: Workspace, body: dict[str, Any], default: str) -> pathlib.Path:
@@ -17,7 +17,7 @@ def output_of(workspace: Workspace, body: dict[str, Any], default: str) -> pathl
     given = body.get("output")
     if given not in (None, ""):
         if not isinstance(given, str) or given.startswith("-") or "{job}" in given:
-            raise UserError(f"{given!r} is not a folder", where="output", fix=FIX)
+            raise UserError(f"{given!r} is not a folder", where="output", fix=OWN_FOLDER)
         return workspace.to_write(given, "output")
     number = 1
     while (path := workspace.to_write(default if number == 1 else f"{default}-{number}", "output")).exists():

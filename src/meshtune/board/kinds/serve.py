@@ -17,7 +17,7 @@ QUANTIZED = ("auto", "nf4", "int8", "fp8", "int4", "none")
 DTYPES = ("float32", "bfloat16")
 
 
-def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
+def prepare_serve(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     """The command that serves a model on a free port of this machine alone. Raises: UserError.
 
     Its token lies in the job's folder; its log says the port once it answers (board.served).

@@ -13,7 +13,7 @@ from meshtune.errors import UserError
 from meshtune.runs.output import check_output
 
 
-def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
+def prepare_train(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     """The command that runs a recipe. Raises: UserError (config.problems.RecipeError for keys that are wrong)."""
     text = body.get("recipe")
     if not isinstance(text, str) or not text.strip():
@@ -27,10 +27,10 @@ def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
             "a run under Slurm is restarted, and would move its own work aside", where="overwrite", fix="leave it out"
         )
     flags = ["resume=true"] * resume if body.get("slurm") else [*["--resume"] * resume, *["--overwrite"] * overwrite]
-    return Prepared(output.name, command(body, flags), output=str(output), recipe=text)
+    return Prepared(output.name, train_command(body, flags), output=str(output), recipe=text)
 
 
-def command(body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
+def train_command(body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
     """The arguments that train by the recipe of a job, where `body` says: here, in processes, or under Slurm."""
     recipe = f"{{job}}/{RECIPE}"
     if body.get("slurm"):

@@ -25,7 +25,7 @@ UNINTERESTING = ("output",)
 SOURCES = ("data.train", "data.validation")
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def compare_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/compare?job=...&job=..."""
 
     def compared(names: list[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.config.short_forms import written_out
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def data_routes(state: BoardState) -> list[BaseRoute]:
     """/api/data and what is below it."""
     workspace = state.workspace
 

@@ -30,7 +30,7 @@ PING_SECONDS = 15.0
 MOST_STREAMS = 100  # each reads files twice a second
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def event_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/events?job=ID&cursor=..."""
 
     async def events(request: Request) -> Response:

@@ -19,7 +19,7 @@ from meshtune.board.devices import checked_choice
 from meshtune.board.follow import START, log_end, read_text
 from meshtune.board.job import RECIPE, Job, JobRequest
 from meshtune.board.kinds import KINDS
-from meshtune.board.kinds.train import command as command_of_recipe
+from meshtune.board.kinds.train import train_command as command_of_recipe
 from meshtune.board.paths import checked_recipe
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
@@ -32,7 +32,7 @@ from meshtune.train.report.page import report_html
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def job_routes(state: BoardState) -> list[BaseRoute]:
     """POST /api/jobs starts one, /api/check says what is wrong before, /api/jobs/attach shows a run that was started
     without the board; GET /api/jobs/ID and what is below it."""
     workspace = state.workspace

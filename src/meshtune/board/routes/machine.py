@@ -18,7 +18,7 @@ from meshtune.board.devices import devices
 from meshtune.board.state import BoardState
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def machine_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/machine."""
 
     async def machine(_: Request) -> Response:

@@ -21,7 +21,7 @@ from meshtune.errors import UserError
 LIST = pathlib.Path(__file__).parents[1] / "models.json"  # made by benchmarks/plans/families.py
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def model_routes(state: BoardState) -> list[BaseRoute]:
     """/api/models and what is below it."""
     workspace = state.workspace
 

@@ -12,6 +12,6 @@ from meshtune.board.state import BoardState
 PAGE = pathlib.Path(__file__).parents[1] / "page"
 
 
-def routes(_: BoardState) -> list[BaseRoute]:
+def page_routes(_: BoardState) -> list[BaseRoute]:
     """Every path that is no other's."""
     return [Mount("/", StaticFiles(directory=PAGE, html=True))]

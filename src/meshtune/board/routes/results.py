@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from meshtune.board import queue
 from meshtune.board.answers import Answer
 from meshtune.board.job import Job
-from meshtune.board.measured import measured
+from meshtune.board.measured import read_figures
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
 from meshtune.evaluate.folder import HTML
@@ -25,7 +25,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-an
 MOST_FILES = 500
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def result_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/results/JOB, its /report, and /files/PATH, which lie in the job's output."""
     workspace = state.workspace
 
@@ -33,7 +33,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         output = _output(job)
         fields: dict[str, Any] = {
             "report": (output / HTML).is_file(),
-            **measured(output),
+            **read_figures(output),
             "files": _files(output),
             "folder": workspace.shown(output),
         }

@@ -17,7 +17,7 @@ SESSION = "/api/session"
 MONTH = 30 * 24 * 3600
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def session_routes(state: BoardState) -> list[BaseRoute]:
     """POST /api/session {token}, and /sign-in?token=..., the link that the command prints."""
 
     def check(token: object) -> None:

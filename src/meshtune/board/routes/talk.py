@@ -31,7 +31,7 @@ ANSWERING = httpx.Timeout(None, connect=5.0)
 PATHS = ("chat/completions", "completions", "score/evaluation")
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def talk_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/catalogue; GET /api/talk; and below /api/talk/JOB/v1/ the API of a model, for any client of OpenAI's."""
     workspace = state.workspace
 
