@@ -11,8 +11,8 @@ from boards import READABLE, client, recipe, wait
 from hub.fake_hub import TOKEN as SECRET
 from hub.fake_hub import running_hub
 from meshtune.board import queue
-from meshtune.board.measured import read_figures
 from meshtune.board.routes.compare import _without_defaults
+from meshtune.board.routes.results import read_figures
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.quickstart import LESSON, MODEL
 

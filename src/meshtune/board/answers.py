@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from meshtune.board.follow import plain
 from meshtune.board.queue import NoSuchJob
-from meshtune.board.records import plain
 from meshtune.config.problems import RecipeError
 from meshtune.errors import UserError
 from meshtune.serve.body import json_body

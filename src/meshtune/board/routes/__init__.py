@@ -8,12 +8,9 @@ from meshtune.board.routes.compare import compare_routes
 from meshtune.board.routes.data import data_routes
 from meshtune.board.routes.events import event_routes
 from meshtune.board.routes.jobs import job_routes
-from meshtune.board.routes.machine import machine_routes
-from meshtune.board.routes.models import model_routes
-from meshtune.board.routes.page import page_routes
 from meshtune.board.routes.recipe import recipe_routes
-from meshtune.board.routes.results import result_routes
-from meshtune.board.routes.session import session_routes
+from meshtune.board.routes.results import model_routes, result_routes
+from meshtune.board.routes.session import machine_routes, page_routes, session_routes
 from meshtune.board.routes.talk import talk_routes
 from meshtune.board.state import BoardState
 

@@ -13,13 +13,13 @@ from starlette.routing import BaseRoute, Route
 
 from meshtune.board import recipe_text
 from meshtune.board.answers import Answer, body_of, problems_of
-from meshtune.board.kinds.model_argument import choice_of
-from meshtune.board.naming import propose_output
-from meshtune.board.paths import check_foreign, checked_recipe
+from meshtune.board.catalogue import propose_output
+from meshtune.board.kinds import choice_of
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
 from meshtune.board.state import BoardState
+from meshtune.board.workspace import check_foreign, checked_recipe
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.foreign.importer import translate
 from meshtune.config.foreign.trl import OTHER_TRAINERS, TRAINERS
