@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from meshtune.families import model_spec
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
+from meshtune.model.spec import init_params
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,

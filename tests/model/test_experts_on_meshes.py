@@ -33,14 +33,13 @@ from meshtune.model.compute import Compute
 from meshtune.model.config import ExchangeName
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.init import init_params
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import ModelSpec, Stack, abstract_params
+from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
 from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig

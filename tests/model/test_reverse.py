@@ -13,11 +13,10 @@ from meshtune.arrays.tree import flatten, merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter
 from meshtune.model.decoder import forward as model_forward
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.reverse import backward, forward, layer_functions, row_of, with_row
-from meshtune.model.spec import Stack
-from meshtune.model.sums import no_sums
+from meshtune.model.spec import Stack, init_params
+from meshtune.model.stacks import no_sums
 from model_specs import llama_layer, llama_spec
 
 PLAIN = llama_layer(24, 4, 2, 4)

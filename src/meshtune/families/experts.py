@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.families.activations import read_activation
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.tensors import Shape, Stored, View
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec

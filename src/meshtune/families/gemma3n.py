@@ -8,22 +8,27 @@ import dataclasses
 from typing import Any
 
 from meshtune.families import gemma2, gemma4, qwen3
-from meshtune.families.activations import read_activation
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.family import Family
 from meshtune.families.gemma4 import FULL, SLIDING, shared_layers, with_shared_memory
 from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
-from meshtune.model.around import Surroundings
 from meshtune.model.attention import AttentionSpec
-from meshtune.model.laurel import LaurelSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.layer_extras import (
+    ENTER,
+    LEAVE,
+    AltUpSpec,
+    LaurelSpec,
+    PerLayerEmbedding,
+    PerLayerSpec,
+    StreamsSpec,
+    Surroundings,
+)
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.per_layer import PerLayerEmbedding, PerLayerSpec
 from meshtune.model.spec import ModelSpec
-from meshtune.model.streams import ENTER, LEAVE, AltUpSpec, StreamsSpec
 
 # Gemma3nTextConfig's; the configs of published models leave out what equals them.
 DEFAULTS = {

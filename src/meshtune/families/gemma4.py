@@ -14,12 +14,11 @@ from meshtune.families.family import Family
 from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
-from meshtune.model.around import Surroundings
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.layer_extras import PerLayerEmbedding, PerLayerSpec, Surroundings
 from meshtune.model.norm import NormSpec
-from meshtune.model.per_layer import PerLayerEmbedding, PerLayerSpec
 from meshtune.model.spec import ModelSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -1,4 +1,6 @@
-"""Grouped-query self-attention, for whole rows, for chunks of rows and over a cache."""
+"""Grouped-query self-attention, for whole rows, for chunks of rows and over a cache; and what other mixers that attend
+share with it.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,204 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.attend import attend, recalled
-from meshtune.model.attention_cost import attention_activations, request
-from meshtune.model.block import Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
+from meshtune.kernels.attention import AttentionRequest, attention
+from meshtune.model.block import SHARED, Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import LayerCache
 from meshtune.model.coded_cache import BY_HEAD
 from meshtune.model.compute import Compute
-from meshtune.model.heads import PACKED, Heads, NormOver, clipped, head_norm_params, normalised, projected, unpacked
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.positions import AlibiSpec, LongQuerySpec
 from meshtune.model.rope import RopeSpec, rotate
-from meshtune.model.side import SHARED
+
+MOST_CHUNKS = 1 << 16  # of a document, where attention is chunked: segments are counted in int32
+
+# The positions and segments [B, S] of the tokens that are attended to.
+Past = tuple[Int[Array, "B S"], Int[Array, "B S"]]
+
+
+def attend(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    rows: Rows,
+    past: Past | None,
+    compute: Compute,
+    *,
+    chunk: int | None = None,
+    **scores: Any,
+) -> Float[Array, "B T H h"]:
+    """Attention of the tokens `rows` to those of `past`, None for themselves.
+
+    With `chunk` a token sees only its own part of its document, each of that many tokens. `scores` are arguments of the
+    kernels: scale, window, softcap, slopes, sinks.
+    """
+    kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
+    return attention(
+        q,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
+        q_positions=rows.positions,
+        kv_positions=kv_positions,
+        q_segments=_parts(rows.positions, rows.segment_ids, chunk),
+        kv_segments=_parts(kv_positions, kv_segments, chunk),
+        backend=compute.attention,
+        aligned=past is None,
+        sharding=None if compute.layout is None else compute.layout.attention_sharding(),
+        platform=compute.platform,
+        chip=compute.chip,
+        packed=compute.packed or chunk is not None,
+        **scores,
+    )
+
+
+def recalled(
+    cache: LayerCache, new: dict[str, Array], rows: Rows, reach: int | None
+) -> tuple[dict[str, Array], Past, LayerCache]:
+    """(arrays of all tokens that the new ones may see, their positions and segments, the next cache)."""
+    past_arrays, positions, following = cache.recall(new, rows.positions, rows.segment_ids > 0, reach)
+    return past_arrays, (jnp.maximum(positions, 0), (positions >= 0).astype(jnp.int32)), following
+
+
+def _parts(positions: Array, segments: Array, chunk: int | None) -> Array:
+    """Segments, with every chunk of a document as one of its own."""
+    if chunk is None:
+        return segments
+    return jnp.where(segments > 0, segments * MOST_CHUNKS + positions // chunk, 0)
+
+
+def attention_activations(
+    queries: tuple[int, int], keys: tuple[int, int] | None, axis: str, gates: int = 0
+) -> tuple[Activation, ...]:
+    """The arrays of a token: queries, `gates` as wide as they, keys, values, the result and its log-sum-exp.
+
+    `queries` and `keys` are (numbers of all heads, heads); values are as wide as keys, and `axis` is theirs. `keys` is
+    None where keys and values are those of another layer.
+    """
+    H, heads = queries
+    past = () if keys is None else (Activation(axis, *keys, kept=True, elementwise=2, whole_rows=True),) * 2
+    return (
+        Activation("heads", H, heads, kept=True, elementwise=2),
+        *(Activation("heads", H, heads, kept=True, elementwise=1),) * gates,
+        *past,
+        Activation("heads", H, heads, kept=True),
+        # The log-sum-exp of every head's scores, in float32.
+        Activation("heads", heads, heads, kept=True, products=0, itemsize=4),
+    )
+
+
+def request(
+    rows: tuple[int, int, int],
+    heads: tuple[int, int, int],
+    compute: Compute,
+    *,
+    chunk: int | None = None,
+    **scores: Any,
+) -> AttentionRequest:
+    """What is asked of the kernels for `rows` (their number, tokens that attend and tokens that are attended to, of
+    each) with `heads` (of queries, of keys and values, numbers in each).
+
+    `chunk` is that of `attend`; `scores` are fields of AttentionRequest.
+    """
+    batch, q_length, kv_length = rows
+    count, kv_heads, head_dim = heads
+    return AttentionRequest(
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=count,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=compute.dtype,
+        platform=compute.platform or jax.default_backend(),
+        chip=compute.chip,
+        packed=compute.packed or chunk is not None,
+        aligned=q_length == kv_length,
+        **scores,
+    )
+
+
+PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
+
+Heads = Float[Array, "B T H h"]
+
+# What a norm of queries and keys extends over: a head, all with the same weights or each with its own, or all heads.
+NormOver = Literal["head", "own_head", "vector"]
+
+
+def projected(
+    x: Float[Array, "B T D"],
+    node: Tree,
+    key: Array | None,
+    names: str,
+    head_dim: int,
+    *,
+    v_of_k: bool,
+    gate: Literal["input", "query"] | None,
+) -> dict[str, Heads]:
+    """Of queries "q", keys "k" and values "v", those in `names`, each by a projection of its own.
+
+    With `v_of_k` values are the keys as they are projected. Beside queries comes their gate, where there is one: by a
+    projection of its own, or the second half of the rows of each head's queries.
+    """
+
+    def heads_of(name: str, size: int) -> Heads:
+        return linear(x, node[name], site_key(key, name)).reshape(*x.shape[:2], -1, size)
+
+    # Queries first: in the order of these products their gradients of x are added, which decides the last bits.
+    heads: dict[str, Heads] = {}
+    if "q" in names and gate == "query":
+        heads["q"], heads["gate"] = jnp.split(heads_of("q", 2 * head_dim), 2, axis=-1)
+    elif "q" in names:
+        heads["q"] = heads_of("q", head_dim)
+        heads |= {"gate": heads_of("gate", head_dim)} if gate == "input" else {}
+    heads |= {name: heads_of(name, head_dim) for name in names if name == "k" or (name == "v" and not v_of_k)}
+    if "v" in names and v_of_k:
+        heads["v"] = heads["k"]
+    return heads
+
+
+def unpacked(qkv: Float[Array, "B T n"], group: int, head_dim: int, names: str) -> dict[str, Heads]:
+    """Of queries, keys and values, those in `names`: `qkv` has `group` queries, a key and a value a key-value head."""
+    flat = (*qkv.shape[:2], -1)
+    qkv = qkv.reshape(*flat, group + 2, head_dim)
+    q = qkv[:, :, :, :group].reshape(*flat, head_dim)
+    heads = {"q": q, "k": qkv[:, :, :, group], "v": qkv[:, :, :, group + 1]}
+    return {name: heads[name] for name in names}
+
+
+def head_norm_params(norm: NormSpec | None, over: NormOver, heads: tuple[int, str], head_dim: int) -> Tree:
+    """The parameters of the norm of queries or keys; `heads` is their number with its logical axis."""
+    if norm is None:
+        return {}
+    count, axis = heads
+    match over:
+        case "head":
+            return norm.params(head_dim, "head_dim")
+        case "own_head":
+            return norm.params_of((count, head_dim), (axis, "head_dim"))
+        case "vector":
+            return norm.params(count * head_dim, axis)
+
+
+def normalised(norm: NormSpec | None, over: NormOver, heads: Heads, params: Tree) -> Heads:
+    """Queries, keys or values, normalised if there is a norm."""
+    if norm is None:
+        return heads
+    if over != "vector":
+        return norm(heads, params)
+    return norm(heads.reshape(*heads.shape[:2], -1), params).reshape(heads.shape)
+
+
+def clipped(heads: Heads, limit: float | None) -> Heads:
+    """With the numbers limited to [-limit, limit]."""
+    return heads if limit is None else jnp.clip(heads, -limit, limit)
+
 
 ROTATED = "rotated"  # what a rematerialisation policy may keep: queries and keys, rotated
 

@@ -9,20 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Hidden, Sums, check_side
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
-from meshtune.model.embedding import embedded
 from meshtune.model.gather import to_device, with_shared
-from meshtune.model.inputs import Inputs, Rows, rows_of
+from meshtune.model.inputs import ROWS, Inputs, Rows, embedded, rows_of, table
+from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.linear import linear
 from meshtune.model.norm_head import row_scale
 from meshtune.model.reverse import LayerRunner, layer_functions
-from meshtune.model.side import check_side
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import through_layers
-from meshtune.model.streams import ENTER, LEAVE
-from meshtune.model.token_rows import ROWS, table
 
 
 class Forward(NamedTuple):

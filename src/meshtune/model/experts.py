@@ -18,14 +18,13 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.layout import Layout
-from meshtune.model.activations import ACTIVATIONS, ActivationName
 from meshtune.model.block import Activation, BlockChoice, Context, Cost, Divisor, FeedForward, Hidden, Output, Sums
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.expert_exchange import choose_exchange
 from meshtune.model.linear import Groups, grouped_linear, linear, linear_params, site_key
-from meshtune.model.mlp import MlpSpec
+from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.router import RouterSpec, Routing
 from meshtune.quantize.weight import QuantisedWeight

@@ -22,13 +22,10 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
 from meshtune.kernels.attention.direct import DIRECT, FEW_QUERIES
-from meshtune.model.attend import Past, attend, recalled
-from meshtune.model.attention import ROTATED
-from meshtune.model.attention_cost import attention_activations, request
+from meshtune.model.attention import ROTATED, Heads, Past, attend, attention_activations, recalled, request
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.heads import Heads
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, precision, site_key
 from meshtune.model.norm import NormSpec

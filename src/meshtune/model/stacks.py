@@ -3,27 +3,92 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Context, Hidden, Sums
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.row_order import ORDER
+from meshtune.model.attention import ROTATED
+from meshtune.model.block import Context, Hidden, Measured, Sums, by_groups, for_all, with_stored
 from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.gather import gather_layer_params
+from meshtune.model.gather import GATHERED, gather_layer_params, is_offloaded
 from meshtune.model.inputs import Rows
-from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.layer_chunks import layer_by_chunks
-from meshtune.model.linear import fold
-from meshtune.model.remat import RESIDUAL, rematerialised
-from meshtune.model.side import by_groups, for_all, with_stored
+from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
+from meshtune.model.linear import NARROW, PRODUCT, fold
+from meshtune.model.router import CHOICE
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import add_sums, no_sums
+
+RESIDUAL = "residual"  # the stream that enters a layer
+
+# The results of matrix products (with LoRA the sum, not its parts) and of attention, and which experts compute a token.
+SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP, CHOICE, ORDER)
+
+
+def rematerialised(layer: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
+    """`layer`, which keeps what compute.remat says; `nodes` are the parameters of the layers of a scan's body.
+
+    Full saves only the residual stream between layers; selective also what `SAVED` names, each needed one once.
+
+    None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
+    either. Computing those again from the products costs less than storing and loading them. Weights that are fetched
+    for a layer, from other devices or from the host, are fetched again in the backward pass.
+    """
+    policies = jax.checkpoint_policies
+    if compute.remat == "none":
+        if compute.layout is None and not any(is_offloaded(leaf) for leaf in jax.tree.leaves(nodes)):
+            return layer
+        policy = policies.save_anything_except_these_names(GATHERED)
+    elif RESIDUAL in compute.offload:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=SAVED if compute.remat == "selective" else (),
+            names_which_can_be_offloaded=(RESIDUAL,),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*SAVED)
+    # A barrier makes a layer wait for its cotangent: those of one body would otherwise all be computed again at once.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not compute.scan or len(nodes) > 1)
+
+
+def no_sums(spec: ModelSpec) -> dict[str, Array]:
+    """Zeros for all sums of a model's layers."""
+    shapes = {name: shape for block in spec.blocks for name, shape in block.sums().items()}
+    return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def add_sums(total: Sums, sums: Sums) -> dict[str, Array]:
+    """`total` with the sums of one more layer."""
+    return {name: value + sums[name] if name in sums else value for name, value in total.items()}
+
+
+class LayersResult(NamedTuple):
+    """What the layers add to the mean loss (None: nothing), and their metrics, each a total and its weight."""
+
+    loss: Float[Array, ""] | None
+    metrics: Mapping[str, tuple[Array, Array]]
+
+
+def layers_result(spec: ModelSpec, sums: Sums) -> LayersResult:
+    """The loss and the metrics of the layers, from the sums of a whole batch."""
+    measured = [block for block in spec.blocks if isinstance(block, Measured)]
+    metrics = {name: metric for block in measured for name, metric in block.metrics(sums).items()}
+    return LayersResult(layers_loss(spec, sums), jax.lax.stop_gradient(metrics))
+
+
+def layers_loss(spec: ModelSpec, sums: Sums) -> Array | None:
+    """What the layers add to the mean loss, from the sums of a whole batch; None where they add nothing."""
+    losses = [loss for block in spec.blocks if (loss := block.loss(sums)) is not None]
+    return sum(losses[1:], losses[0]) if losses else None
+
 
 # What runs through the layers: the residual stream, the caches by key, and the sums so far.
 Stream = tuple[Hidden, dict[str, Tree], Sums]

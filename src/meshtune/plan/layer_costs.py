@@ -9,8 +9,8 @@ from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.model.block import Activation, Block, Cost
 from meshtune.model.config import ExchangeName
 from meshtune.model.expert_exchange import HEADROOM, choose_exchange
+from meshtune.model.layer_extras import AltUpSpec
 from meshtune.model.spec import ModelSpec
-from meshtune.model.streams import AltUpSpec
 
 # The roles of weights by which tokens are multiplied in layers. Vectors and filters are too small to count.
 MATRICES = ("matrix", "router")

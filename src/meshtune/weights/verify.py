@@ -23,15 +23,14 @@ from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.model.block import Context
+from meshtune.model.block import Context, of_layer, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Rows, inputs_of
 from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.side import of_layer, with_stored
+from meshtune.model.layer_extras import LEAVE
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.streams import LEAVE
 from meshtune.weights.check import check
 from meshtune.weights.file_tensors import StoredTensor, tensors_of
 from meshtune.weights.load import load_spec

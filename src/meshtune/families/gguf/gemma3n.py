@@ -17,8 +17,8 @@ from meshtune.families.gguf.architecture import (
 )
 from meshtune.families.gguf.gemma4 import PATTERN, PER_LAYER, SHARED, readers
 from meshtune.families.gguf.windowed import other_windows, window
+from meshtune.model.layer_extras import PerLayerEmbedding
 from meshtune.model.mlp import MlpSpec
-from meshtune.model.per_layer import PerLayerEmbedding
 from meshtune.model.spec import ModelSpec
 
 PERIOD = 5  # of layers, of which the last has no window

@@ -6,13 +6,17 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from meshtune.errors import UserError, nearest
-from meshtune.kernels.attention.backend import Backend, run_over_mesh
+from meshtune.kernels.attention.backend import (
+    AttentionInputs,
+    AttentionRequest,
+    AttentionSharding,
+    Backend,
+    run_over_mesh,
+)
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.splash import SPLASH
 from meshtune.kernels.attention.triton import TRITON
 from meshtune.kernels.attention.zigzag import zigzag_order

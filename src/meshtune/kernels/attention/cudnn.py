@@ -13,8 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.backend import NO_SINKS, Backend
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
+from meshtune.kernels.attention.backend import NO_SINKS, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.chips import chip_of
 from meshtune.translatable import Translatable
 

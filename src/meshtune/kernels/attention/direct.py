@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.backend import Backend
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.visibility import (
+from meshtune.kernels.attention.backend import (
     LOWEST,
     MASKED,
+    AttentionInputs,
+    AttentionRequest,
+    Backend,
     accumulator,
     alibi_biased,
     capped,

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.kernels.attention.backend import NO_ALIBI, NO_SINKS, Backend
+from meshtune.kernels.attention.backend import NO_ALIBI, NO_SINKS, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.online_softmax import OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.translatable import Translatable
 
 LANES = 128

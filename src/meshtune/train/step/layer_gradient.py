@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from meshtune.model.block import Sums
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import layers_loss, no_sums
+from meshtune.model.stacks import layers_loss, no_sums
 from meshtune.objectives.score import Batch, Score
 
 

@@ -20,14 +20,13 @@ from jaxtyping import Array, Int
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree, merge
 from meshtune.errors import UserError
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Hidden, Sums, without_stored
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, layer_functions
-from meshtune.model.side import without_stored
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import no_sums
+from meshtune.model.stacks import no_sums
 from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
