@@ -25,7 +25,8 @@ class AttentionRequest:
     the JAX platform that the program is traced for, `chip` the architecture of its devices ("": this process's first
     device; see chips). `packed=False` promises that a row is one document followed by padding. `alibi` says that the
     inputs have slopes, `sinks` that they have sinks. On a mesh all sizes are those of one device, and `ring` is the
-    number of devices that a row is sharded over (1: each device has whole rows of keys).
+    number of devices that a row is sharded over (1: each device has whole rows of keys). `causal=False` lets a token
+    see the later ones of its segment too; it has no window and no biases by distance.
     """
 
     batch: int
@@ -45,6 +46,10 @@ class AttentionRequest:
     packed: bool = True
     alibi: bool = False
     sinks: bool = False
+    causal: bool = True
+
+    def __post_init__(self):
+        assert self.causal or (self.window is None and not self.alibi), "distances are to earlier tokens"
 
 
 class AttentionInputs(NamedTuple):
@@ -67,6 +72,7 @@ class AttentionInputs(NamedTuple):
 
 NO_SINKS = Translatable("its kernels have no sinks")
 NO_ALIBI = Translatable("its kernels have no biases by distance (ALiBi)")
+ONLY_CAUSAL = Translatable("its kernels hide later tokens from earlier ones")
 
 
 class Attend(Protocol):
@@ -83,16 +89,12 @@ class AttendSharded(Protocol):
     ) -> jax.Array: ...
 
 
-def _no_reason(request: AttentionRequest) -> str | None:
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One implementation of attention.
 
     `supports` returns the reason a request cannot be served, or None; a forced backend obeys it too.
-    `suits` returns the reason the automatic choice should prefer another backend, or None.
+    `suits` returns the reason the automatic choice should prefer another backend, or None. Without them there is none.
     `hardware` says whether it runs on such devices at all.
     `run` computes on one device; on a mesh every device runs it on its own rows and heads.
     `run_sharded` is for backends that handle the mesh themselves; without it a backend cannot serve a ring.
@@ -100,8 +102,8 @@ class Backend:
 
     name: str
     run: Attend
-    supports: Callable[[AttentionRequest], str | None] = _no_reason
-    suits: Callable[[AttentionRequest], str | None] = _no_reason
+    supports: Callable[[AttentionRequest], str | None] | None = None
+    suits: Callable[[AttentionRequest], str | None] | None = None
     run_sharded: AttendSharded | None = None
     hardware: Callable[[AttentionRequest], bool] = lambda request: True
 
@@ -109,7 +111,7 @@ class Backend:
         """The reason it cannot serve the request, or None."""
         if request.ring > 1 and self.run_sharded is None:
             return Translatable("it does not pass keys on between {devices} devices (mesh.cp)", devices=request.ring)
-        return self.supports(request)
+        return None if self.supports is None else self.supports(request)
 
 
 def run_over_mesh(
@@ -137,13 +139,16 @@ def visible(
     kv_positions: Int[Array, "B S"],
     q_segments: Int[Array, "B T"],
     kv_segments: Int[Array, "B S"],
-    window: int | None,
+    request: AttentionRequest,
 ) -> Bool[Array, "B T S"]:
-    """True where a query sees a key: in the same segment (other than 0, padding), not later, and within the window."""
+    """True where a query sees a key: in the same segment (other than 0, padding), not later unless the request has no
+    causality, and within its window."""
     distance = q_positions[:, :, None] - kv_positions[:, None, :]
     same_segment = (q_segments[:, :, None] == kv_segments[:, None, :]) & (q_segments != 0)[:, :, None]
-    causal = same_segment & (distance >= 0)
-    return causal if window is None else causal & (distance < window)
+    if not request.causal:
+        return same_segment
+    earlier = same_segment & (distance >= 0)
+    return earlier if request.window is None else earlier & (distance < request.window)
 
 
 def capped(scores: Float[Array, "*any"], softcap: float | None) -> Float[Array, "*any"]:

@@ -214,4 +214,4 @@ def _row_sum(request: AttentionRequest, weights: jax.Array) -> jax.Array:
 
 def _visible(request: AttentionRequest, queries: TokenBlocks, keys: TokenBlocks) -> jax.Array:
     """Which query sees which key in one block of scores: bool [B,1,R,s]."""
-    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request.window)[:, None]
+    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request)[:, None]
