@@ -135,8 +135,7 @@ class SideMlpSpec(FeedForward):
         sums = {"toy/active": active, "toy/tokens": jnp.sum(real)}
         return Output(linear(wide, node["down"], site_key(key, "down")), cache, sums)
 
-    def side_inputs(self):
-        return frozenset(["token"])
+    side_inputs = frozenset(["token"])
 
     def sums(self):
         return {"toy/active": (), "toy/tokens": ()}

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from meshtune.model.linear import matmul, precision
+from meshtune.kernels.attention.backend import matmul_precision
+from meshtune.model.linear import matmul
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -31,7 +32,7 @@ def _widen_backward(out: DTypeLike, saved: tuple[Array, Array], cotangent: Array
     cotangent = cotangent.astype(z.dtype)
     tokens = tuple(range(z.ndim - 1))
     narrow = jax.lax.dot_general(
-        z, cotangent, ((tokens, tokens), ((), ())), precision=precision(z.dtype), preferred_element_type=jnp.float32
+        z, cotangent, ((tokens, tokens), ((), ())), precision=matmul_precision(z.dtype), preferred_element_type=jnp.float32
     )
     # Without the barrier XLA folds the transposition back into the product.
     d_b = jax.lax.optimization_barrier(narrow).T.astype(b.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -117,21 +118,21 @@ def recorded_fields() -> Iterator[set[str]]:
         _RECORD.reset(token)
 
 
+@dataclasses.dataclass
 class ConfigFields:
-    """A config being read; `finish` refuses the fields that nobody asked for."""
+    """A config being read, from the file `where`; `finish` refuses what nobody read. `notes` are for users."""
 
-    def __init__(self, config: dict[str, Any], where: str):
-        self._config, self._where, self._used = config, where, set[str]()
-        self.notes: list[str] = []
+    _config: dict[str, Any]
+    _where: str
+    _used: set[str] = dataclasses.field(default_factory=set)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def with_values(self, part: str, **values: Any) -> ConfigFields:
         """The same config with other values for some fields, for a part of the model that errors name.
 
         What is read of it counts as read of the whole.
         """
-        fields = ConfigFields(self._config | values, f"{self._where}, {part}")
-        fields._used, fields.notes = self._used, self.notes
-        return fields
+        return ConfigFields(self._config | values, f"{self._where}, {part}", self._used, self.notes)
 
     def error(self, field: str, what: str, fix: str | None = None) -> UserError:
         return UserError(what, where=f"{self._where}, field {field}", fix=fix)
@@ -174,11 +175,11 @@ class ConfigFields:
             raise self.error(field, f"{field} is {value:,}, and at most {largest:,} can be")
         return value
 
-    def number(self, field: str, default: float | None = None) -> float:
+    def number(self, field: str, default: float | None = None, fix: str | None = None) -> float:
         value = self.get(field, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             problem = "is missing" if value is None else f"is {value!r}, not a positive number"
-            raise self.error(field, f"{field} {problem}")
+            raise self.error(field, f"{field} {problem}", fix if value is None else None)
         return float(value)
 
     def layer_types(self, known: tuple[str, ...], default: Callable[[int], str]) -> list[str]:
@@ -248,12 +249,16 @@ ALWAYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings",
 
 
 def _rope_block(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
-    """(the field's name, its value): rope_parameters, or rope_scaling of older configs; both only where they agree.
+    """(the field's name, its value): rope_parameters, or rope_scaling of older configs; both only where they agree."""
+    blocks = {name: block for name in ("rope_parameters", "rope_scaling") if (block := fields.get(name)) is not None}
+    if blocks:
+        _check_blocks(fields, blocks)
+    return next(iter(blocks.items()), ("rope_scaling", {}))
 
-    transformers 5 lets rope_scaling win where a config has both, so that to ignore either changes the logits.
-    """
-    blocks = {name: fields.get(name) for name in ("rope_parameters", "rope_scaling")}
-    blocks = {name: block for name, block in blocks.items() if block is not None}
+
+def _check_blocks(fields: ConfigFields, blocks: dict[str, Any]) -> None:
+    """Raises UserError for blocks that are no mappings, have two kinds or contradict each other: transformers 5 lets
+    rope_scaling win where a config has both, so that to ignore either would change the logits."""
     for name, block in blocks.items():
         if not isinstance(block, dict):
             raise fields.error(name, f"{name} must be a mapping, found {block!r}")
@@ -269,7 +274,6 @@ def _rope_block(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
                 "only one of them can hold",
                 "put the block that is meant, with its rope_theta, under rope_parameters and remove rope_scaling",
             )
-    return next(iter(blocks.items())) if blocks else ("rope_scaling", {})
 
 
 def normalised_rope(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,6 +296,26 @@ def read_rope(
     config does not say; None for a family that has no such field, and rotates whole heads.
     """
     source, block = _rope_block(fields)
+    if block:
+        theta = _rope_theta(fields, source, block, theta)
+    elif theta is None or fields.get("rope_theta") is not None:
+        theta = fields.number("rope_theta", fix="add it; the family's published value is in its model card")
+    longest, outside = fields.integer("max_position_embeddings"), fields.get("original_max_position_embeddings")
+    if outside is not None:
+        _check_number(fields, source, "original_max_position_embeddings", outside)
+    width = head_dim if rotated is None else int(head_dim * _rotated_share(fields, source, block, rotated))
+    if width % 2 or not width:
+        raise fields.error(source, f"{width} of a head's {head_dim} numbers are rotated; rotary embedding needs pairs")
+    assert theta is not None
+    rope = RopeSpec(theta, width, original_length=longest, max_length=longest, interleaved=interleaved)
+    return _extended_rope(fields, source, block, rope, outside, rotated is None) if block else rope
+
+
+def _extended_rope(
+    fields: ConfigFields, source: str, block: dict[str, Any], rope: RopeSpec, outside: int | None, whole_heads: bool
+) -> RopeSpec:
+    """`rope` with the kind and the numbers of a block. `outside` is the original context of the config itself; with
+    `whole_heads` the family rotates whole heads only."""
     kind = _rope_kind(fields, source, block)
     required, optional = ROPE_NUMBERS[kind]
     for key, value in block.items():
@@ -299,29 +323,16 @@ def read_rope(
             raise fields.error(source, f"{source}.{key} = {value!r} is not known for rope type '{kind}'")
     if missing := sorted(k for k in required if block.get(k) is None):
         raise fields.error(source, f"rope type '{kind}' needs {', '.join(missing)}")
-    if theta is None or fields.get("rope_theta") is not None or block.get("rope_theta") is not None:
-        theta = _rope_theta(fields, source, block)
-    longest = fields.integer("max_position_embeddings")
-    original, outside = block.get("original_max_position_embeddings"), fields.get("original_max_position_embeddings")
-    for length in (original, outside):
-        if length is not None:
-            _check_number(fields, source, "original_max_position_embeddings", length)
+    original = block.get("original_max_position_embeddings")
+    if original is not None:
+        _check_number(fields, source, "original_max_position_embeddings", original)
     if kind in ("llama3", "yarn", "longrope"):  # without scaling it has no part in anything
         original = outside or original
-    width = head_dim if rotated is None else int(head_dim * _rotated_share(fields, source, block, rotated))
-    if width % 2 or not width:
-        raise fields.error(source, f"{width} of a head's {head_dim} numbers are rotated; rotary embedding needs pairs")
-    if rotated is None and kind != "proportional" and block.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+    if whole_heads and kind != "proportional" and block.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise fields.error(source, "partial_rotary_factor other than 1 is not implemented for this family")
-    return RopeSpec(
-        theta=theta,
-        dim=width,
-        kind=kind,
-        parameters=_rope_parameters(fields, source, block, required | optional, width),
-        original_length=int(original or longest),
-        max_length=longest,
-        interleaved=interleaved,
-    )
+    parameters = _rope_parameters(fields, source, block, required | optional, rope.dim)
+    length = int(original or rope.max_length)
+    return dataclasses.replace(rope, kind=kind, parameters=parameters, original_length=length)
 
 
 def _check_number(fields: ConfigFields, source: str, name: str, value: Any) -> None:
@@ -345,22 +356,23 @@ def _rope_kind(fields: ConfigFields, source: str, block: dict[str, Any]) -> Rope
     return kind
 
 
-def _rope_theta(fields: ConfigFields, source: str, block: dict[str, Any]) -> float:
-    theta = fields.get("rope_theta")
+def _rope_theta(fields: ConfigFields, source: str, block: dict[str, Any], default: float | None) -> float:
+    """The base of a config with a block, in either place; the family's `default` where neither has one."""
+    theta, inner = fields.get("rope_theta"), block.get("rope_theta")
     if theta is not None and block.get("rope_theta", theta) != theta:
         raise fields.error(
             "rope_theta",
-            f"rope_theta is {theta!r}, and {block['rope_theta']!r} in {source}",
+            f"rope_theta is {theta!r}, and {inner!r} in {source}",
             f"keep the one the model was trained with, in {source}",
         )
     theta = block.get("rope_theta", theta)
     if theta is not None:
         _check_number(fields, source, "rope_theta", theta)
-    if theta is None:
+    if theta is None and default is None:
         raise fields.error(
             "rope_theta", "rope_theta is missing", "add it; the family's published value is in its model card"
         )
-    return float(theta)
+    return float(default if theta is None else theta)
 
 
 def _rotated_share(fields: ConfigFields, source: str, block: dict[str, Any], default: float) -> float:

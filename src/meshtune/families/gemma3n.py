@@ -21,10 +21,10 @@ from meshtune.model.layer_extras import (
     LEAVE,
     AltUpSpec,
     LaurelSpec,
+    LayerExtras,
     PerLayerEmbedding,
     PerLayerSpec,
     StreamsSpec,
-    Surroundings,
 )
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
@@ -89,9 +89,9 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     attentions = with_shared_memory(_attentions(fields, norm), kinds, shared_layers(fields, kinds))
     mlps, streams = _mlps(fields), _streams(fields, norm)
     laurel, width = LaurelSpec(fields.integer("laurel_rank"), norm), fields.integer("hidden_size_per_layer_input")
-    around = Surroundings(laurel, streams, PerLayerSpec(width, norm, mlps[0].activation))
+    extras = LayerExtras(laurel, streams, PerLayerSpec(width, norm, mlps[0].activation))
     layers = [
-        LayerSpec(attention, mlp, norm, "both", around=around) for attention, mlp in zip(attentions, mlps, strict=True)
+        LayerSpec(attention, mlp, norm, "both", extras=extras) for attention, mlp in zip(attentions, mlps, strict=True)
     ]
     return decoder_spec(
         fields,

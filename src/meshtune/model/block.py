@@ -19,6 +19,7 @@ from meshtune.kernels.attention import AttentionRequest
 from meshtune.model.cache import LayerCache, MixerState
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
+from meshtune.model.linear import fold, site_key
 from meshtune.model.rope import RopeSpec
 
 Hidden = Float[Array, "B T D"]
@@ -31,9 +32,9 @@ class Context:
 
     `rows` describes the tokens of the input; `side` holds what is computed outside the layer and is differentiated:
     arrays [B, T, ..] that the model computes once for its layers (ModelSpec.side), and memories of earlier layers
-    (model.side). `index` is the number of the layer in the model, `key` the source of
-    dropout (None: no dropout). `memory` is what `Mixer.memory` returned for whole rows, with a description of these
-    rows, where the input is only a chunk of each.
+    (see SharedMemory). `index` is the number of the layer in the model, `key` the source of dropout (None: no dropout).
+    `memory` is what `Mixer.memory` returned for whole rows, with a description of these rows, where the input is only a
+    chunk of each; `chunk` is the number of the chunk that a feed-forward network computes.
     """
 
     compute: Compute
@@ -42,6 +43,11 @@ class Context:
     index: Array | int = 0
     key: Array | None = None
     memory: tuple[Tree, Rows] | None = None
+    chunk: Array | None = None
+
+    def keyed(self, name: str) -> Context:
+        """The context of the block called `name`, whose dropout is the same whatever other blocks exist."""
+        return dataclasses.replace(self, key=fold(site_key(self.key, name), self.chunk), chunk=None)
 
 
 class Output(NamedTuple):
@@ -139,12 +145,14 @@ class BlockChoice(NamedTuple):
 
 
 class Block(Protocol):
-    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer.
+    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer, `side_inputs` are
+    the names of the side inputs that `apply` reads.
 
     Blocks inherit from `Mixer` or `FeedForward` and define what has no default here.
     """
 
     name: ClassVar[str]
+    side_inputs: ClassVar[frozenset[str]] = frozenset()
 
     def params(self, embed: int) -> Tree:
         """Its parameters as ArraySpecs of one layer, without the axis of stacked layers, in float32."""
@@ -159,10 +167,6 @@ class Block(Protocol):
         ...
 
     def cost(self, embed: int) -> Cost: ...
-
-    def side_inputs(self) -> frozenset[str]:
-        """The names of the side inputs that `apply` reads."""
-        return frozenset()
 
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the sums that `apply` returns; padding (segment 0) must have no part in them."""
@@ -251,49 +255,31 @@ class FeedForward(Block, Protocol):
 BY_LAYER, SHARED = "by_layer", "shared_memory"
 
 
-def of_layer(side: Tree, index: Array | int) -> Tree:
-    """What layer number `index` is given."""
+def layer_side(side: Tree, index: Array | int) -> Tree:
+    """The side inputs of layer number `index`."""
     parts = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), side.get(BY_LAYER, {}))
-    return for_all(side) | parts
-
-
-def for_all(side: Tree) -> Tree:
-    """What all layers are given alike."""
-    return {name: array for name, array in side.items() if name != BY_LAYER}
-
-
-def of_tokens(side: Tree) -> Tree:
-    """What belongs to the tokens of a layer's input, and is cut into chunks with them."""
-    return {name: array for name, array in side.items() if name != SHARED}
-
-
-def by_groups(side: Tree, first: int, repeats: int, width: int) -> Tree:
-    """The parts under BY_LAYER for layers `first` and following, [repeats, width, B, T, ..]."""
-    return jax.tree.map(
-        lambda leaf: leaf[first : first + repeats * width].reshape(repeats, width, *leaf.shape[1:]),
-        side.get(BY_LAYER, {}),
-    )
+    return {name: array for name, array in side.items() if name != BY_LAYER} | parts
 
 
 def with_stored(side: Tree, stored: Mapping[str, Any]) -> Tree:
-    """With the memories that a layer has stored."""
+    """Adds the memories that a layer has stored."""
     return side | {SHARED: {**side.get(SHARED, {}), **stored}} if stored else side
 
 
-def without_stored(side: Tree) -> Tree:
-    """What enters the first layer."""
+def without_memories(side: Tree) -> Tree:
+    """Side inputs that belong to the tokens of a layer's input: those that enter the first layer."""
     return {name: array for name, array in side.items() if name != SHARED}
 
 
 def without_memory(side: Tree, name: str) -> Tree:
-    """What entered the layer that stored the memory `name`."""
+    """The side inputs of the layer that stored the memory `name`."""
     memories = {stored: memory for stored, memory in side[SHARED].items() if stored != name}
-    return without_stored(side) | ({SHARED: memories} if memories else {})
+    return without_memories(side) | ({SHARED: memories} if memories else {})
 
 
 def check_side(side: Tree, read: frozenset[str], family: str) -> None:
     """Raises: UserError where what enters the first layer is not what layers `read`, by name."""
-    given = for_all(side).keys() | side.get(BY_LAYER, {}).keys()
+    given = (side.keys() - {BY_LAYER}) | side.get(BY_LAYER, {}).keys()
     if given != read:
         unread, missing = sorted(given - read), sorted(read - given)
         problem = f"side input '{unread[0]}' is read by no layer" if unread else f"side input '{missing[0]}' is missing"

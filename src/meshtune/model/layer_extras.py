@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -55,6 +54,7 @@ class LaurelSpec(FeedForward):
 
 Streams = Float[Array, "B T S D"]
 
+STREAMS = "streams"  # the node of a layer's prediction and correction
 ENTER, LEAVE = "streams_in", "streams_out"  # the nodes of the projections at the top of the tree
 LEAST_SQUARE = 1e-5  # of a projected stream, by the root of which it is divided
 
@@ -112,7 +112,7 @@ class AltUpSpec:
     norm: NormSpec
     clip: float | None = None
     scaled: bool = True
-    name: ClassVar[str] = "streams"
+    name: ClassVar[str] = STREAMS
 
     def __post_init__(self):
         assert 0 <= self.active < self.count, (self.active, self.count)
@@ -181,13 +181,13 @@ SCALAR = "scalar"  # the key of the number that multiplies the stream
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
-    """Around the blocks of a layer; all of it may be absent.
+class LayerExtras:
+    """Parts around the blocks of a layer; each may be absent.
 
     `laurel`, of the mixer's input, is added to the stream together with the mixer's result, and the sum divided by the
-    root of two. `per_layer` is added to the stream behind the feed-forward network, from the stream as it is
-    (model.per_layer). With `scalar` the stream that leaves the layer is multiplied by a number of the model that is not
-    trained. With `streams` there are several streams, of which the blocks change one, and `per_layer` the others.
+    root of two. `per_layer` is added behind the feed-forward network, and is computed from the stream there
+    (PerLayerSpec). With `scalar` the stream that leaves the layer is multiplied by a number of the model that is not
+    trained. With `streams` there are several streams: the blocks change one, and `per_layer` the others.
     """
 
     laurel: LaurelSpec | None = None
@@ -199,45 +199,44 @@ class Surroundings:
     def blocks(self) -> tuple[Block, ...]:
         return tuple(block for block in (self.laurel, self.per_layer) if block is not None)
 
+    @property
+    def parts(self) -> tuple[Block | AltUpSpec, ...]:
+        """All that have parameters and costs."""
+        return (*self.blocks, *(() if self.streams is None else (self.streams,)))
+
     def params(self, embed: int) -> Tree:
         """ArraySpecs of one layer, by the names of the parts."""
-        parts = (*self.blocks, *(() if self.streams is None else (self.streams,)))
-        tree: Tree = {part.name: part.params(embed) for part in parts}
+        tree: Tree = {part.name: part.params(embed) for part in self.parts}
         if self.scalar:
             tree[SCALAR] = {"weight": ArraySpec((1,), "float32", ("whole",), "ones", role="buffer")}
         return tree
 
     def enter(self, x: Hidden | Streams, node: Tree) -> tuple[Hidden, Streams | None]:
-        """(the stream that the blocks read, all of several), of what enters the layer."""
+        """(the stream that the blocks read, all of several), from the input of the layer."""
         if self.streams is None:
             return x, None
         predicted = self.streams.predict(x, node[self.streams.name])
         return self.streams.active_of(predicted), predicted
 
-    def beside_mixer(self, total: Hidden, x: Hidden, node: Tree, context: Context) -> Hidden:
-        """The stream with the mixer's result, `total`, and `laurel` of the mixer's input x."""
+    def add_laurel(self, h: Hidden, x: Hidden, node: Tree, context: Context) -> Hidden:
+        """The stream with the mixer's result, h, and `laurel` of the mixer's input x."""
         if self.laurel is None:
-            return total
-        keyed = dataclasses.replace(context, key=site_key(context.key, self.laurel.name))
-        beside = self.laurel.apply(x, node[self.laurel.name], keyed, None).y
-        return ((total + beside).astype(jnp.float32) * 2**-0.5).astype(total.dtype)
+            return h
+        y = self.laurel.apply(x, node[self.laurel.name], context.keyed(self.laurel.name), None).y
+        return ((h + y).astype(jnp.float32) * 2**-0.5).astype(h.dtype)
 
-    def leave(
-        self, y: Hidden, predicted: Streams | None, node: Tree, context_of: Callable[[FeedForward], Context]
-    ) -> Hidden | Streams:
-        """What leaves the layer, from the stream behind the feed-forward network and what `enter` gave."""
+    def leave(self, y: Hidden, predicted: Streams | None, node: Tree, context: Context) -> Hidden | Streams:
+        """The output of the layer, from the stream behind the feed-forward network and the streams of `enter`."""
         streams, active = self.streams, y
         if streams is not None:
             assert predicted is not None
             y = streams.correct(predicted, y, node[streams.name])
             active = streams.output(y, node[streams.name])
         if self.per_layer is not None:
-            added = self.per_layer.apply(active, node[self.per_layer.name], context_of(self.per_layer), None).y
+            name = self.per_layer.name
+            added = self.per_layer.apply(active, node[name], context.keyed(name), None).y
             y = y + added if streams is None else streams.with_added(y, added)
         return y * jax.lax.stop_gradient(node[SCALAR]["weight"]).astype(y.dtype) if self.scalar else y
-
-
-NOTHING = Surroundings()
 
 
 NAME = "per_layer"  # of the side input, of the node of its parameters, and of the block in a layer
@@ -305,6 +304,7 @@ class PerLayerSpec(FeedForward):
         y = linear(gate * context.side[NAME].astype(gate.dtype), node["out"], site_key(key, "out"))
         return Output(self.norm(y, node["norm"]), cache, {})
 
+    @property
     def side_inputs(self) -> frozenset[str]:
         return frozenset((NAME,))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshtune.arrays.spec import ArraySpec, Role
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, map_leaves, unflatten
 from meshtune.model.block import Block, Divisor
 from meshtune.model.compute import Compute
@@ -109,9 +109,6 @@ class Stack:
 
     pattern: tuple[LayerSpec, ...]
     repeats: int
-
-    def __post_init__(self):
-        assert self.repeats == 1 or not any(layer.stores for layer in self.pattern), "a memory is stored twice"
 
     @property
     def layers(self) -> int:
@@ -233,9 +230,10 @@ class ModelSpec:
 
 
 def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """Groups a list of layers into the stacks to scan (model.patterns). A layer that stores its memory for later ones
-    is a stack by itself."""
-    assert layers
+    """Groups layers, at least one, into the stacks to scan. A layer that stores its memory for later ones is a stack by
+    itself."""
+    if len(set(layers)) == 1 and layers[0].stores is None:
+        return (Stack((layers[0],), len(layers)),)
     for place, layer in enumerate(layers):
         if layer.stores is not None:
             parts = layers[:place], [layer], layers[place + 1 :]
@@ -256,13 +254,11 @@ def abstract_params(spec: ModelSpec) -> Tree:
     head/weight [V, D] unless tied, or score/weight [1, D] if scored; positions/weight [max_length, D] where they are
     learned; what `side` has, and streams_in and streams_out of `streams`.
     """
-
-    def rows(count: int, axis: str, role: Role) -> Tree:
-        return {"weight": ArraySpec((count, spec.embed), "float32", (axis, "embed"), role=role)}
-
-    tree: Tree = {"embed": rows(spec.vocab, "vocab", "table")}
+    table = ArraySpec((spec.vocab, spec.embed), "float32", ("vocab", "embed"), role="table")
+    tree: Tree = {"embed": {"weight": table}}
     if spec.learned_positions:
-        tree["positions"] = rows(spec.max_length, "whole", "table")
+        positions = dataclasses.replace(table, shape=(spec.max_length, spec.embed), axes=("whole", "embed"))
+        tree["positions"] = {"weight": positions}
     if spec.side is not None:
         tree[spec.side.name] = spec.side.params(spec.embed)
     if spec.streams is not None:
@@ -276,9 +272,10 @@ def abstract_params(spec: ModelSpec) -> Tree:
     if norm := spec.norm.params(spec.embed, "embed"):
         tree["norm"] = norm
     if spec.scored:
-        tree["score"] = rows(1, "score", "head")
+        score = dataclasses.replace(table, shape=(1, spec.embed), axes=("score", "embed"), role="head")
+        tree["score"] = {"weight": score}
     elif not spec.tied:
-        tree["head"] = rows(spec.vocab, "vocab", "head")
+        tree["head"] = {"weight": dataclasses.replace(table, role="head")}
         if spec.head_bias:
             tree["head"]["bias"] = ArraySpec((spec.vocab,), "float32", ("vocab",), "zeros", role="vector")
     # A buffer's small differences would be lost in a narrower dtype.
@@ -287,15 +284,11 @@ def abstract_params(spec: ModelSpec) -> Tree:
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Tree:
     """Normal weights with spec.init_std, norms one, biases zero. A leaf depends on the key and its own path only."""
-
-    def make(path: str, leaf: ArraySpec) -> jax.Array:
-        match leaf.init:
-            case "ones":
-                return jnp.ones(leaf.shape, leaf.dtype)
-            case "zeros":
-                return jnp.zeros(leaf.shape, leaf.dtype)
-            case "normal":
-                leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-                return (jax.random.normal(leaf_key, leaf.shape) * spec.init_std).astype(leaf.dtype)
-
-    return unflatten({path: make(path, leaf) for path, leaf in flatten(abstract_params(spec)).items()})
+    params: Tree = {}
+    for path, leaf in flatten(abstract_params(spec)).items():
+        if leaf.init == "normal":
+            normal = jax.random.normal(jax.random.fold_in(key, zlib.crc32(path.encode())), leaf.shape)
+            params[path] = (normal * spec.init_std).astype(leaf.dtype)
+        else:
+            params[path] = jnp.full(leaf.shape, 1 if leaf.init == "ones" else 0, leaf.dtype)
+    return unflatten(params)

@@ -114,7 +114,7 @@ def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec]) -> tuple[L
         prefix = f"{LAYERS}/{key}/"
         mixer, ffn, *beside = (
             None if block is None else block_cost(block, prefix, repeats)
-            for block in (layer.mixer, layer.ffn, *layer.around.blocks, layer.around.streams)
+            for block in (layer.mixer, layer.ffn, *(() if layer.extras is None else layer.extras.parts))
         )
         costs.append(LayerCost(prefix, repeats, mixer, ffn, tuple(block for block in beside if block is not None)))
     return tuple(costs)

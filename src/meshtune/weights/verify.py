@@ -23,7 +23,7 @@ from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.model.block import Context, of_layer, with_stored
+from meshtune.model.block import Context, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
@@ -123,7 +123,7 @@ def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tupl
 def _step(
     x: jax.Array, node: Tree, rows: Rows, side: Tree, index: jax.Array, kind: LayerSpec, compute: Compute
 ) -> tuple[jax.Array, Tree]:
-    output = layer(x, node, kind, Context(compute, rows, of_layer(side, index), index))
+    output = layer(x, node, kind, Context(compute, rows, layer_side(side, index), index))
     return output.y, dict(output.stored)
 
 

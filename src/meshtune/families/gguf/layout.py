@@ -206,7 +206,8 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
         ):
             raise ValueError(f"it has {inner}/{leaf}")
         offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0
-        limit = layer.around.streams.clip if inner in LIMITED and layer.around.streams is not None else None
+        streams = None if layer.extras is None or inner not in LIMITED else layer.extras.streams
+        limit = None if streams is None else streams.clip
         for entry in arranged(inner, leaf, array.shape[1:], layer.mixer, architecture):
             tensor = stem or f"{entry.stem or names.get(inner, LAYER[inner])}.{leaf}"
             factors = architecture.factors(spec, f"{inner}/{leaf}", entry.view.tensor[0])

@@ -124,6 +124,7 @@ def attention(
     assert k.shape == v.shape == (B, S, K, h), f"keys {k.shape}, values {v.shape} for queries {q.shape}"
     assert H % K == 0, f"{H} heads are not a multiple of {K} key heads"
     assert not aligned or (T == S and causal), f"aligned rows of {T} queries and {S} keys"
+    assert causal or (window is None and slopes is None), "windows and biases are distances to earlier tokens"
     request = AttentionRequest(
         batch=B,
         q_length=T,

@@ -48,9 +48,6 @@ class AttentionRequest:
     sinks: bool = False
     causal: bool = True
 
-    def __post_init__(self):
-        assert self.causal or (self.window is None and not self.alibi), "distances are to earlier tokens"
-
 
 class AttentionInputs(NamedTuple):
     """The arrays of one call: q [B,T,H,h], k and v [B,S,K,h]; positions and segments int32 [B,T] and [B,S].

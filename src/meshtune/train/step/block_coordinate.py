@@ -40,7 +40,7 @@ class ActiveBlockRunner:
         self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
     ) -> tuple[Hidden, Sums]:
         """(x after all layers, their sums)."""
-        active, sums = (self.active.stack, self.active.place, self.active.row), no_sums(spec)
+        active, sums = (self.active.stack, self.active.place, self.active.row), no_sums(spec.stacks)
         for number, stack in enumerate(spec.stacks):
             keys = [f"{number}.{place}" for place in range(len(stack.pattern))]
             nodes = [

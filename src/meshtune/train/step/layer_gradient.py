@@ -19,7 +19,7 @@ def layer_gradient(score_of: Callable[[Array, Batch], Score], spec: ModelSpec, b
     """The derivative of the layers' part of the summed loss by their sums over all micro-batches; None where there is
     one micro-batch, or no such part."""
     count = batch["tokens"].shape[0]
-    adds = jax.eval_shape(lambda: layers_loss(spec, no_sums(spec))) is not None
+    adds = jax.eval_shape(lambda: layers_loss(spec, no_sums(spec.stacks))) is not None
     if count == 1 or not adds:
         return None
 
@@ -27,7 +27,7 @@ def layer_gradient(score_of: Callable[[Array, Batch], Score], spec: ModelSpec, b
         score = score_of(*x)
         return jax.tree.map(jnp.add, total, (dict(score.layers), score.weight)), None
 
-    (sums, weight), _ = lax.scan(add, (no_sums(spec), jnp.zeros(())), (jnp.arange(count), batch))
+    (sums, weight), _ = lax.scan(add, (no_sums(spec.stacks), jnp.zeros(())), (jnp.arange(count), batch))
 
     def loss(sums: Sums) -> Array:
         added = layers_loss(spec, sums)

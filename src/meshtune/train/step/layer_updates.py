@@ -77,7 +77,7 @@ class LayerUpdates:
         `through` says that something below the layers is trained.
         """
         layer_inputs: list[list[Array] | None] = []
-        sums: Sums = no_sums(self.spec)
+        sums: Sums = no_sums(self.spec.stacks)
         for number, stack in enumerate(self.spec.stacks):
             keys = keys_of(number, stack)
             through = through or any(key in trained for key in keys)

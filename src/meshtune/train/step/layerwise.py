@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree, merge
 from meshtune.errors import UserError
-from meshtune.model.block import Hidden, Sums, without_stored
+from meshtune.model.block import Hidden, Sums, without_memories
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device
 from meshtune.model.inputs import Rows
@@ -56,7 +56,7 @@ class LayerBoundary:
                 fix="set optimizer.in_backward=false; optimizer.name=adamw8bit or galore also takes less memory",
             )
         self.captured = (x, rows, side)
-        return (x, no_sums(spec)) if self.leaving is None else self.leaving
+        return (x, no_sums(spec.stacks)) if self.leaving is None else self.leaving
 
 
 def layerwise_step(
@@ -96,7 +96,7 @@ def layerwise_step(
             *stacks, state.opt_state[PARAM_STATE], layer_inputs, side, cotangents, norm
         )
         if cut.trained_before:
-            (gradient,) = enter((d_x, without_stored(d_side)))
+            (gradient,) = enter((d_x, without_memories(d_side)))
             gradient |= {name: jax.tree.map(jnp.add, gradient[name], node) for name, node in tied.items()}
             norm = outer_updates.update(gradient, norm)
         metrics = metric_means(score) | {
