@@ -120,7 +120,8 @@ class OFT:
     ) -> Float[Array, "*B o"]:
         """The adapted linear layer without its bias, in `out` or x's dtype."""
         blocks = x.reshape(*x.shape[:-1], -1, self.block)
-        turned = jnp.einsum("...nk,nkc->...nc", blocks, self.rotations().astype(x.dtype), precision=matmul_precision(x.dtype))
+        rotations, precision = self.rotations().astype(x.dtype), matmul_precision(x.dtype)
+        turned = jnp.einsum("...nk,nkc->...nc", blocks, rotations, precision=precision)
         return matmul(turned.reshape(x.shape), weight, out)
 
     def rotations(self) -> Float[Array, "*L n b b"]:

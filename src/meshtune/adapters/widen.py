@@ -31,8 +31,9 @@ def _widen_backward(out: DTypeLike, saved: tuple[Array, Array], cotangent: Array
     z, b = saved
     cotangent = cotangent.astype(z.dtype)
     tokens = tuple(range(z.ndim - 1))
+    precision = matmul_precision(z.dtype)
     narrow = jax.lax.dot_general(
-        z, cotangent, ((tokens, tokens), ((), ())), precision=matmul_precision(z.dtype), preferred_element_type=jnp.float32
+        z, cotangent, ((tokens, tokens), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
     # Without the barrier XLA folds the transposition back into the product.
     d_b = jax.lax.optimization_barrier(narrow).T.astype(b.dtype)
