@@ -37,8 +37,7 @@ from meshtune.model.stacks import layers_loss
 from meshtune.objectives.score import metric_means, with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.train.evaluation.evaluate import evaluate
-from meshtune.train.step.accumulate import mean_gradient
-from meshtune.train.step.build import make_eval_step
+from meshtune.train.step.build import make_eval_step, mean_gradient
 from model_specs import llama_layer, llama_spec
 
 EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3

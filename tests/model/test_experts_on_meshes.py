@@ -20,8 +20,7 @@ import pytest
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.arrays.tree import flatten, merge, named_leaves, unflatten
 from meshtune.families.quantised import quantised_leaves
 from meshtune.kernels.attention import zigzag_order
 from meshtune.kernels.grouped import grouped_matmul

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
 from meshtune.adapters.expert_targets import check_experts
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
-from meshtune.arrays.spec import ArraySpec, Role
+from meshtune.arrays.spec import PARAMETER_ROLES, ArraySpec, Role, unknown_role
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors

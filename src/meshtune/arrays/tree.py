@@ -1,9 +1,12 @@
-"""Trees of parameters: nested dicts with string keys, whose leaves are anything that is not a dict."""
+"""Trees of parameters: nested dicts with string keys, and the names of their leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import jax
+from jaxtyping import PyTree
 
 Tree = dict[str, Any]
 Leaves = dict[str, Any]  # a tree without branches: {path: leaf}
@@ -60,3 +63,16 @@ def merge(first: Tree, second: Tree) -> Tree:
         else:
             raise KeyError(f"both trees have a leaf at '{key}'")
     return merged
+
+
+KeyPath = tuple[jax.tree_util.KeyEntry, ...]
+
+
+def path_name(path: KeyPath) -> str:
+    """A jax key path in the form of the parameter tree's own paths: layers/0.0/attn/q/adapter/a."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in the tree's order."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]

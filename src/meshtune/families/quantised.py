@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.arrays.roles import unknown_role
-from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec, unknown_role
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors

@@ -14,9 +14,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from meshtune.kernels.cross_entropy import cross_entropy
-from meshtune.kernels.loss_chunks import ChunkSchedule, Head, flatten_rows, score_targets
-from meshtune.kernels.loss_sharding import LossSharding, over_mesh
+from meshtune.kernels.cross_entropy import (
+    ChunkSchedule,
+    Head,
+    LossSharding,
+    cross_entropy,
+    flatten_rows,
+    over_mesh,
+    score_targets,
+)
 
 
 def log_probs(

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
-from meshtune.kernels.loss_sharding import LossSharding
+from meshtune.kernels.cross_entropy import LossSharding
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.layer import LayerSpec

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import ParamOptimizer, State, UpdateContext, apply_decay, state_like
+from meshtune.optim.optimizer import ParamOptimizer, State, UpdateContext, apply_decay, state_like
 
 
 def adamw(config: OptimizerConfig) -> ParamOptimizer:

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.optim.adam import direction, moments
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, State, UpdateContext, apply_decay
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Schedule, State, UpdateContext, apply_decay
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,7 @@ from optax.contrib import prodigy as optax_prodigy
 
 from meshtune.arrays.tree import Tree
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import State
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import Schedule, State
 
 LEAST = 1e-8  # of the factor: at 0, where a warm-up begins, the estimate would be 0 / 0
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import schedule_free as optax_schedule_free
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import PARAM_STATE, ParamOptimizer, State, UpdateContext, from_optax
+from meshtune.optim.optimizer import PARAM_STATE, ParamOptimizer, State, UpdateContext, from_optax
 
 
 def schedule_free(config: OptimizerConfig) -> ParamOptimizer:

@@ -20,7 +20,7 @@ from meshtune.model.reverse import Layer, backward, forward, row_of
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import no_sums
 from meshtune.optim.blocks import ActiveBlock, BlockSchedule
-from meshtune.optim.param_optimizer import COUNT, State
+from meshtune.optim.optimizer import COUNT, State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.model.gather import is_offloaded, to_device
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, State
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer, State
 
 HOST = jax.memory.Space.Host
 PIECE = 2**26  # bytes of float32 numbers of an offloaded matrix that are updated at once

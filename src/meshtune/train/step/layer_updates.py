@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.model.block import Hidden, Sums, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.gather import is_offloaded, to_device
@@ -21,8 +20,7 @@ from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import add_sums, no_sums
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import State
+from meshtune.optim.optimizer import Optimizer, State
 from meshtune.train.step.block_coordinate import placed_as
 
 

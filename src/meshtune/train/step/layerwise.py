@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.errors import UserError
 from meshtune.model.block import Hidden, Sums, without_memories
 from meshtune.model.compute import Compute
@@ -28,8 +27,7 @@ from meshtune.model.reverse import Layer, layer_functions
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import no_sums
 from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer
 from meshtune.train.step.block_coordinate import placed_as
 from meshtune.train.step.host_state import updated_at_once
 from meshtune.train.step.layer_updates import LayerUpdates, Norm
