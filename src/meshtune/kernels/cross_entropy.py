@@ -130,14 +130,19 @@ class LossSharding:
         return self.rows if kind in ("token", "hidden") else self.head[_leaf(kind)]
 
 
-def over_mesh(function: Callable[..., Any], sharding: LossSharding | None, results: PyTree) -> Callable[..., Any]:
-    """Maps `function(vocab axis, head leaves, hidden, targets, weights)` over devices and sums its partial results.
+def run_over_mesh(
+    function: Callable[..., Any], sharding: LossSharding | None, results: PyTree, *arguments: PyTree
+) -> Any:
+    """Calls `function(vocab axis, *arguments)`, on a mesh for every device's rows and shard of the vocabulary.
 
-    `results` is the tree of kinds of what it returns (None for no result). Without a split the function is called as it
-    is, with a vocab axis of None.
+    The arguments are the head's leaves, hidden states, targets and weights; `results` is the tree of the kinds of the
+    results (None for no result). Without a mesh the vocab axis is None.
     """
-    if sharding is None:
-        return functools.partial(function, None)
+    return function(None, *arguments) if sharding is None else _over_mesh(function, sharding, results)(*arguments)
+
+
+def _over_mesh(function: Callable[..., Any], sharding: LossSharding, results: PyTree) -> Callable[..., Any]:
+    """Maps `function` over devices and sums its partial results."""
 
     def local(*arguments: PyTree) -> PyTree:
         return jax.tree.map(sum_over_axes, results, function(sharding.vocab, *arguments), is_leaf=_is_kind)
@@ -221,7 +226,7 @@ def _cross_entropy(
 
         return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
 
-    return over_mesh(local_sums, sharding, ("sum", "sum"))(leaves, hidden, targets, weights)
+    return run_over_mesh(local_sums, sharding, ("sum", "sum"), leaves, hidden, targets, weights)
 
 
 def _cross_entropy_forward(
@@ -271,9 +276,8 @@ def _cross_entropy_forward(
 
     values = [leaf.value for leaf in leaves]
     results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
-    loss, correct, d_params, d_hidden = over_mesh(local_sums_and_grads, sharding, results)(
-        values, hidden.value, targets.value, weights.value
-    )
+    arguments = values, hidden.value, targets.value, weights.value
+    loss, correct, d_params, d_hidden = run_over_mesh(local_sums_and_grads, sharding, results, *arguments)
     d_leaves: list[jax.Array | None] = [None] * len(leaves)
     for n, grad in zip(trainable, d_params, strict=True):
         d_leaves[n] = grad.astype(values[n].dtype)

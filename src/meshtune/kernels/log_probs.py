@@ -20,7 +20,7 @@ from meshtune.kernels.cross_entropy import (
     LossSharding,
     cross_entropy,
     flatten_rows,
-    over_mesh,
+    run_over_mesh,
     score_targets,
 )
 
@@ -63,7 +63,7 @@ def _log_probs(head: Head, chunk: int, sharding: LossSharding | None, head_param
         results = jax.lax.fori_loop(0, schedule.count, add_chunk, results)
         return schedule.unsort(results, mask.shape[0]).reshape(shape)
 
-    return over_mesh(local_log_probs, sharding, "token")(leaves, hidden, targets, mask)
+    return run_over_mesh(local_log_probs, sharding, "token", leaves, hidden, targets, mask)
 
 
 def _forward(head: Head, chunk: int, sharding: LossSharding | None, head_params, hidden, targets, mask):

@@ -265,18 +265,13 @@ class AttentionSpec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        rows, past, stored = context.rows, None, {}
-        if context.memory is not None:
-            memory, memory_rows = context.memory
-            qkv = self.project(x, node, context, ("q",)) | memory
-            past = memory_rows.positions, memory_rows.segment_ids
-        elif self.reads is not None:
-            memory = context.side[SHARED][self.reads]
-            qkv, past = self.project(x, node, context, ("q",)) | memory, memory.get("past")
+        past, stored = None, {}
+        if context.memory is not None or self.reads is not None:
+            qkv, past = self._read_memory(x, node, context)
         else:
             qkv = self.project(x, node, context, ("q", "k", "v"))
             if cache is not None:
-                past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, rows, self._reach)
+                past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.rows, self._reach)
                 qkv |= past_kv
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
@@ -285,7 +280,7 @@ class AttentionSpec(Mixer):
             qkv["q"],
             qkv["k"],
             qkv["v"],
-            rows,
+            context.rows,
             past,
             context.compute,
             chunk=self.chunk,
@@ -297,6 +292,16 @@ class AttentionSpec(Mixer):
             mixed = mixed * jax.nn.sigmoid(qkv["gate"].astype(jnp.float32)).astype(mixed.dtype)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {}, stored)
+
+    def _read_memory(self, x: Hidden, node: Tree, context: Context) -> tuple[dict[str, Any], Past | None]:
+        """(queries, with keys and values of whole rows or of an earlier layer; the tokens of these)."""
+        queries = self.project(x, node, context, ("q",))
+        if context.memory is not None:
+            memory, rows = context.memory
+            return queries | memory, (rows.positions, rows.segment_ids)
+        assert self.reads is not None
+        memory = context.side[SHARED][self.reads]
+        return queries | memory, memory.get("past")
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
         """Keys and values [B, T, K, h]."""

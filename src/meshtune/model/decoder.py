@@ -13,7 +13,7 @@ from meshtune.model.block import Hidden, Sums, check_side
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device, with_shared
-from meshtune.model.inputs import ROWS, Inputs, Rows, embedded, rows_of, table
+from meshtune.model.inputs import ROWS, Inputs, Rows, embed_tokens, rows_of, table
 from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.linear import linear
 from meshtune.model.norm_head import row_scale
@@ -77,12 +77,12 @@ def enter(
     rows = rows_of(inputs, spec.ropes)
     x = inputs.embeds
     if x is None:
-        x = embedded(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
+        x = embed_tokens(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
-        x = x + embedded(
+        x = x + embed_tokens(
             table(to_device(params["positions"], inputs.positions)), inputs.positions, compute.layout
         ).astype(x.dtype)
     x = x if perturb is None else perturb(x)

@@ -23,10 +23,8 @@ from meshtune.quantize.weight import QuantisedWeight
 GATHERED = "gathered_parameter"
 
 
-def loss_sharding(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[int, ...]) -> LossSharding | None:
+def loss_sharding(head: Tree, spec: ModelSpec, layout: Layout, shape: tuple[int, ...]) -> LossSharding:
     """How the loss of rows of `shape` [B, T] is computed on a mesh; `head` is what `decoder.head_params` gives."""
-    if layout is None:
-        return None
     arrays = flatten(abstract_params(spec))
     weight = arrays["embed/weight" if spec.tied else "head/weight"]
 

@@ -63,15 +63,18 @@ def rows_of(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> Rows:
     return Rows(order, segments, {rope: angles(rope, turns, order, segments) for rope in ropes})
 
 
-def embedded(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:
-    """Every token's row of the table, in the table's dtype.
+def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:
+    """Every token's row of the table, in the table's dtype."""
+    return jnp.take(table, tokens, axis=0) if layout is None else _embed_sharded(table, tokens, layout)
+
+
+def _embed_sharded(table: Array, tokens: Array, layout: Layout) -> Array:
+    """Looks tokens up in a table that is split over devices.
 
     Where the table's columns are split, each device looks up its columns for its neighbours' tokens too, and the
     results change places; where its rows are, every token is found on one device of tp and summed with zeros. The table
     itself, gigabytes in large models, never moves.
     """
-    if layout is None:
-        return jnp.take(table, tokens, axis=0)
     rows, columns = (_axes(layout.spec(("vocab", "embed"), table.shape), place) for place in (0, 1))
     where = layout.spec(("batch", "length"), tokens.shape)
     look_up = partial(_look_up, rows=rows, columns=columns, split={*_axes(where, 0), *_axes(where, 1)})

@@ -15,7 +15,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.block import BY_LAYER, Activation, Block, Context, Cost, Divisor, FeedForward, Hidden, Output
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Inputs, embedded
+from meshtune.model.inputs import Inputs, embed_tokens
 from meshtune.model.linear import linear, linear_params, site_key, with_gathered_columns
 from meshtune.model.mlp import ACTIVATIONS, ActivationName
 from meshtune.model.norm import NormSpec
@@ -268,7 +268,7 @@ class PerLayerEmbedding:
     def apply(self, node: Tree, inputs: Inputs, embeds: Hidden, compute: Compute) -> Tree:
         """The vectors [L, B, T, P] in the dtype of the embeddings."""
         tokens = jnp.where(inputs.tokens < self.vocab, inputs.tokens, 0)
-        rows = embedded(node["table"]["weight"], tokens, compute.layout).astype(embeds.dtype)
+        rows = embed_tokens(node["table"]["weight"], tokens, compute.layout).astype(embeds.dtype)
         rows = rows * jnp.asarray(self.width**0.5, rows.dtype)
         projected = linear(embeds, with_gathered_columns(node["projection"], compute.layout)) * embeds.shape[-1] ** -0.5
         shape = (*inputs.tokens.shape, self.layers, self.width)

@@ -149,16 +149,11 @@ def add_updates(
     """Adds float32 updates to parameters; `stacked` are the paths of those with a layers axis."""
 
     def add(path: str, parameter: Array, update: Array) -> Array:
-        value = parameter.astype(jnp.float32) + update
-
-        def round_layer(value: Array, layer: Array) -> Array:
-            return rounding(value, parameter.dtype, path, layer, count)
-
-        return (
-            jax.vmap(round_layer)(value, jnp.arange(len(value)))
-            if path in stacked
-            else round_layer(value, jnp.int32(0))
-        )
+        value, dtype = parameter.astype(jnp.float32) + update, parameter.dtype
+        if path not in stacked:
+            return rounding(value, dtype, path, jnp.int32(0), count)
+        round_layers = jax.vmap(lambda value, layer: rounding(value, dtype, path, layer, count))
+        return round_layers(value, jnp.arange(len(value)))
 
     pairs = zip(named_leaves(tree), jax.tree.leaves(updates), strict=True)
     added = [add(path, parameter, update) for (path, parameter), update in pairs]

@@ -54,20 +54,7 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Ba
     reason.
     """
     if backend != "auto":
-        by_name = {entry.name: entry for entry in BACKENDS}
-        if backend not in by_name:
-            raise UserError(
-                f"attention backend '{backend}' does not exist",
-                fix=f"{nearest(backend, by_name)}choose one of auto, {', '.join(by_name)}",
-            )
-        refusal = by_name[backend].refusal(request)
-        if refusal is None:
-            return by_name[backend], ASKED_FOR
-        serving = [entry.name for entry in BACKENDS if entry.refusal(request) is None]
-        raise UserError(
-            f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
-            fix=f"choose auto{''.join(', ' + name for name in serving)}",
-        )
+        return _forced_backend(request, backend), ASKED_FOR
     reason = None
     for entry in BACKENDS:
         refusal = entry.refusal(request) or (None if entry.suits is None else entry.suits(request))
@@ -77,6 +64,23 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Ba
             rejected = Translatable("not {backend}: {reason}", backend=entry.name, reason=refusal)
             reason = rejected if reason is None else Translatable("{first}; {rest}", first=reason, rest=rejected)
     raise UserError(f"no attention backend can serve this model or batch: {_reasons(request)}")
+
+
+def _forced_backend(request: AttentionRequest, backend: str) -> Backend:
+    """The backend of this name, if it serves the request."""
+    by_name = {entry.name: entry for entry in BACKENDS}
+    if backend not in by_name:
+        raise UserError(
+            f"attention backend '{backend}' does not exist",
+            fix=f"{nearest(backend, by_name)}choose one of auto, {', '.join(by_name)}",
+        )
+    if by_name[backend].refusal(request) is None:
+        return by_name[backend]
+    serving = [entry.name for entry in BACKENDS if entry.refusal(request) is None]
+    raise UserError(
+        f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
+        fix=f"choose auto{''.join(', ' + name for name in serving)}",
+    )
 
 
 def _reasons(request: AttentionRequest) -> str:
