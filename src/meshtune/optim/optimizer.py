@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int, Key
 
 from meshtune.arrays.spec import LAYERS, ArraySpec
-from meshtune.arrays.tree import Tree, named_leaves
+from meshtune.arrays.tree import Tree, named_leaves, stack_path
 from meshtune.model.gather import to_device
 from meshtune.optim.config import OptimizerConfig, share_of
 
@@ -368,11 +368,11 @@ def _state_of(parameter: ArraySpec, optimizer: ParamOptimizer) -> State:
 
 
 def _largest_layer(arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-    """Of all stacked arrays, one layer of the largest kind; the first two parts of a path name a kind of layer."""
-    kinds: dict[str, dict[str, ArraySpec]] = {}
+    """Of all stacked arrays, one layer of the largest kind."""
+    kinds: dict[tuple[str, str], dict[str, ArraySpec]] = {}
     for path, leaf in arrays.items():
-        if leaf.is_stacked:
-            kinds.setdefault("/".join(path.split("/")[:2]), {})[path] = leaf.layer
+        if leaf.is_stacked and (place := stack_path(path)) is not None:
+            kinds.setdefault((place.root, place.key), {})[path] = leaf.layer
     return max(kinds.values(), key=lambda leaves: sum(leaf.size for leaf in leaves.values()), default={})
 
 

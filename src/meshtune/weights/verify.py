@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
+from meshtune.arrays.tree import Leaves, Tree, flatten, stack_path, unflatten
 from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
 from meshtune.families.experts import without_balancing
@@ -246,8 +246,8 @@ def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.nd
     before: list[TensorMap] = []
     after: list[TensorMap] = []
     for entry in table:
-        if entry.array.is_stacked:
-            in_layer.setdefault((entry.path.split("/")[1], entry.index[0]), []).append(entry)
+        if (place := stack_path(entry.path)) is not None:
+            in_layer.setdefault((place.key, entry.index[0]), []).append(entry)
         else:
             (before if entry.path.partition("/")[0] in spec.before else after).append(entry)
     embedding = _read(before, infos, layout)

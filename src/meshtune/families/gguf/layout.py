@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, stack_path
 from meshtune.errors import UserError
 from meshtune.families.gguf.architecture import (
     LAYER,
@@ -188,16 +188,16 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     place = -1.0
     for path, array in flatten(abstract_params(spec)).items():
         node, _, leaf = path.rpartition("/")
-        if not array.is_stacked:
+        stacked = stack_path(node)
+        if stacked is None:
             part = _outside_part(spec, architecture, names, path, array.shape)
             ordered.append((place, part))
             if node == "embed" and spec.tied and architecture.head == "own":
                 ordered.append((place, dataclasses.replace(part, name=f"{OUTSIDE['head']}.weight")))
             continue
         place = float(spec.layers)
-        _, key, inner = node.split("/", 2)
-        layer, rows = numbers[key]
-        inner = inner.removeprefix("parallel/")
+        layer, rows = numbers[stacked.key]
+        inner = stacked.site.removeprefix("parallel/")
         if f"{inner}/{leaf}" in architecture.listed:
             continue
         stem, known = names.get(f"{inner}/{leaf}", LEAVES.get(f"{inner}/{leaf}")), inner in LAYER
