@@ -557,3 +557,11 @@ def test_options_that_an_objective_refuses_together_are_named_with_their_lines(w
         "label_smoothing out"
     )
     assert error.where == f"{path}, lines 6 and 7"
+
+
+def test_a_removed_key_with_the_only_value_left_is_read_in_old_recipes():
+    fields = {"model": "m", "data": "d.jsonl", "output": "o"}
+    old = load_recipe(fields | {"evaluate": {"tasks": {"mmlu": "mmlu"}, "protocol": "lm-eval"}})
+    assert old == load_recipe(fields | {"evaluate": {"tasks": {"mmlu": "mmlu"}}})
+    with pytest.raises(UserError, match=r"protocol is not a key"):
+        load_recipe(fields | {"evaluate": {"protocol": "llama-factory"}})
