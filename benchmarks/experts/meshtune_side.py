@@ -22,10 +22,10 @@ def main(folder: str, method: str) -> None:
     from meshtune.adapters.method import prepare
     from meshtune.arrays.tree import flatten
     from meshtune.config.recipe import Recipe
-    from meshtune.setup.assemble import optimizer_for, step_for
     from meshtune.setup.choices import compute_of
     from meshtune.setup.machine import this_machine
     from meshtune.setup.resolved import resolve_run
+    from meshtune.train.assemble import optimizer_for, step_for
     from meshtune.train.step.state import init_state
     from meshtune.weights.load import load_params
 

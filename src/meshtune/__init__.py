@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     import pathlib
 
     from meshtune import train
-    from meshtune.api import Model, load
     from meshtune.config.recipe import Recipe
     from meshtune.errors import UserError
+    from meshtune.generate.api import Model, load
 
 __all__ = ["Model", "Recipe", "UserError", "__version__", "load", "train"]
 
 _HOMES = {
-    "Model": "meshtune.api",
+    "Model": "meshtune.generate.api",
     "Recipe": "meshtune.config.recipe",
     "UserError": "meshtune.errors",
-    "load": "meshtune.api",
+    "load": "meshtune.generate.api",
 }
 
 

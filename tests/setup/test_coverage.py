@@ -10,8 +10,8 @@ import pytest
 
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
 from meshtune.config.load import load_recipe
+from meshtune.costs.hardware import find_target
 from meshtune.families.experts import with_aux_loss
-from meshtune.plan.hardware import find_target
 from meshtune.plan.render import print_report
 from meshtune.plan.report import report_for, to_json
 from meshtune.plan.shards import shardings_of

@@ -50,7 +50,7 @@ class TrainSection(Section):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches an update; one as long as micro_batch is auto (plan.autotune resolves that first)."""
+        """Micro-batches an update; one as long as micro_batch is auto (setup.search resolves that first)."""
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
 
 

@@ -42,3 +42,14 @@ class ComputeOptions:
         "How tokens reach experts on other devices of mesh.ep: gather: each device takes the tokens of all; "
         "all_to_all: each token goes to the devices of its experts; auto: by the number of experts a token has.",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run: frozen and trainable weights, activations (`compute`) and optimizer state (`state`)."""
+
+    name: str
+    frozen: str
+    trainable: str
+    compute: str
+    state: str

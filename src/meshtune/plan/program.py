@@ -13,19 +13,18 @@ from jax.stages import Lowered, Wrapped
 
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
-from meshtune.plan.autotune import autotune, merge_decisions
-from meshtune.plan.hardware import Target
-from meshtune.plan.local_target import local_target
-from meshtune.setup.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
 from meshtune.setup.choices import Decision, compute_of
-from meshtune.setup.machine import Machine, this_machine
+from meshtune.setup.machine import Machine, local_target, this_machine
 from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.search import autotune, merge_decisions
 from meshtune.setup.stage import row_length
+from meshtune.train.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
 from meshtune.train.step.state import TrainState
 
 DEFAULT_STEPS = 1000  # for a recipe in epochs; only a constant of the learning-rate schedule depends on it

@@ -13,6 +13,7 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
+from meshtune.model.config import Precision
 from meshtune.model.sharding import Unsplit, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
@@ -24,17 +25,6 @@ from meshtune.translatable import Translatable
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
 ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # relative to LoRA's rate, following the papers
 GENTLER = 0.1  # factor for preference stages, whose gradients do not shrink near the initial model
-
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """The dtypes of a run: frozen and trainable weights, activations (`compute`) and optimizer state (`state`)."""
-
-    name: str
-    frozen: str
-    trainable: str
-    compute: str
-    state: str
 
 
 WARNING = "warning"  # the name of a Decision that users should hardly want as it is
@@ -83,9 +73,9 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
 def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:
     """Resolves the mesh for `devices` devices and returns it with the reason.
 
-    A mesh without a -1 axis keeps its own device count. plan.autotune must have resolved 'auto' before.
+    A mesh without a -1 axis keeps its own device count. setup.search must have resolved 'auto' before.
     """
-    assert recipe.mesh != "auto", "resolve mesh=auto before (plan.autotune)"
+    assert recipe.mesh != "auto", "resolve mesh=auto before (setup.search)"
     config = recipe.mesh
     check_experts(config.ep, spec)
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), Translatable("asked for")

@@ -23,8 +23,8 @@ from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
-from meshtune.setup.parameters import InitializedRun, Parameters
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
+from meshtune.train.assemble import InitializedRun, Parameters
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference

@@ -15,6 +15,7 @@ from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
+from meshtune.costs.hardware import Target
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
@@ -25,19 +26,16 @@ from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
-from meshtune.plan.autotune import autotune, merge_decisions
-from meshtune.plan.fit import MemoryCheck
-from meshtune.plan.hardware import Target
-from meshtune.plan.local_target import local_target
-from meshtune.plan.search import MICRO, apply_overrides
 from meshtune.runs.output import RECIPE, check_output
 from meshtune.runs.verify import check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
 from meshtune.setup.devices import device_table, gather_devices, hosts
-from meshtune.setup.machine import this_machine
+from meshtune.setup.fit import MemoryCheck
+from meshtune.setup.machine import local_target, this_machine
 from meshtune.setup.materialize import materialize_base, resumed_adapter
 from meshtune.setup.memory import bytes_on_each, free_memory
 from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.search import MICRO, apply_overrides, autotune, merge_decisions
 from meshtune.setup.shortage import MemoryShortage
 from meshtune.setup.stage import reference_of
 from meshtune.train.checkpoint.record import Record, versions

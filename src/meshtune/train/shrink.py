@@ -8,7 +8,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.sharding import check_batch
-from meshtune.plan.fit import MemoryCheck
+from meshtune.setup.fit import MemoryCheck
 from meshtune.setup.memory import free_memory
 from meshtune.setup.shortage import MemoryShortage, size_in_words
 from meshtune.train.run_setup import RunSetup

@@ -27,11 +27,11 @@ from meshtune.model.compute import Compute
 from meshtune.objectives.score import Batch
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.schedules import Schedule
-from meshtune.plan.fit import MemoryCheck
-from meshtune.setup.assemble import step_for
+from meshtune.setup.fit import MemoryCheck
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import evaluation_objective_of
+from meshtune.train.assemble import step_for
 from meshtune.train.checkpoint.checkpoints import Record
 from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, save_interval
 from meshtune.train.evaluation.early_stopping import EarlyStopping

@@ -29,11 +29,10 @@ from meshtune.mesh.processes import SINGLE_PROCESS
 from meshtune.model.compute import Compute
 from meshtune.runs.output import ADAPTER, BASE, CHECKPOINTS, MODEL, RECIPE, read_run
 from meshtune.runs.verify import check_result
-from meshtune.setup.assemble import optimizer_for, state_like
 from meshtune.setup.machine import this_machine
-from meshtune.setup.parameters import Parameters
 from meshtune.setup.resolved import ResolvedRun, resolve_run
 from meshtune.setup.start import tokenizer_of
+from meshtune.train.assemble import Parameters, optimizer_for, state_like
 from meshtune.train.checkpoint.read_state import read_arrays
 from meshtune.train.result.final import export_result
 from meshtune.train.step.state import TrainState
