@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshtune import runs as _runs
-
 if TYPE_CHECKING:
-    import pathlib
-
     from meshtune import train
     from meshtune.config.recipe import Recipe
     from meshtune.errors import UserError
@@ -25,15 +21,6 @@ _HOMES = {
     "UserError": "meshtune.errors",
     "load": "meshtune.generate.api",
 }
-
-
-def _write_state(run: pathlib.Path, step: int) -> pathlib.Path:
-    from meshtune.train.result.states import write_state
-
-    return write_state(run, step)
-
-
-_runs.write_state = _write_state
 
 
 def __getattr__(name: str) -> Any:

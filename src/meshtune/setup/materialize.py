@@ -24,7 +24,6 @@ from meshtune.runs.output import BASE
 from meshtune.runs.verify import find_damage_collectively
 from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.start import staged
-from meshtune.setup.start_files import write_start
 from meshtune.setup.start_spec import Start
 from meshtune.weights.export import write_json
 from meshtune.weights.fingerprint import base_hash
@@ -70,6 +69,8 @@ def materialize_start(
     if damage:
         log(f"what the run starts from is damaged ({damaged(dest, damage, '').what}) and is written again")
     if damage or not is_there:
+        from meshtune.setup.start_files import write_start  # exports are imported only where an adapter may be merged
+
         log(f"writing what the run starts from to {dest}")
         with published(dest, "config.json", job) as folder, raise_collectively(job, "start: files"), disk_errors(dest):
             if job.is_main_process:

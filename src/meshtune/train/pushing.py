@@ -42,11 +42,12 @@ def check_hub(recipe: Recipe, job: Job) -> None:
             _open(section)
 
 
-def push_result(recipe: Recipe, output: pathlib.Path, console: Console, job: Job) -> None:
+def push_result(recipe: Recipe, console: Console, job: Job) -> None:
     """Pushes the result of a run that has ended; what the hub refuses is reported, with the command to repeat it."""
     section = recipe.hub
     if section is None or not job.is_main_process:
         return
+    output = pathlib.Path(recipe.output).expanduser()
     try:
         pushed = push(
             output,
@@ -73,8 +74,9 @@ class Pusher:
     """Pushes the result as it is at every `every`-th save. The files are written while training waits; they are sent in
     a thread, and a save that comes while one is being sent is left out."""
 
-    def __init__(self, setup: RunSetup, model: PreparedModel, section: HubSection):
-        self._setup, self._model, self._section = setup, model, section
+    def __init__(self, setup: RunSetup, model: PreparedModel):
+        assert setup.recipe.hub is not None
+        self._setup, self._model, self._section = setup, model, setup.recipe.hub
         self._saves = 0
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hub")
         self._sending: concurrent.futures.Future[str] | None = None

@@ -17,7 +17,7 @@ from meshtune.adapters.method import PreparedModel
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError, counted
-from meshtune.evaluate.recipe import check_evaluation, evaluate_run
+from meshtune.hooks import SECTIONS, SectionHooks
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
@@ -30,7 +30,6 @@ from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
-from meshtune.train.pushing import Pusher, check_base, check_hub, push_result
 from meshtune.train.report import banner, metrics_log, page, prediction, trackers
 from meshtune.train.report.console_log import ConsoleLog, logged
 from meshtune.train.report.events import Sink, opened
@@ -56,9 +55,9 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     job = job or Job(ProcessInfo())
     console = console or terminal.console(quiet=not job.is_main_process)
     output = pathlib.Path(recipe.output).expanduser()
-    if recipe.evaluate is not None:
-        check_evaluation(recipe)
-    check_hub(recipe, job)
+    hooks = hooks_of(recipe)
+    for hook in hooks:
+        hook.check(recipe, job)
     try:
         with logged(console) as log:
             result = _run(recipe, output, console, log, job)
@@ -77,14 +76,14 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
     if result.interrupted is None:
-        with explain_shortage(lambda: f"the result is written; measure it with {_evaluation_command(output)} --rows 4"):
-            evaluate_run(recipe, console, job)
-        push_result(recipe, output, console, job)
+        for hook in hooks:
+            hook.finish(recipe, console, job)
     return result
 
 
-def _evaluation_command(output: pathlib.Path) -> str:
-    return terminal.command("eval", str(output), "--compare", "base")
+def hooks_of(recipe: Recipe) -> list[SectionHooks]:
+    """Returns the hooks of the sections that a recipe has."""
+    return [hooks for section, hooks in SECTIONS.items() if getattr(recipe, section) is not None]
 
 
 def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
@@ -167,7 +166,10 @@ def _claim_output(setup: RunSetup) -> Iterator[None]:
 
 def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
     console = setup.console
-    check_base(setup)
+    hooks = hooks_of(setup.recipe)
+    for hook in hooks:
+        if hook.start is not None:
+            hook.start(setup)
     record = setup.record()
     resumed = find_resume(checkpoints, record) if setup.recipe.resume else None
     _show_resume(setup, resumed)
@@ -192,9 +194,8 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
     for line in checked_attention(setup.compute, setup.resolved.spec, setup.rows, setup.data.train.row_length):
         console.print(line)
     task = make_task(_parts(setup, initialized), record, state)
-    pusher = Pusher(setup, model, setup.recipe.hub) if setup.recipe.hub is not None else None
-    if pusher is not None:
-        task = dataclasses.replace(task, saved=pusher.saved)
+    savers = [hook.on_save(setup, model) for hook in hooks if hook.on_save is not None]
+    task = dataclasses.replace(task, saved=[saver.saved for saver in savers])
     probes = _step_probes(setup, task)
     history = metrics_log.read(setup.output / metrics_log.METRICS) if setup.job.is_main_process else []
     loss = SmoothedLoss(setup.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
@@ -202,8 +203,8 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
         with opened([*_sinks(setup, record.step, history, loss), *probes]) as events:
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
-    if pusher is not None:
-        pusher.close()
+    for saver in savers:
+        saver.close()
     for line in prediction.summary_lines(probes, lambda fields: _write_run(setup, fields)):
         console.print(line)
     if ended.interrupted is not None and ended.step < setup.total_steps:
