@@ -29,9 +29,9 @@ class Hook:
 class SectionHooks:
     """Functions that a section of a recipe adds to a run. All processes of the job call them.
 
-    `check(recipe, job)` comes before anything is read. `start(run)` comes before the weights are loaded. `on_save(run,
-    model)` returns an object whose `saved(trainable, step)` is called after each save, and whose `close()` is called
-    when training has ended. `finish(recipe, console, job)` comes when the result of a complete run is written.
+    `check(recipe, job)` comes before anything is read. `start(run)` comes before the weights are loaded. `on_save(run)`
+    returns an object whose `saved(trainable, step)` is called after each save, and whose `close()` is called when
+    training has ended. `finish(recipe, console, job)` comes when the result of a complete run is written.
     """
 
     check: Hook

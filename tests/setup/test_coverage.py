@@ -18,7 +18,7 @@ from meshtune.plan.shards import shardings_of
 from meshtune.setup.choices import WARNING
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.machine import this_machine
-from meshtune.setup.resolved import resolve_run
+from meshtune.setup.run import resolve_run
 from meshtune.terminal import console
 from meshtune.weights.load import load_config, spec_of
 
