@@ -19,7 +19,7 @@ from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Activation, Block, Cost
-from meshtune.model.config import ExchangeName, OffloadName, RematName
+from meshtune.model.compute import ExchangeName, OffloadName, RematName
 from meshtune.model.expert_exchange import HEADROOM, choose_exchange
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params

@@ -20,7 +20,7 @@ from meshtune.costs.workload import PersistentArray, Workload, bytes_per_element
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import CacheName
+from meshtune.model.compute import CacheName
 from meshtune.model.model_cache import cache_specs, check_cache, describe_cache
 from meshtune.model.spec import ModelSpec
 from meshtune.setup.search import workload_of

@@ -12,8 +12,7 @@ from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
-from meshtune.model.compute import Compute
-from meshtune.model.config import Precision
+from meshtune.model.compute import Compute, Precision
 from meshtune.model.sharding import Unsplit, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
@@ -114,12 +113,9 @@ def compute_of(
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
     remat, why = options.remat, Translatable("asked for")
-    if remat == "auto" and recipe.optimizer.layerwise:
+    if remat == "auto":
+        assert recipe.optimizer.layerwise, "resolve remat=auto before (setup.search)"
         remat, why = "full", Translatable("auto: each layer is made again when its update comes")
-    elif remat == "auto" and (attention_chunk or "residual" in options.offload):
-        remat, why = "full", Translatable("auto: what would be kept is far more than the residual stream")
-    elif remat == "auto":
-        remat, why = "selective", Translatable("auto: products are kept")
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
     chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
     tokens = Decision("loss_chunk", Translatable("{count} tokens", count=chunk * rows), reason)

@@ -12,7 +12,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import OffloadName, Precision
+from meshtune.model.compute import OffloadName, Precision
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig

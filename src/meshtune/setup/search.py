@@ -292,7 +292,8 @@ def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple
     except UserError:
         if MESH in keys:
             raise
-        return recipe, []  # what the recipe asks for is impossible: its own check has the better message
+        # The recipe asks for something impossible: its own check has the better message.
+        return (apply_overrides(recipe, {REMAT: REMATS[0]}) if REMAT in keys else recipe), []
     best = ranked[0]
     local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
     overrides, decisions = job.exchange("autotuned keys", [best.overrides, local])[0]
