@@ -244,7 +244,7 @@ def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
         else:
             current = changed.get(section, getattr(recipe, section))
             assert isinstance(current, Section)
-            changed[section] = current.model_copy(update={name: value})
+            changed[section] = current.model_copy(update={name: tuple(value) if isinstance(value, list) else value})
     return recipe.model_copy(update=changed)
 
 
