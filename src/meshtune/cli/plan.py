@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from meshtune.config.recipe import Recipe
-    from meshtune.plan.hardware import Target
+    from meshtune.costs.hardware import Target
     from meshtune.plan.report import PlanReport
 
 
@@ -61,7 +61,7 @@ def plan(
 ) -> None:
     """Compile the step of `train` for machines that are not present; show what memory and time it needs."""
     from meshtune.config.load import load_recipe
-    from meshtune.plan.hardware import find_target
+    from meshtune.costs.hardware import find_target
     from meshtune.setup.early import check_model
 
     if cache is not None and not serve:

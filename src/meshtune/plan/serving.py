@@ -2,7 +2,7 @@
 
 Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
 cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
-the data sheet allow. The expected speed assumes the shares of both that plan.roofline assumes. What devices send each
+the data sheet allow. The expected speed assumes the shares of both that costs.roofline assumes. What devices send each
 other is not counted.
 """
 
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 
 from meshtune.arrays.tree import named_leaves
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
+from meshtune.costs.roofline import EFFICIENCY
+from meshtune.costs.workload import PersistentArray, Workload, bytes_per_element, layout_on
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import CacheName
+from meshtune.model.compute import CacheName
 from meshtune.model.model_cache import cache_specs, check_cache, describe_cache
 from meshtune.model.spec import ModelSpec
-from meshtune.plan.candidate import PersistentArray, Workload, bytes_per_element, layout_on, workload_of
-from meshtune.plan.hardware import Target
-from meshtune.plan.roofline import EFFICIENCY
+from meshtune.setup.search import workload_of
 
 ROLES = ("frozen", "full", "adapter")  # what of a training run is there to serve
 LAYER_COPIES = 4  # of a layer's largest cache array at once, decoded to DTYPE: as XLA's GPU compilers make the step

@@ -12,16 +12,14 @@ import psutil
 from jax.stages import Compiled
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.collectives import collectives_of
+from meshtune.costs.hardware import Target
+from meshtune.costs.roofline import roofline, work_of
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.collectives import collectives_of
-from meshtune.plan.hardware import Target
-from meshtune.plan.roofline import roofline
-from meshtune.plan.search import MESH, MICRO, apply_overrides, candidate_of
-from meshtune.plan.work import work_of
 from meshtune.setup.memory import size_in_words
+from meshtune.setup.search import MESH, MICRO, apply_overrides, candidate_of, workload_of
 from meshtune.train.report.events import Evaluated, Event, Sampled, Saved, Stepped
 
 MIN_COMPARED_BYTES = 256 << 20  # of smaller steps, the process's other allocations are as large as the step

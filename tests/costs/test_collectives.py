@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from meshtune.plan.collectives import Collective, collectives_of, shape_bytes
+from meshtune.costs.collectives import Collective, collectives_of, shape_bytes
 
 MODULE = """
 %add (a: f32[], b: f32[]) -> f32[] {{
@@ -159,7 +159,7 @@ def test_shapes_in_bytes():
 COMPILED = """
     import json, jax, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from meshtune.plan.collectives import collectives_of
+    from meshtune.costs.collectives import collectives_of
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     def layer(x, w):
         gathered = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))

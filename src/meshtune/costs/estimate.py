@@ -4,19 +4,18 @@ Persistent arrays (weights, adapters, optimizer state) are counted exactly. Acti
 decoder: the residual saved at every layer's input and what the rematerialisation policy saves beside it, the widest
 arrays of one layer while it is differentiated, its gathered weights, and the head with one chunk of logits. How many
 of each exist at the peak depends on the compiler; the constants are fitted to XLA's figures, and a test checks that
-estimates are within 10% of them (tests/plan/test_estimate.py).
+estimates are within 10% of them (tests/costs/test_estimate.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from meshtune.costs.collectives import Collective
+from meshtune.costs.roofline import residual_bytes
+from meshtune.costs.workload import Candidate, LayerCost
 from meshtune.mesh.layout import SHARDS
 from meshtune.model.expert_exchange import HEADROOM
-from meshtune.plan.candidate import Candidate
-from meshtune.plan.collectives import Collective
-from meshtune.plan.layer_costs import LayerCost
-from meshtune.plan.work import residual_bytes
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")
 
@@ -183,7 +182,7 @@ def _head_peak(candidate: Candidate) -> float:
 
 
 def estimated_collectives(candidate: Candidate) -> list[Collective]:
-    """The collectives of an update as compilers typically arrange them; plan.collectives reads the compiled ones."""
+    """The collectives of an update as compilers typically arrange them; costs.collectives reads the compiled ones."""
     spec, mesh, itemsize = candidate.workload.spec, candidate.mesh, candidate.activation_itemsize
     collectives: list[Collective] = []
 

@@ -133,7 +133,7 @@ def _read(path: pathlib.Path) -> dict[str, Device]:
         tables: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(
-            f"not valid TOML: {error}", where=str(path), fix="see plan/hardware.toml for the format"
+            f"not valid TOML: {error}", where=str(path), fix="see costs/hardware.toml for the format"
         ) from error
     return {name: _device(name, facts, path) for name, facts in tables.items()}
 
@@ -156,7 +156,7 @@ def _device(name: str, facts: object, path: pathlib.Path) -> Device:
         expected, is_valid = _OPTIONAL[key]
         if not is_valid(value):
             raise UserError(
-                f"{key} = {value!r} is not {expected}", where=where, fix="see plan/hardware.toml for the format"
+                f"{key} = {value!r} is not {expected}", where=where, fix="see costs/hardware.toml for the format"
             )
     return Device(name, facts["platform"], int(gib * 2**30), **_with_tuples(optional))
 

@@ -9,12 +9,12 @@ import pytest
 
 import meshtune
 from meshtune.config.load import load_recipe
+from meshtune.costs.hardware import find_target
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.plan.autotune import autotune
-from meshtune.plan.fit import ESTIMATE_ERROR, MemoryCheck
-from meshtune.plan.hardware import find_target
+from meshtune.setup.fit import ESTIMATE_ERROR, MemoryCheck
 from meshtune.setup.memory import FreeMemory
+from meshtune.setup.search import autotune
 from meshtune.setup.shortage import MemoryShortage
 from meshtune.train.shrink import CompiledShortage, check_compiled
 

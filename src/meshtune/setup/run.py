@@ -12,11 +12,11 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import OffloadName
+from meshtune.model.compute import OffloadName, Precision
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.setup.choices import Decision, Precision, layout_of, mesh_of, precision_of
+from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.devices import ProcessDevices, check_devices
 from meshtune.setup.machine import Machine
@@ -28,27 +28,47 @@ from meshtune.weights.passed_through import notes as passing_notes
 
 
 @dataclasses.dataclass(frozen=True)
-class ResolvedRun:
-    """A recipe's concrete model, method, precision and mesh.
+class Run:
+    """A recipe resolved for a machine, without weights: the first stage of a run.
 
-    `arrays` is the model as the method splits it, with ArraySpecs for arrays, and the spec that fits it. `decisions`
-    are the automatic choices, for the banner.
+    `recipe` has no key left at `auto` that the search decides. `source` holds the weights: the published model, or
+    `start` once it is written. `arrays` is the model as the method splits it, with ArraySpecs for arrays, and the spec
+    that fits it. `decisions` are the automatic choices, for the banner.
+
+    The later stages have these fields too: train.run_setup.PreparedRun, and train.assemble.LoadedRun.
     """
 
+    recipe: Recipe
+    start: Start
     source: pathlib.Path
-    method: Method
     precision: Precision
     arrays: PreparedModel
     machine: Machine
     layout: Layout | None
     decisions: list[Decision]
-    quantize: QuantizeConfig | None
-    offload: tuple[OffloadName, ...]
-    start: Start | None = None
 
     @property
     def spec(self) -> ModelSpec:
         return self.arrays.spec
+
+    @property
+    def method(self) -> Method:
+        """The method with its targets resolved for the start's model."""
+        return self.start.method
+
+    @property
+    def quantize(self) -> QuantizeConfig | None:
+        """The quantisation of the base; "none" changes nothing where a checkpoint is not published quantised."""
+        return quantization_of(self.recipe, self.start.spec)
+
+    @property
+    def offload(self) -> tuple[OffloadName, ...]:
+        return self.recipe.compute.offload
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch, over all devices."""
+        return self.recipe.train.batch_size // self.recipe.train.accumulation
 
 
 def resolve_run(
@@ -58,7 +78,7 @@ def resolve_run(
     *,
     launcher: str = "none",
     weights: bool = True,
-) -> ResolvedRun:
+) -> Run:
     """Resolves a recipe for `machine`; `processes` are the devices of the job's processes, to compare with the mesh.
 
     Without `weights` the model's config is enough. Raises: UserError for a model that does not exist, or a method or
@@ -68,7 +88,7 @@ def resolve_run(
     precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
     start = start_of(recipe, source, precision.frozen)
     _check_length(recipe.data.max_length, start.spec)
-    quantize = _asked(recipe.quantize, start.spec)
+    quantize = quantization_of(recipe, start.spec)
     arrays = abstract(start.method, start.spec, precision.trainable, quantize)
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:
@@ -80,12 +100,12 @@ def resolve_run(
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
     coverage = coverage_decisions(start.method, arrays.spec)
     decisions = [*notes, *coverage, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
-    offload = recipe.compute.offload
-    return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)
+    return Run(recipe, start, source, precision, arrays, machine, layout, decisions)
 
 
-def _asked(quantize: QuantizeConfig | None, spec: ModelSpec) -> QuantizeConfig | None:
-    """The quantisation that a recipe asks for: "none" changes nothing where a checkpoint is not published quantised."""
+def quantization_of(recipe: Recipe, spec: ModelSpec) -> QuantizeConfig | None:
+    """Returns the quantisation that a recipe asks for: "none" is for a checkpoint that is published quantised."""
+    quantize = recipe.quantize
     return quantize if quantize is not None and (quantize.quantises or spec.published is not None) else None
 
 

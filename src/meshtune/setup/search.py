@@ -10,27 +10,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+from meshtune.adapters.method import abstract
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
-from meshtune.errors import UserError
+from meshtune.costs.estimate import Estimate, estimate, estimated_collectives
+from meshtune.costs.hardware import Target
+from meshtune.costs.roofline import Roofline, roofline, work_of
+from meshtune.costs.workload import Candidate, Workload, layout_on, workload_on
+from meshtune.errors import UserError, counted
 from meshtune.mesh.config import MeshConfig, resolve_mesh
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.sharding import check_batch, check_experts
-from meshtune.plan.candidate import Candidate, Workload, layout_on, workload_of
-from meshtune.plan.estimate import Estimate, estimate, estimated_collectives
-from meshtune.plan.hardware import Target
-from meshtune.plan.roofline import Roofline, roofline
-from meshtune.plan.work import work_of
 from meshtune.quantize.config import FormatName, QuantizeConfig
 from meshtune.quantize.published import read_scheme
 from meshtune.quantize.published.scheme import Scheme
-from meshtune.setup.choices import compute_of
+from meshtune.setup.choices import Decision, compute_of, optimizer_of, precision_of
 from meshtune.setup.machine import Machine
+from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import row_length
+from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
-from meshtune.weights.load import load_config
+from meshtune.weights.load import load_config, stored_dtype
 
 RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
@@ -148,6 +151,18 @@ def _rank(scored: ScoredCandidate) -> tuple[float, ...]:
     return 1, scored.estimate.device_bytes, *simplicity
 
 
+def workload_of(recipe: Recipe, backend: str) -> Workload:
+    """Resolves a recipe for a JAX backend from the model's config, and counts its arrays.
+
+    Raises: UserError for an invalid model or method.
+    """
+    source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
+    precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    start = start_of(recipe, source, precision.frozen)
+    arrays = abstract(start.method, start.spec, precision.trainable, recipe.quantize)
+    return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
+
+
 def score(
     recipe: Recipe, target: Target, workload: Workload, overrides: Overrides | None = None, *, length: int | None = None
 ) -> ScoredCandidate:
@@ -229,8 +244,21 @@ def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
         else:
             current = changed.get(section, getattr(recipe, section))
             assert isinstance(current, Section)
-            changed[section] = current.model_copy(update={name: value})
+            changed[section] = current.model_copy(update={name: tuple(value) if isinstance(value, list) else value})
     return recipe.model_copy(update=changed)
+
+
+def override_arguments(overrides: Overrides) -> list[str]:
+    """Overrides as command-line arguments: `mesh.fsdp=8 compute.remat=full`."""
+    arguments = []
+    for key, value in overrides.items():
+        if isinstance(value, dict):
+            arguments += [f"{key}.{name}={item}" for name, item in value.items()]
+        elif isinstance(value, list):
+            arguments.append(f"{key}=[{','.join(map(str, value))}]")
+        else:
+            arguments.append(f"{key}={value}")
+    return arguments
 
 
 def _meshes(target: Target) -> Iterator[MeshConfig]:
@@ -245,3 +273,54 @@ def _meshes(target: Target) -> Iterator[MeshConfig]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+NAMES = {MESH: "mesh", MICRO: "micro_batch", REMAT: "remat"}
+
+
+def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple[Recipe, list[Decision]]:
+    """The recipe with the best candidate's values for its open keys, and a Decision with the reason for each.
+
+    Candidates are ranked by the analytic models, without compiling. All processes of `job` use the result of the first.
+    Raises: UserError if no mesh of these devices is possible for the model and the batch.
+    """
+    keys = open_keys(recipe)
+    if not keys:
+        return recipe, []
+    try:
+        ranked = rank_candidates(recipe, target, keys)
+    except UserError:
+        if MESH in keys:
+            raise
+        # The recipe asks for something impossible: its own check has the better message.
+        return (apply_overrides(recipe, {REMAT: REMATS[0]}) if REMAT in keys else recipe), []
+    best = ranked[0]
+    local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
+    overrides, decisions = job.exchange("autotuned keys", [best.overrides, local])[0]
+    return apply_overrides(recipe, overrides), [Decision(*fields) for fields in decisions]
+
+
+def merge_decisions(autotuned: Sequence[Decision], decisions: Sequence[Decision]) -> list[Decision]:
+    """`decisions`, made from the autotuned recipe, with the reasons of those that were autotuned."""
+    reasons = {choice.name: choice.reason for choice in autotuned}
+    names = {choice.name for choice in decisions}
+    merged = [dataclasses.replace(choice, reason=reasons.get(choice.name, choice.reason)) for choice in decisions]
+    return merged + [choice for choice in autotuned if choice.name not in names]
+
+
+def _value(key: str, best: ScoredCandidate) -> str:
+    candidate = best.candidate
+    return {MESH: str(best.mesh), MICRO: counted(candidate.rows, "row"), REMAT: candidate.remat}[key]
+
+
+def _reason(key: str, best: ScoredCandidate, ranked: list[ScoredCandidate]) -> str:
+    if key == MESH and best.mesh.devices == 1:
+        return "auto: one device"
+    memory = f"about {size_in_words(best.estimate.device_bytes)} per device"
+    if not best.fits:
+        device = best.candidate.target.device.name
+        return f"auto: no configuration is expected to fit {device}; this one needs the least memory, {memory}"
+    rank = (
+        f"expected to be the fastest of {len(ranked)} that are possible" if len(ranked) > 1 else "the only one possible"
+    )
+    return f"auto: {rank}, {memory}"

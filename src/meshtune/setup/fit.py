@@ -6,29 +6,29 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
 from meshtune.errors import UserError, counted
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.plan.autotune import autotune
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.hardware import Target
-from meshtune.plan.remedies import try_remedies
-from meshtune.plan.render import override_arguments
-from meshtune.plan.search import (
+from meshtune.setup.memory import FreeMemory
+from meshtune.setup.remedies import try_remedies
+from meshtune.setup.search import (
     MESH,
     MICRO,
     Overrides,
     ScoredCandidate,
     apply_overrides,
+    autotune,
     memory_limit,
     open_keys,
+    override_arguments,
     rank_candidates,
     score,
+    workload_of,
 )
-from meshtune.setup.memory import FreeMemory
 from meshtune.setup.shortage import MemoryShortage, size_in_words
 
-ESTIMATE_ERROR = 0.1  # estimates are within so much of the compilers' figures (tests/plan/test_estimate.py)
+ESTIMATE_ERROR = 0.1  # estimates are within so much of the compilers' figures (tests/costs/test_estimate.py)
 GO_ON = "compute.memory_check=false goes on all the same"
 
 

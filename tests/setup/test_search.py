@@ -8,11 +8,10 @@ import time
 import pytest
 from llamas import llama
 
+from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.plan.autotune import autotune
-from meshtune.plan.hardware import find_target
-from meshtune.plan.remedies import smallest_machine, try_remedies
-from meshtune.plan.search import open_keys, rank_candidates
+from meshtune.setup.remedies import smallest_machine, try_remedies
+from meshtune.setup.search import autotune, open_keys, rank_candidates
 
 
 def search(recipe, target):

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target, known_devices
+from meshtune.costs.workload import Candidate, layout_on
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
-from meshtune.plan.candidate import Candidate, layout_on, workload_of
-from meshtune.plan.hardware import Target, known_devices
-from meshtune.plan.search import (
+from meshtune.setup.search import (
     MESH,
     MICRO,
     OFFLOAD,
@@ -23,6 +23,7 @@ from meshtune.plan.search import (
     memory_limit,
     open_keys,
     score,
+    workload_of,
 )
 from meshtune.translatable import Translatable
 

@@ -7,13 +7,11 @@ import dataclasses
 import pytest
 from llamas import SIZES, llama
 
+from meshtune.costs.collectives import Collective
+from meshtune.costs.hardware import find_target, known_devices
+from meshtune.costs.roofline import EFFICIENCY, Work, roofline, work_of
 from meshtune.errors import UserError
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.collectives import Collective
-from meshtune.plan.hardware import find_target, known_devices
-from meshtune.plan.roofline import EFFICIENCY, roofline
-from meshtune.plan.search import apply_overrides, score
-from meshtune.plan.work import Work, work_of
+from meshtune.setup.search import apply_overrides, score, workload_of
 
 WORK = Work(
     flops=1e15,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from llamas import llama
 
+from meshtune.costs.collectives import Collective
+from meshtune.costs.estimate import estimate, estimated_collectives, mesh_group
+from meshtune.costs.hardware import find_target
 from meshtune.mesh.config import MeshConfig
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.collectives import Collective
 from meshtune.plan.compilers import compile_recipe
-from meshtune.plan.estimate import estimate, estimated_collectives, mesh_group
-from meshtune.plan.hardware import find_target
-from meshtune.plan.search import score
 from meshtune.plan.shards import shardings_of
+from meshtune.setup.search import score, workload_of
 
 FSDP, TP = "mesh.fsdp=8", "mesh.tp=8"
 FULL, SELECTIVE, NONE = (f"compute.remat={name}" for name in ("full", "selective", "none"))

@@ -11,14 +11,15 @@ from llamas import llama
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.spec import ArraySpec
+from meshtune.costs.estimate import estimated_collectives
+from meshtune.costs.hardware import find_target
+from meshtune.costs.roofline import work_of
+from meshtune.costs.workload import workload_on
 from meshtune.model.block import Activation, BlockChoice, Cost, Divisor
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import abstract_params
-from meshtune.plan.candidate import workload_of, workload_on
-from meshtune.plan.estimate import estimated_collectives
-from meshtune.plan.hardware import find_target
-from meshtune.plan.search import apply_overrides, score
-from meshtune.plan.work import work_of
+from meshtune.setup.choices import optimizer_of
+from meshtune.setup.search import apply_overrides, score, workload_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def scored(tmp_path, mesh, *overrides):
     stack = dataclasses.replace(base.spec.stacks[0], pattern=(experts,))
     spec = dataclasses.replace(base.spec, vocab=32000, stacks=(stack,), dtype="float32")
     arrays = PreparedModel(spec, frozen={}, trainable=abstract_params(spec))
-    workload = workload_on(arrays, recipe, FullConfig(), base.precision)
+    workload = workload_on(arrays, recipe, FullConfig(), base.precision, optimizer_of(recipe, base.precision))
     return score(recipe, target, workload)
 
 

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
+from meshtune.costs.hardware import find_target, known_devices
 from meshtune.errors import UserError
 from meshtune.plan.compilers.gpu_description import target_config
-from meshtune.plan.hardware import find_target, known_devices
 
 
 @pytest.mark.parametrize(
