@@ -23,7 +23,6 @@ from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.data.overlong import positions_by_turns
 from meshtune.data.rendered import check_has_place
 from meshtune.data.token_bytes import TokenBytes
-from meshtune.data.word_ids import WordIds
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,7 +105,6 @@ class Tokenize:
         self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()
         self._token_bytes = TokenBytes(tokenizer)
-        self._word_ids = WordIds(self._backend)
         self._chat: ChatTemplate | None = None
         self._prompt_ends: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
@@ -218,19 +216,13 @@ class Tokenize:
         if not self._token_bytes:
             yield from map(_with_offsets, self._backend.encode_batch(texts, add_special_tokens=False))
             return
-        in_order = bool(self._word_ids)
-        for text, ids in zip(texts, self._ids(texts), strict=True):
-            ends = self._token_bytes.ends(ids, text, in_order=in_order)
+        for text, encoding in zip(texts, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            ids = np.asarray(encoding.ids, np.int32)
+            ends = self._token_bytes.ends(ids, text)
             if ends is None:  # the tokenizer changed the text, or left some out
                 yield _with_offsets(self._backend.encode(text, add_special_tokens=False))
             else:
                 yield ids, ends
-
-    def _ids(self, texts: list[str]) -> Iterator[np.ndarray]:
-        if self._word_ids:
-            return self._word_ids(texts)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return (np.asarray(encoding.ids, np.int32) for encoding in encodings)
 
     def _is_prompts_own(self, text: str, ids: np.ndarray, ends: np.ndarray, start: int, first: int) -> bool:
         """Whether the tokens before `first` are those of the prompt alone, since a tokenizer may look ahead."""
