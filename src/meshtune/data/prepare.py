@@ -192,7 +192,7 @@ class _Preparation:
         units = _units(self.recipe)
         if split == "validation" and units.nll_mean == "tokens":
             # The validation loss is summed over all batches, so its weights are computed over the whole store.
-            units = dataclasses.replace(units, nll_share=nll_share(store, units.nll))
+            units = dataclasses.replace(units, nll_share=nll_share(store, units))
         return units
 
     def stream(self) -> PreparedData:
@@ -212,10 +212,11 @@ class _Preparation:
 
 def _units(recipe: Recipe) -> Units:
     """The options of units: which tokens of chosen answers have a cross-entropy, if any, and their weights."""
-    nll_mean = STAGES[recipe.stage.kind].nll_mean(recipe.stage)
+    stage = STAGES[recipe.stage.kind]
+    nll_mean = stage.nll_mean(recipe.stage)
     if nll_mean is None:
-        return Units()
-    return Units(nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=nll_mean)
+        return Units(stage.unit_segments)
+    return Units(stage.unit_segments, nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=nll_mean)
 
 
 def _check_both_labels(store: Store) -> None:

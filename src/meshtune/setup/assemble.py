@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import jax
 
+from meshtune.arrays.batch import batch_axes
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.placement import batch_axes, is_table, offload_frozen, offloaded_names, shardings
+from meshtune.mesh.placement import is_table, offload_frozen, offloaded_names, shardings
 from meshtune.model.compute import Compute
 from meshtune.optim.build import Optimizer, make_optimizer
 from meshtune.optim.schedules import Schedule
