@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -55,6 +56,24 @@ def test_a_store_is_built_once(tmp_path):
     for _ in range(3):
         open_or_build("key", builder, tmp_path)
     assert builder.built == 1
+
+
+def test_extras_of_documents_are_kept_where_there_are_any(tmp_path):
+    plain = list(examples_of(3))
+    examples = [
+        dataclasses.replace(example, extra=extra)
+        for example, extra in zip(plain, (b"", b"\x00png", '{"answer": "é"}'.encode()), strict=True)
+    ]
+    store = open_or_build("extras", lambda: (examples, dict), tmp_path)
+    assert [document.extra for document in store] == [example.extra for example in examples]
+    without = open_or_build("plain", lambda: (plain, dict), tmp_path)
+    assert [document.extra for document in without] == [b""] * 3
+    assert {file.name for file in store.path.iterdir()} - {file.name for file in without.path.iterdir()} == {
+        "extras.bin",
+        "extra_offsets.bin",
+    }
+    (store.path / "extras.bin").write_bytes(b"\x01png" + b" " * 16)
+    assert "extras.bin" in str(open_or_build("extras", lambda: (examples, dict), tmp_path).damage)
 
 
 def test_a_store_may_be_empty(tmp_path):

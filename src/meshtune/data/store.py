@@ -43,6 +43,49 @@ _ARRAYS = {
     "digests": np.uint64,  # [documents]: of ids, to find copies
     "values": np.float32,  # [documents]: see tokens.Example
 }
+_EXTRAS = {"extras": np.uint8, "extra_offsets": np.int64}  # [bytes], [documents + 1]; only where a document has any
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleArrays:
+    """Consecutive examples as arrays: `ids` int32 and `weights` float32 [tokens]; `lengths` and `records` int64,
+    `sources` int32, which index `names`, and `values` float64 [examples]; `extras` uint8 [bytes] and `extra_lengths`
+    int64 [examples], both empty if no example has any."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    lengths: np.ndarray
+    sources: np.ndarray
+    records: np.ndarray
+    values: np.ndarray
+    names: tuple[str, ...]
+    extras: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint8))
+    extra_lengths: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> ExampleArrays:
+        """The arrays of some examples."""
+        names: dict[str, int] = {}
+        extras = [example.extra for example in examples]
+        return cls(
+            np.concatenate([np.zeros(0, np.int32), *(example.ids for example in examples)]),
+            np.concatenate([np.zeros(0, np.float32), *(example.weights for example in examples)]),
+            np.array([len(example.ids) for example in examples], np.int64),
+            np.array([names.setdefault(example.origin.source, len(names)) for example in examples], np.int32),
+            np.array([example.origin.record for example in examples], np.int64),
+            np.array([example.value for example in examples], np.float64),
+            tuple(names),
+            np.frombuffer(b"".join(extras), np.uint8),
+            np.array([len(extra) for extra in extras] if any(extras) else [], np.int64),
+        )
+
+    def __iter__(self) -> Iterator[Example]:
+        edges = np.cumsum([0, *self.lengths]).tolist()
+        extra_edges = np.cumsum([0, *(self.extra_lengths if len(self.extra_lengths) else self.lengths * 0)]).tolist()
+        for index, (source, record, value) in enumerate(zip(self.sources, self.records, self.values, strict=True)):
+            span, extra = slice(*edges[index : index + 2]), slice(*extra_edges[index : index + 2])
+            origin = Origin(self.names[source], int(record))
+            yield Example(self.ids[span], self.weights[span], origin, float(value), self.extras[extra].tobytes())
 
 
 class DamagedStore(Exception):
@@ -68,13 +111,17 @@ class Store:
     names: tuple[str, ...]
     meta: dict[str, Any]
     damage: str | None = None
+    extras: np.ndarray | None = None
+    extra_offsets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Example:
-        start, end = self.offsets[index], self.offsets[index + 1]
-        return Example(self.ids[start:end], self.weights[start:end], self.origin(index), float(self.values[index]))
+        span, extra = slice(*self.offsets[index : index + 2]), b""
+        if self.extras is not None and self.extra_offsets is not None:
+            extra = self.extras[slice(*self.extra_offsets[index : index + 2])].tobytes()
+        return Example(self.ids[span], self.weights[span], self.origin(index), float(self.values[index]), extra)
 
     def origin(self, index: int) -> Origin:
         """The record that document `index` was made from."""
@@ -162,9 +209,8 @@ def open_store(path: pathlib.Path) -> Store | None:
     if meta is None:
         return None
     arrays = {}
-    for name, dtype in _ARRAYS.items():
-        file = path / f"{name}.bin"
-        recorded = meta["files"][name]
+    for name, recorded in meta["files"].items():
+        file, dtype = path / f"{name}.bin", (_ARRAYS | _EXTRAS)[name]
         try:
             size = file.stat().st_size
             if size != recorded["bytes"]:
@@ -222,40 +268,46 @@ def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, object]]) -> None:
-    sources: dict[str, int] = {}
+    dtypes, sources, total = _ARRAYS | _EXTRAS, dict[str, int](), {"offsets": 0, "extra_offsets": 0}
+    checksums, sizes = dict.fromkeys(dtypes, 0), dict.fromkeys(dtypes, 0)
     with contextlib.ExitStack() as stack:
         with _cache_errors(draft.parent):
-            files = {name: (draft / f"{name}.bin").open("wb", 1 << 20) for name in _ARRAYS}
+            files = {name: (draft / f"{name}.bin").open("wb", 1 << 20) for name in dtypes}
         for file in files.values():
             stack.callback(_close, file)
-        checksums = dict.fromkeys(_ARRAYS, 0)
-        sizes = dict.fromkeys(_ARRAYS, 0)
 
         def append(name: str, values: Sequence[float] | np.ndarray) -> None:
-            data = np.asarray(values, _ARRAYS[name]).tobytes()
+            data = np.asarray(values, dtypes[name]).tobytes()
             with _cache_errors(draft.parent):
                 files[name].write(data)
             checksums[name] = zlib.crc32(data, checksums[name])
             sizes[name] += len(data)
 
-        end = 0
+        def append_ends(name: str, lengths: np.ndarray) -> None:
+            ends = total[name] + np.cumsum(lengths)
+            append(name, ends)
+            total[name] = int(ends[-1])
+
         append("offsets", [0])
+        append("extra_offsets", [0])
         for group in _groups(examples):
-            append("ids", np.concatenate([example.ids for example in group]))
-            append("weights", np.concatenate([example.weights for example in group]))
-            ends = end + np.cumsum([len(example.ids) for example in group])
-            append("offsets", ends)
-            end = int(ends[-1])
-            append("sources", [sources.setdefault(example.origin.source, len(sources)) for example in group])
-            append("records", [example.origin.record for example in group])
+            arrays = ExampleArrays.of(group)
+            append_ends("offsets", arrays.lengths)
+            append_ends("extra_offsets", arrays.extra_lengths if len(arrays.extra_lengths) else arrays.lengths * 0)
+            indices = np.array([sources.setdefault(name, len(sources)) for name in arrays.names], np.int32)
+            append("sources", indices[arrays.sources])
+            for name in ("ids", "weights", "records", "values", "extras"):
+                append(name, getattr(arrays, name))
             hashed = (hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest() for example in group)
             append("digests", np.frombuffer(b"".join(hashed), np.uint64))
-            append("values", [example.value for example in group])
         with _cache_errors(draft.parent):
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
-    recorded = {name: {"bytes": sizes[name], "crc32": checksums[name]} for name in _ARRAYS}
+    for name in () if sizes["extras"] else _EXTRAS:
+        (draft / f"{name}.bin").unlink()
+        del sizes[name]
+    recorded = {name: {"bytes": size, "crc32": checksums[name]} for name, size in sizes.items()}
     content = {"version": VERSION, "files": recorded, "sources": list(sources), "notes": meta()}
     content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
     with _cache_errors(draft.parent), (draft / META).open("w", encoding="utf-8") as file:

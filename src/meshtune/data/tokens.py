@@ -37,13 +37,15 @@ _BATCH = 256  # documents given to the tokenizer at once, which works on them in
 class Example:
     """A tokenised document: `ids` int32 [n], and `weights` float32 [n], the loss weight of predicting each id.
 
-    `value` is the margin of a pair, or 1 for an answer labelled good.
+    `value` is the margin of a pair, or 1 for an answer labelled good. `extra` are bytes that a stage keeps with the
+    document, such as the columns of its record that a reward reads.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     origin: Origin
     value: float = 0.0
+    extra: bytes = b""
 
 
 class Tokenised(NamedTuple):
