@@ -24,13 +24,9 @@ def with_system(messages: Sequence[Message], record: Record, fields: FieldNames,
     with another."""
     field = fields.get("system")
     value = record.get(field) if field else None
-    system = (
-        ""
-        if not field or (not isinstance(value, str) and is_blank(value))
-        else text_field(record, field, origin, required=False)
-    )
-    if not field or not system:
+    if not field or value == "" or (not isinstance(value, str) and is_blank(value)):
         return list(messages)
+    system = text_field(record, field, origin, required=False)
     if messages and messages[0].role == "system" and messages[0].content.strip() == system.strip():
         return list(messages)
     if messages and messages[0].role == "system":
@@ -45,8 +41,10 @@ def read_variables(record: Record, fields: FieldNames, origin: Origin) -> JsonOb
     are none."""
     field = fields.get("chat_template_kwargs")
     value = record.get(field) if field else None
-    if not field or is_blank(value):
-        return {}
+    return {} if not field or is_blank(value) else _parse_variables(value, field, origin)
+
+
+def _parse_variables(value: object, field: str, origin: Origin) -> JsonObject:
     if isinstance(value, str):
         value = parse_json(value, origin, field)
     if not isinstance(value, Mapping):

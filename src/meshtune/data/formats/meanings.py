@@ -149,13 +149,17 @@ def check_turn(turn: Mapping[str, object], origin: Origin, field: str) -> None:
     """Raises UserError for a field of a turn that means something elsewhere and is not read."""
     for name in turn.keys() & TURN_FIELDS.keys():
         if not is_blank(turn[name]):
-            problem = f"the field is not read, and {TURN_FIELDS[name]}: {describe(turn[name])}"
-            fix = "remove it"
-            if "mask" in name or "detail" in name:
-                fix = "write weight: 0 in turns that are not to be trained on, and remove it"
-            elif name in ("tools", "functions"):
-                fix = "move it there, beside the list of turns"
-            raise field_error(problem, origin, f"{field}.{name}", fix)
+            raise _unread_turn_field_error(turn, name, origin, field)
+
+
+def _unread_turn_field_error(turn: Mapping[str, object], name: str, origin: Origin, field: str) -> UserError:
+    problem = f"the field is not read, and {TURN_FIELDS[name]}: {describe(turn[name])}"
+    fix = "remove it"
+    if "mask" in name or "detail" in name:
+        fix = "write weight: 0 in turns that are not to be trained on, and remove it"
+    elif name in ("tools", "functions"):
+        fix = "move it there, beside the list of turns"
+    return field_error(problem, origin, f"{field}.{name}", fix)
 
 
 def passed_over(record: Record, tags: Mapping[str, str]) -> set[str]:

@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Role, Text
-from meshtune.data.formats import alpaca, messages, sharegpt
+from meshtune.data.formats.alpaca import ALPACA, convert_alpaca
 from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
 from meshtune.data.formats.meanings import FIELDS, is_blank
-from meshtune.data.formats.messages import read_messages
+from meshtune.data.formats.messages import MESSAGES, read_messages
 from meshtune.data.formats.record import (
     check_text,
     check_turns,
@@ -28,6 +28,7 @@ from meshtune.data.formats.record import (
     text_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.sharegpt import SHAREGPT, read_turns
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tools
 
@@ -59,14 +60,14 @@ def has_both_sides(record: Record, fields: FieldNames) -> bool:
 
 def ranked_alpaca() -> RecordFormat:
     """Instruction and input, with chosen and rejected texts in place of the output."""
-    names = {key: key for key in alpaca.FORMAT.fields if key != "output"} | {key: key for key in (*SIDES, "margin")}
+    names = {key: key for key in ALPACA.fields if key != "output"} | {key: key for key in (*SIDES, "margin")}
 
     def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
         return 2 if has_both_sides(record, fields) and fields["instruction"] in record else 0
 
     def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
         chosen, rejected = (
-            alpaca.convert(record, {**fields, "output": fields[side] or side}, tags, origin) for side in SIDES
+            convert_alpaca(record, {**fields, "output": fields[side] or side}, tags, origin) for side in SIDES
         )
         return make_pair(chosen, rejected, record, fields, origin)
 
@@ -186,7 +187,7 @@ def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Me
         value = [value]
     turns = list_field({**record, field: value}, field, origin, "messages")
     if isinstance(turns[0], dict) and turns[0].keys() >= {"from", "value"}:  # trl.data_utils.maybe_convert_to_chatml
-        return sharegpt.read_turns({field: turns}, {"conversations": field}, {}, origin)[0]
+        return read_turns({field: turns}, {"conversations": field}, {}, origin)[0]
     return read_messages(turns, origin, field)
 
 
@@ -257,14 +258,12 @@ def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
 
 _SIDE_FIELDS = {side: side for side in SIDES}
 _BESIDE = {"margin": "margin", **CONTEXT}
-FORMATS: tuple[RecordFormat, ...] = (
+PREFERENCE_FORMATS: tuple[RecordFormat, ...] = (
     ranked_alpaca(),
     ranked_turns(
-        sharegpt.FORMAT, "conversations", "conversations (turns of from and value), chosen and rejected, a turn each"
+        SHAREGPT, "conversations", "conversations (turns of from and value), chosen and rejected, a turn each"
     ),
-    ranked_turns(
-        messages.FORMAT, "messages", "messages (role and content), chosen and rejected, a message each or a list"
-    ),
+    ranked_turns(MESSAGES, "messages", "messages (role and content), chosen and rejected, a message each or a list"),
     RecordFormat(
         "preference",
         "prompt, chosen and rejected, each text or a list of messages; without prompt whole conversations; margin",

@@ -62,8 +62,7 @@ def check_text(value: object, origin: Origin, field: str, *, required: bool = Tr
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        surrogate = f"\\u{ord(value[error.start]):04x}"
-        problem = f"half of a character ({surrogate}) at position {error.start}"
+        problem = f"half of a character (\\u{ord(value[error.start]):04x}) at position {error.start}"
         raise field_error(problem, origin, field, "write whole characters") from None
     return value
 
@@ -95,8 +94,8 @@ def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> floa
     }
     if len(set(weights.values())) > 1:
         listed = " and ".join(f"{key} {turn[key]!r}" for key in weights)
-        problem = f"the turn's {listed} contradict each other"
-        raise field_error(problem, origin, f"{field}.{list(weights)[-1]}", "leave one of them")
+        problem, where = f"the turn's {listed} contradict each other", f"{field}.{list(weights)[-1]}"
+        raise field_error(problem, origin, where, "leave one of them")
     return next(iter(weights.values()), None)
 
 
@@ -145,22 +144,21 @@ def check_turns(
             continue
         expected = _expected_roles(previous, calls_in_text)
         if message.role not in expected:
-            position = f"after {names[index - 1]}" if index else "at the start"
-            raise field_error(
-                f"wrong role order: '{names[index]}' {position}, where {' or '.join(expected)} is expected",
-                origin,
-                f"{field}[{index}]",
-                "after at most one system turn, user and assistant alternate; tool results follow a tool call; correct "
-                "the record",
-            )
+            raise _wrong_order_error(names, index, expected, origin, field)
         previous = message
     if previous is None or previous.role != "assistant":
-        raise field_error(
-            f"the conversation ends with {names[-1]}, so there is no answer to it",
-            origin,
-            f"{field}[{len(messages) - 1}]",
-            "end it with an assistant turn; correct the record",
-        )
+        problem = f"the conversation ends with {names[-1]}, so there is no answer to it"
+        fix = "end it with an assistant turn; correct the record"
+        raise field_error(problem, origin, f"{field}[{len(messages) - 1}]", fix)
+
+
+def _wrong_order_error(
+    names: Sequence[str], index: int, expected: Sequence[str], origin: Origin, field: str
+) -> UserError:
+    position = f"after {names[index - 1]}" if index else "at the start"
+    problem = f"wrong role order: '{names[index]}' {position}, where {' or '.join(expected)} is expected"
+    fix = "after at most one system turn, user and assistant alternate; tool results follow a tool call; correct the "
+    return field_error(problem, origin, f"{field}[{index}]", fix + "record")
 
 
 def _expected_roles(previous: Message | None, calls_in_text: bool) -> tuple[str, ...]:

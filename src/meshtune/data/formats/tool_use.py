@@ -28,6 +28,9 @@ def with_tool_use(
 
     Raises UserError for a wrong order of roles, and as `check_tool_use`.
     """
+    if not tools and not any(message.tool_calls or message.role == "tool" for message in messages):
+        check_turns(messages, origin, field, role_names, calls_in_text=calls_in_text)
+        return tuple(messages)
     if tools:
         check_tools_are_given_once(messages, origin, field)
         messages = with_text_read(messages, origin, field)
