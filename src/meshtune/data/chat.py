@@ -161,8 +161,9 @@ class ChatTemplate:
 
         Only those at which the model's generation stops, as GLM's <|user|> and <|observation|>.
         """
-        if self.end_of_turn.head:
-            return {}
+        return {} if self.end_of_turn.head else self._measured_role_ends()
+
+    def _measured_role_ends(self) -> Mapping[str, str]:
         answer = {"role": "assistant", "content": "\ue000answer\ue001"}
         texts = {"user": self._render_or_none([_QUESTION, answer, _QUESTION], ())}
         written = {"user": str(answer["content"])}
@@ -182,19 +183,16 @@ class ChatTemplate:
     @functools.cached_property
     def end_of_turn(self) -> EndOfTurn:
         """What the template writes after the last assistant turn, found by rendering a short conversation."""
-        content = "\ue000answer\ue001"
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": content}]
+        content, where = "\ue000answer\ue001", str(self.tokenizer.name_or_path)
         try:
-            text = self.render(chat)
+            text = self.render([_QUESTION, {"role": "assistant", "content": content}])
         except _FAILURES as problem:
-            raise template_error(problem, where=str(self.tokenizer.name_or_path)) from problem
+            raise template_error(problem, where=where) from problem
         if text.count(content) != 1:
-            raise UserError(
-                f"the chat template writes the content of an assistant turn {text.count(content)} times, not once",
-                where=str(self.tokenizer.name_or_path),
-                fix="set model.chat_template to a template that renders assistant turns",
-            )
-        ending = text[text.index(content) + len(content) :]
+            problem = f"the chat template writes the content of an assistant turn {text.count(content)} times, not once"
+            fix = "set model.chat_template to a template that renders assistant turns"
+            raise UserError(problem, where=where, fix=fix)
+        _, _, ending = text.partition(content)
         occurrences = [
             (ending.find(added.content), -len(added.content), id_)
             for id_, added in self.tokenizer.added_tokens_decoder.items()

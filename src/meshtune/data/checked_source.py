@@ -13,7 +13,7 @@ from meshtune.data.conversation import Origin, Sample
 from meshtune.data.formats import select_format
 from meshtune.data.formats.meanings import passed_over, read_record, unread_fields
 from meshtune.data.formats.record import describe
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, RecordFormat
 from meshtune.data.mixing import draw
 from meshtune.data.progress import Progress
 from meshtune.data.readers.records import Records
@@ -63,8 +63,7 @@ def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
     if not isinstance(record, dict):
         problem = f"the record is not an object, found {describe(record)}"
         raise UserError(problem, where=str(origin), fix='write it as {"field": value}')
-    named: Record = record
-    return read_record(checked.format, named, checked.fields, checked.source.tags, origin)
+    return read_record(checked.format, record, checked.fields, checked.source.tags, origin)
 
 
 def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType) -> CheckedSource:
@@ -112,13 +111,7 @@ def check_source(
             usable.append(index)
     records.check_unchanged()
     if not usable:
-        example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
-        raise UserError(
-            f"no record of this source can be used as format {checked.format.name}: "
-            f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}",
-            where=source.path,
-            fix="correct the records, or name another format",
-        )
+        raise _nothing_usable_error(checked, malformed, skipped)
     if progress is not None:
         progress(activity, total, total)
     return dataclasses.replace(
@@ -127,6 +120,13 @@ def check_source(
         digests=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES),
         unread=tuple(unread_fields(names, checked.fields)),
     )
+
+
+def _nothing_usable_error(checked: CheckedSource, malformed: int, skipped: list[SkippedRecord]) -> UserError:
+    example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
+    problem = f"no record of this source can be used as format {checked.format.name}: "
+    problem += f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}"
+    return UserError(problem, where=checked.source.path, fix="correct the records, or name another format")
 
 
 def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:

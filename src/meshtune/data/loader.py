@@ -61,15 +61,11 @@ class Loader:
         units: Units | None = None,
     ):
         if not len(store):
-            raise UserError(
-                "the data contain nothing to train on", where="data.train", fix="check roles and message weights"
-            )
+            fix = "check roles and message weights"
+            raise UserError("the data contain nothing to train on", where="data.train", fix=fix)
         if batch_size % accumulation:
-            raise UserError(
-                f"batch_size {batch_size} cannot be divided into {accumulation} micro-batches",
-                where="train.batch_size",
-                fix=f"use a multiple of {accumulation}",
-            )
+            problem = f"batch_size {batch_size} cannot be divided into {accumulation} micro-batches"
+            raise UserError(problem, where="train.batch_size", fix=f"use a multiple of {accumulation}")
         self.store, self.packing, self.shuffle, self.seed = store, packing, shuffle, seed
         self.batch_size, self.accumulation = batch_size, accumulation
         self.units, self.unit_size = units, 1 if units is None else units.segments

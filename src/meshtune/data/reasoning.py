@@ -41,6 +41,11 @@ def reasoning_of(message: Message) -> str:
     return next((value for key, value in message.extra if key in REASONING_KEYS and isinstance(value, str)), "")
 
 
+def has_reasoning(message: Message) -> bool:
+    """Whether an assistant's turn has reasoning, in a field or as text that ends with </think>."""
+    return message.role == "assistant" and ("</think>" in message.content or bool(reasoning_of(message)))
+
+
 def with_reasoning(conversation: Conversation, choice: Reasoning, dialect: Dialect | None) -> Conversation:
     """The conversation with its reasoning where `choice` wants it; `dialect` is the template's, for choice "template".
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -164,11 +164,7 @@ def open_or_build(
     store becomes visible only once it is complete. Raises UserError if the cache cannot be written.
     """
     path = cache_directory(cache) / key
-    damage = None
-    try:
-        store = open_store(path)
-    except DamagedStore as problem:
-        store, damage = None, f"the tokenised data in {path} are damaged ({problem})"
+    store, damage = _open(path)
     if store is not None and is_current(store.meta):
         return store
     with _cache_errors(path.parent):
@@ -177,25 +173,29 @@ def open_or_build(
         draft = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=".building-"))
     try:
         with lock(draft):
-            examples, meta = build()
-            _write(draft, examples, meta)
+            _write(draft, *build())
         with _cache_errors(path.parent):
             if store is not None:
                 shutil.rmtree(path, ignore_errors=True)
             _publish(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    try:
-        built = open_store(path)
-    except DamagedStore as problem:
-        built, damage = None, str(problem)
+    built, problem = _open(path)
     if built is None:
         raise UserError(
-            f"tokenised data cannot be read back as they were written: {damage or 'they are gone'}",
+            f"tokenised data cannot be read back as they were written: {problem or 'they are gone'}",
             where=str(path),
             fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
         )
-    return dataclasses.replace(built, damage=damage)
+    return dataclasses.replace(built, damage=damage and f"the tokenised data in {path} are damaged ({damage})")
+
+
+def _open(path: pathlib.Path) -> tuple[Store | None, str | None]:
+    """The store in `path`, None if there is none or it is damaged, and its damage."""
+    try:
+        return open_store(path), None
+    except DamagedStore as problem:
+        return None, str(problem)
 
 
 def open_store(path: pathlib.Path) -> Store | None:
@@ -203,24 +203,24 @@ def open_store(path: pathlib.Path) -> Store | None:
 
     Raises DamagedStore, naming the file, if its contents are not those that were written.
     """
-    if not path.exists():
-        return None
-    meta = _read_meta(path / META)
+    meta = _read_meta(path / META) if path.exists() else None
     if meta is None:
         return None
-    arrays = {}
-    for name, recorded in meta["files"].items():
-        file, dtype = path / f"{name}.bin", (_ARRAYS | _EXTRAS)[name]
-        try:
-            size = file.stat().st_size
-            if size != recorded["bytes"]:
-                raise DamagedStore(f"{file.name} has {size:,} bytes, not {recorded['bytes']:,}")
-            if _checksum(file) != recorded["crc32"]:
-                raise DamagedStore(f"{file.name} does not match its checksum")
-            arrays[name] = np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
-        except OSError as problem:
-            raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
+    arrays = {name: _read_array(path / f"{name}.bin", name, recorded) for name, recorded in meta["files"].items()}
     return Store(path, **arrays, names=tuple(meta["sources"]), meta=meta["notes"])
+
+
+def _read_array(file: pathlib.Path, name: str, recorded: Mapping[str, int]) -> np.ndarray:
+    dtype = (_ARRAYS | _EXTRAS)[name]
+    try:
+        size = file.stat().st_size
+        if size != recorded["bytes"]:
+            raise DamagedStore(f"{file.name} has {size:,} bytes, not {recorded['bytes']:,}")
+        if _checksum(file) != recorded["crc32"]:
+            raise DamagedStore(f"{file.name} does not match its checksum")
+        return np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
+    except OSError as problem:
+        raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
 
 
 def _read_meta(file: pathlib.Path) -> dict[str, Any] | None:
@@ -267,53 +267,71 @@ def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
         ) from problem
 
 
+class _ArrayFile:
+    """A file of an array that is written in pieces; its size and checksum."""
+
+    def __init__(self, path: pathlib.Path, dtype: type):
+        self.path, self.dtype, self.size, self.checksum = path, dtype, 0, 0
+        with _cache_errors(path.parent.parent):
+            self._file = path.open("wb", 1 << 20)
+
+    def append(self, values: Sequence[float] | np.ndarray) -> None:
+        data = np.asarray(values, self.dtype).tobytes()
+        with _cache_errors(self.path.parent.parent):
+            self._file.write(data)
+        self.checksum, self.size = zlib.crc32(data, self.checksum), self.size + len(data)
+
+    def synchronise(self) -> None:
+        with _cache_errors(self.path.parent.parent):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        # The contents were flushed and synchronised before; after a failed write, closing fails again on what is left.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
 def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, object]]) -> None:
-    dtypes, sources, total = _ARRAYS | _EXTRAS, dict[str, int](), {"offsets": 0, "extra_offsets": 0}
-    checksums, sizes = dict.fromkeys(dtypes, 0), dict.fromkeys(dtypes, 0)
     with contextlib.ExitStack() as stack:
-        with _cache_errors(draft.parent):
-            files = {name: (draft / f"{name}.bin").open("wb", 1 << 20) for name in dtypes}
+        files: dict[str, _ArrayFile] = {}
+        for name, dtype in (_ARRAYS | _EXTRAS).items():
+            files[name] = _ArrayFile(draft / f"{name}.bin", dtype)
+            stack.callback(files[name].close)
+        sources = _write_arrays(files, examples)
         for file in files.values():
-            stack.callback(_close, file)
-
-        def append(name: str, values: Sequence[float] | np.ndarray) -> None:
-            data = np.asarray(values, dtypes[name]).tobytes()
-            with _cache_errors(draft.parent):
-                files[name].write(data)
-            checksums[name] = zlib.crc32(data, checksums[name])
-            sizes[name] += len(data)
-
-        def append_ends(name: str, lengths: np.ndarray) -> None:
-            ends = total[name] + np.cumsum(lengths)
-            append(name, ends)
-            total[name] = int(ends[-1])
-
-        append("offsets", [0])
-        append("extra_offsets", [0])
-        for group in _groups(examples):
-            arrays = ExampleArrays.of(group)
-            append_ends("offsets", arrays.lengths)
-            append_ends("extra_offsets", arrays.extra_lengths if len(arrays.extra_lengths) else arrays.lengths * 0)
-            indices = np.array([sources.setdefault(name, len(sources)) for name in arrays.names], np.int32)
-            append("sources", indices[arrays.sources])
-            for name in ("ids", "weights", "records", "values", "extras"):
-                append(name, getattr(arrays, name))
-            hashed = (hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest() for example in group)
-            append("digests", np.frombuffer(b"".join(hashed), np.uint64))
-        with _cache_errors(draft.parent):
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-    for name in () if sizes["extras"] else _EXTRAS:
-        (draft / f"{name}.bin").unlink()
-        del sizes[name]
-    recorded = {name: {"bytes": size, "crc32": checksums[name]} for name, size in sizes.items()}
-    content = {"version": VERSION, "files": recorded, "sources": list(sources), "notes": meta()}
+            file.synchronise()
+    if not files["extras"].size:
+        for name in _EXTRAS:
+            files.pop(name).path.unlink()
+    recorded = {name: {"bytes": file.size, "crc32": file.checksum} for name, file in files.items()}
+    content = {"version": VERSION, "files": recorded, "sources": sources, "notes": meta()}
     content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
     with _cache_errors(draft.parent), (draft / META).open("w", encoding="utf-8") as file:
         json.dump({**content, "digest": _digest(content)}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write_arrays(files: Mapping[str, _ArrayFile], examples: Iterable[Example]) -> list[str]:
+    """Writes the arrays of some examples; returns the names of their sources."""
+    sources, ends = dict[str, int](), {"offsets": 0, "extra_offsets": 0}
+    for name, end in ends.items():
+        files[name].append([end])
+    for group in _groups(examples):
+        arrays = ExampleArrays.of(group)
+        indices = np.array([sources.setdefault(name, len(sources)) for name in arrays.names], np.int32)
+        extra_lengths = arrays.extra_lengths if len(arrays.extra_lengths) else arrays.lengths * 0
+        for name, lengths in {"offsets": arrays.lengths, "extra_offsets": extra_lengths}.items():
+            group_ends = ends[name] + np.cumsum(lengths)
+            files[name].append(group_ends)
+            ends[name] = int(group_ends[-1])
+        files["sources"].append(indices[arrays.sources])
+        for name in ("ids", "weights", "records", "values", "extras"):
+            files[name].append(getattr(arrays, name))
+        hashed = (hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest() for example in group)
+        files["digests"].append(np.frombuffer(b"".join(hashed), np.uint64))
+    return list(sources)
 
 
 def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -328,12 +346,6 @@ def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
             group, tokens = [], 0
     if group:
         yield group
-
-
-def _close(file: IO[bytes]) -> None:
-    # The contents were flushed and synchronised before; after a failed write, closing fails again on what is left.
-    with contextlib.suppress(OSError):
-        file.close()
 
 
 def _checksum(file: pathlib.Path) -> int:

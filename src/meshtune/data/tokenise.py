@@ -10,7 +10,7 @@ import os
 import pathlib
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from meshtune.config.data import DataSection
@@ -67,47 +67,50 @@ def tokenised_store(
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
 
-    def build() -> tuple[Iterable[Example], Callable[[], dict[str, object]]]:
-        total, conversation = TokenCounts(), False
-        makers = _makers(PartTask(tokenizer, options, stage_examples(stage)), len(samples), processes)
-
-        def report(done: int) -> None:
-            if progress is not None:
-                progress(f"tokenising {split} data", done, len(samples))
-
-        def examples() -> Iterator[Example]:
-            nonlocal conversation
-            try:
-                for part in tokenised_parts(samples, makers, directory, report, share):
-                    add_counts(total, part.counts)
-                    conversation |= part.conversation
-                    yield from part.examples
-            finally:
-                _check_unchanged(samples, directory)
-
-        def meta() -> dict[str, object]:
-            template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
-            return {"counts": dataclasses.asdict(total), "template": template}
-
-        if STAGES[stage].dataset_type == "labelled":  # companions cross the edges of parts
-            return with_companions(examples(), options.max_length), meta
-        return examples(), meta
-
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
     parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
     key = fingerprint(samples.content_hash(), *parts)
     directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
+    total, conversation = TokenCounts(), False
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(f"tokenising {split} data", done, len(samples))
+
+    def examples() -> Iterator[Example]:
+        nonlocal conversation
+        try:
+            makers = _makers(PartTask(tokenizer, options, stage_examples(stage)), len(samples), processes)
+            for part in tokenised_parts(samples, makers, directory, report, share):
+                add_counts(total, part.counts)
+                conversation |= part.conversation
+                yield from part.examples
+        finally:
+            _check_unchanged(samples, directory)
+
+    def meta() -> dict[str, object]:
+        template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
+        return {"counts": dataclasses.asdict(total), "template": template}
+
+    def build() -> tuple[Iterator[Example], Callable[[], dict[str, object]]]:
+        labelled = STAGES[stage].dataset_type == "labelled"  # whose companions cross the edges of parts
+        return with_companions(examples(), options.max_length) if labelled else examples(), meta
+
     with contextlib.ExitStack() as processes:
         # Stores of versions that did not look for the words of every message have no places of what they counted.
         store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
+    return store, *_recorded(store)
+
+
+def _recorded(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
     stored, template = store.meta["counts"], store.meta["template"]
     names = {field.name for field in dataclasses.fields(TokenCounts)}
     counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
     counts.skipped = [(origin, reason) for origin, reason in stored["skipped"]]
-    return store, counts, TemplateInfo(**template) if template else None
+    return counts, TemplateInfo(**template) if template else None
 
 
 def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) -> None:

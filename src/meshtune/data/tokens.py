@@ -150,9 +150,7 @@ class Tokenize:
             self.counts.documents += len(batch)
             masked = [(document, self._mask(document, sides)) for document in batch]
             encoded = self._encode([(document.origin, text) for document, text in masked if text is not None])
-            tokenised = [
-                None if text is None else self._with_bos_and_eos(document, next(encoded)) for document, text in masked
-            ]
+            tokenised = [None if text is None else self._finish(document, next(encoded)) for document, text in masked]
             for first in range(0, len(batch), sides or 1):
                 group = tokenised[first : first + (sides or 1)]
                 longest = max((text.last_answer for text in group if text is not None), default=0) if sides else None
@@ -265,14 +263,17 @@ class Tokenize:
         answers = np.array([(position[start], position[end]) for start, end, _ in spans], np.int64).reshape(-1, 2)
         return Tokenised(split, np.repeat(piece_weights, lengths), answers)
 
-    def _with_bos_and_eos(self, document: Document, text: Tokenised) -> Tokenised:
+    def _finish(self, document: Document, text: Tokenised) -> Tokenised:
         """Adds the tokenizer's beginning and end to plain text; a conversation's template writes its own."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        ids, weights, answers = text
-        if isinstance(document, Conversation):
-            twice = bos is not None and ids[:2].tolist() == [bos, bos]
-            self.counts.count("double_bos", document.origin, number=int(twice))
-            return text
+        if not isinstance(document, Conversation):
+            return self._with_bos_and_eos(text)
+        bos = self.tokenizer.bos_token_id
+        twice = bos is not None and text.ids[:2].tolist() == [bos, bos]
+        self.counts.count("double_bos", document.origin, number=int(twice))
+        return text
+
+    def _with_bos_and_eos(self, text: Tokenised) -> Tokenised:
+        eos, (ids, weights, answers) = self.tokenizer.eos_token_id, text
         if len(self._bos) and not np.array_equal(ids[:1], self._bos):
             ids, weights, answers = np.concatenate([self._bos, ids]), np.concatenate([[0], weights]), answers + 1
         if eos is None:
@@ -285,39 +286,47 @@ class Tokenize:
     def _fit(self, text: Tokenised, origin: Origin, longest: int | None) -> Example | None:
         """The example, cut to `max_length`; None where nothing is left to train on, or it is dropped. `longest` is the
         length of the longest answer that it is compared with."""
-        counts, max_length, (ids, weights, answers) = self.counts, self.options.max_length, text
+        counts, ids, weights = self.counts, text.ids, text.weights
         if not np.any(weights[1:]):  # the first token is never predicted
             counts.count("nothing_to_train", origin)
             return None
-        beside = 0 if longest is None else longest - text.last_answer
-        by_turns = self.options.overlong == "turns" and len(answers) > 0
-        if len(ids) > max_length or (by_turns and len(ids) + beside > max_length):
-            if self.options.overlong == "error":
-                raise UserError(
-                    f"a document of {len(ids)} tokens, more than max_length {max_length}",
-                    where=str(origin),
-                    fix="raise data.max_length, or set data.overlong to truncate, turns or drop",
-                )
-            if self.options.overlong == "drop":
-                counts.count("dropped", origin)
-                counts.tokens_cut += len(ids)
+        by_turns = self.options.overlong == "turns" and len(text.answers) > 0
+        difference = 0 if longest is None or not by_turns else longest - text.last_answer
+        if len(ids) + max(difference, 0) > self.options.max_length:
+            positions = self._positions_that_fit(text, origin, longest, by_turns)
+            if positions is None:
                 return None
-            last_turn_first = longest is None and self.options.policy.last_turn_only
-            positions = (
-                positions_by_turns(answers, max_length, longest=longest, last_turn_first=last_turn_first)
-                if by_turns
-                else np.arange(max_length)
-            )
-            counts.count("truncated", origin)
-            counts.tokens_cut += len(ids) - len(positions)
             ids, weights = ids[positions], weights[positions]
-            if not np.any(weights[1:]):
-                counts.count("nothing_after_truncation", origin)
-                return None
         counts.examples += 1
         counts.tokens += len(ids)
         counts.trained_tokens += int(np.count_nonzero(weights[1:]))
         return Example(ids, weights, origin)
+
+    def _positions_that_fit(
+        self, text: Tokenised, origin: Origin, longest: int | None, by_turns: bool
+    ) -> np.ndarray | None:
+        """The positions of a document of more than `max_length` that are kept; None where it is left out."""
+        counts, max_length = self.counts, self.options.max_length
+        if self.options.overlong == "error":
+            raise UserError(
+                f"a document of {len(text.ids)} tokens, more than max_length {max_length}",
+                where=str(origin),
+                fix="raise data.max_length, or set data.overlong to truncate, turns or drop",
+            )
+        if self.options.overlong == "drop":
+            counts.count("dropped", origin)
+            counts.tokens_cut += len(text.ids)
+            return None
+        positions = np.arange(max_length)
+        if by_turns:
+            last_first = longest is None and self.options.policy.last_turn_only
+            positions = positions_by_turns(text.answers, max_length, longest=longest, last_turn_first=last_first)
+        counts.count("truncated", origin)
+        counts.tokens_cut += len(text.ids) - len(positions)
+        if not np.any(text.weights[positions][1:]):
+            counts.count("nothing_after_truncation", origin)
+            return None
+        return positions
 
 
 def _placeholder(answer: str) -> re.Match[str] | None:
