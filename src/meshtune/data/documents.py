@@ -167,6 +167,8 @@ def _data_source(section: SourceSection, registry: Registry | None, dataset_type
 
 
 def _mixed(sources: list[CheckedSource], mixing: str, seed: int) -> DocumentList:
+    if mixing == "concat" and all(checked.source.weight is None for checked in sources):
+        return _concatenate(sources)
     lengths, weights = [len(checked.usable) for checked in sources], [checked.source.weight for checked in sources]
     source, position = mix(lengths, weights, mixing, seed)
     record = np.empty(len(position), np.int64)

@@ -57,7 +57,8 @@ def mask_conversation(
     for index, message in enumerate(conversation.messages):
         if index in located:
             turn = locate_turn(view, index, floor)
-            turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
+            if not turn.ended:
+                turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
             if message.tool_calls:
                 check_calls_are_written(view, index, text[turn.start : turn.end])
             if policy.train_on_tail and turn.ended and text.startswith(chat.end_of_turn.tail, turn.end):
@@ -85,7 +86,7 @@ def _ended_by_next_role(
 
     The text of a last turn gets that token, which generation would end with.
     """
-    ending = chat.role_ends.get("tool" if message.tool_calls else "user") if not turn.ended else None
+    ending = chat.role_ends.get("tool" if message.tool_calls else "user")
     if ending is None:
         return turn, text
     if is_last and not text[turn.end :].strip():

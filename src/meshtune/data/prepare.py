@@ -128,7 +128,7 @@ class _Preparation:
             max_length=data.max_length,
             template=template,
             dataset_type=stage.dataset_type,
-            unread=self._not_read(documents.unread if documents else {}),
+            unread=self._not_read(documents.unread) if documents and documents.unread else {},
         )
         return loader, self._with_template_fix(report)
 

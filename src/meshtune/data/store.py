@@ -154,13 +154,13 @@ def fingerprint(*parts: str) -> str:
 
 def open_or_build(
     key: str,
-    build: Callable[[], tuple[Iterable[Example], Callable[[], dict[str, object]]]],
+    build: Callable[[], tuple[Iterable[ExampleArrays], Callable[[], dict[str, object]]]],
     cache: str | os.PathLike[str] | None = None,
     is_current: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
 ) -> Store:
     """The store of `key`, built if it does not exist or is damaged, or if its metadata is not current.
 
-    `build()` returns the examples and a function that is called after the last of them, for the metadata to record. A
+    `build()` returns arrays of examples and a function that is called after the last, for the metadata to record. A
     store becomes visible only once it is complete. Raises UserError if the cache cannot be written.
     """
     path = cache_directory(cache) / key
@@ -182,12 +182,16 @@ def open_or_build(
         shutil.rmtree(draft, ignore_errors=True)
     built, problem = _open(path)
     if built is None:
-        raise UserError(
-            f"tokenised data cannot be read back as they were written: {problem or 'they are gone'}",
-            where=str(path),
-            fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
-        )
+        raise _lost_error(path, problem)
     return dataclasses.replace(built, damage=damage and f"the tokenised data in {path} are damaged ({damage})")
+
+
+def _lost_error(path: pathlib.Path, problem: str | None) -> UserError:
+    return UserError(
+        f"tokenised data cannot be read back as they were written: {problem or 'they are gone'}",
+        where=str(path),
+        fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
+    )
 
 
 def _open(path: pathlib.Path) -> tuple[Store | None, str | None]:
@@ -248,11 +252,9 @@ def _publish(draft: pathlib.Path, path: pathlib.Path) -> None:
     except OSError:
         if not path.exists():
             raise
-        with contextlib.suppress(DamagedStore):
-            if open_store(path) is not None:
-                return
-        shutil.rmtree(path)
-        os.rename(draft, path)
+        if _open(path)[0] is None:
+            shutil.rmtree(path)
+            os.rename(draft, path)
 
 
 @contextlib.contextmanager
@@ -292,13 +294,13 @@ class _ArrayFile:
             self._file.close()
 
 
-def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, object]]) -> None:
+def _write(draft: pathlib.Path, groups: Iterable[ExampleArrays], meta: Callable[[], dict[str, object]]) -> None:
     with contextlib.ExitStack() as stack:
         files: dict[str, _ArrayFile] = {}
         for name, dtype in (_ARRAYS | _EXTRAS).items():
             files[name] = _ArrayFile(draft / f"{name}.bin", dtype)
             stack.callback(files[name].close)
-        sources = _write_arrays(files, examples)
+        sources = _write_arrays(files, groups)
         for file in files.values():
             file.synchronise()
     if not files["extras"].size:
@@ -313,39 +315,39 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], 
         os.fsync(file.fileno())
 
 
-def _write_arrays(files: Mapping[str, _ArrayFile], examples: Iterable[Example]) -> list[str]:
-    """Writes the arrays of some examples; returns the names of their sources."""
+def _write_arrays(files: Mapping[str, _ArrayFile], groups: Iterable[ExampleArrays]) -> list[str]:
+    """Writes groups of examples; returns the names of their sources."""
     sources, ends = dict[str, int](), {"offsets": 0, "extra_offsets": 0}
     for name, end in ends.items():
         files[name].append([end])
-    for group in _groups(examples):
-        arrays = ExampleArrays.of(group)
+    for arrays in groups:
         indices = np.array([sources.setdefault(name, len(sources)) for name in arrays.names], np.int32)
         extra_lengths = arrays.extra_lengths if len(arrays.extra_lengths) else arrays.lengths * 0
         for name, lengths in {"offsets": arrays.lengths, "extra_offsets": extra_lengths}.items():
             group_ends = ends[name] + np.cumsum(lengths)
             files[name].append(group_ends)
-            ends[name] = int(group_ends[-1])
+            ends[name] += int(lengths.sum())
         files["sources"].append(indices[arrays.sources])
         for name in ("ids", "weights", "records", "values", "extras"):
             files[name].append(getattr(arrays, name))
-        hashed = (hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest() for example in group)
+        documents = np.split(arrays.ids, np.cumsum(arrays.lengths)[:-1]) if len(arrays.lengths) else []
+        hashed = (hashlib.blake2b(ids.tobytes(), digest_size=8).digest() for ids in documents)
         files["digests"].append(np.frombuffer(b"".join(hashed), np.uint64))
     return list(sources)
 
 
-def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Consecutive examples, in lists of about _GROUP tokens."""
+def grouped(examples: Iterable[Example]) -> Iterator[ExampleArrays]:
+    """The arrays of consecutive examples, in groups of about _GROUP tokens."""
     group: list[Example] = []
     tokens = 0
     for example in examples:
         group.append(example)
         tokens += len(example.ids)
         if tokens >= _GROUP:
-            yield group
+            yield ExampleArrays.of(group)
             group, tokens = [], 0
     if group:
-        yield group
+        yield ExampleArrays.of(group)
 
 
 def _checksum(file: pathlib.Path) -> int:

@@ -22,6 +22,9 @@ class WithSystemPrompt(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]: no slices
         sample = self.samples[index]
+        return sample if self.system is None else self._with_system(sample)
+
+    def _with_system(self, sample: Sample) -> Sample:
         match sample:
             case Pair():
                 chosen, rejected = self._add(sample.chosen), self._add(sample.rejected)
@@ -40,8 +43,7 @@ class WithSystemPrompt(Sequence[Sample]):
         self.samples.check_unchanged()
 
     def _add(self, document: Document) -> Document:
-        if self.system is None:
-            return document
+        assert self.system is not None
         if not isinstance(document, Conversation):
             return dataclasses.replace(document, system_prompt=self.system)
         if any(message.role == "system" for message in document.messages):

@@ -17,13 +17,13 @@ from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.part_process import PartProcess, PartTask, process_count
-from meshtune.data.parts import PART, MakePart, add_counts, tokenised_parts
+from meshtune.data.parts import PART, MakePart, Part, add_counts, make_part, tokenised_parts
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.stage_examples import StageExamples
-from meshtune.data.store import Store, cache_directory, fingerprint, open_or_build
+from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, grouped, open_or_build
 from meshtune.data.system_prompt import WithSystemPrompt
-from meshtune.data.tokens import Example, TokenCounts
+from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.data.units import with_companions
 from meshtune.errors import UserError, counted
 from meshtune.objectives.stages import STAGES
@@ -69,8 +69,8 @@ def tokenised_store(
 
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
-    key = fingerprint(samples.content_hash(), *parts)
+    basis = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
+    key = fingerprint(samples.content_hash(), *basis)
     directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
     total, conversation = TokenCounts(), False
 
@@ -78,14 +78,13 @@ def tokenised_store(
         if progress is not None:
             progress(f"tokenising {split} data", done, len(samples))
 
-    def examples() -> Iterator[Example]:
+    def parts() -> Iterator[ExampleArrays]:
         nonlocal conversation
         try:
-            makers = _makers(PartTask(tokenizer, options, stage_examples(stage)), len(samples), processes)
-            for part in tokenised_parts(samples, makers, directory, report, share):
+            for part in _parts(PartTask(tokenizer, options, stage_examples(stage)), samples, directory, report, share):
                 add_counts(total, part.counts)
                 conversation |= part.conversation
-                yield from part.examples
+                yield part.examples
         finally:
             _check_unchanged(samples, directory)
 
@@ -93,13 +92,14 @@ def tokenised_store(
         template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
         return {"counts": dataclasses.asdict(total), "template": template}
 
-    def build() -> tuple[Iterator[Example], Callable[[], dict[str, object]]]:
-        labelled = STAGES[stage].dataset_type == "labelled"  # whose companions cross the edges of parts
-        return with_companions(examples(), options.max_length) if labelled else examples(), meta
+    def build() -> tuple[Iterator[ExampleArrays], Callable[[], dict[str, object]]]:
+        if STAGES[stage].dataset_type == "labelled":  # whose companions cross the edges of parts
+            examples = (example for part in parts() for example in part)
+            return grouped(with_companions(examples, options.max_length)), meta
+        return parts(), meta
 
-    with contextlib.ExitStack() as processes:
-        # Stores of versions that did not look for the words of every message have no places of what they counted.
-        store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
+    # Stores of versions that did not look for the words of every message have no places of what they counted.
+    store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
     return store, *_recorded(store)
@@ -124,12 +124,26 @@ def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) 
         raise
 
 
-def _makers(task: PartTask, samples: int, processes: contextlib.ExitStack) -> list[MakePart]:
-    """What makes the parts of so many samples: processes that end with `processes`, or threads."""
-    if samples > IN_PROCESS and (count := process_count()) > 1:
-        pickled = pickle.dumps(task)
-        return [processes.enter_context(PartProcess(pickled)) for _ in range(count)]
-    return [task.maker() for _ in range(_THREADS if samples > PART else 1)]
+def _parts(
+    task: PartTask,
+    samples: WithSystemPrompt,
+    directory: pathlib.Path | None,
+    progress: Callable[[int], None],
+    share: tuple[int, int],
+) -> Iterator[Part]:
+    """The parts of some samples: one of few samples, or those that threads or processes make."""
+    if len(samples) <= PART:
+        yield make_part(samples, Tokenize(task.tokenizer, task.options), task.convert)
+        progress(len(samples))
+        return
+    with contextlib.ExitStack() as processes:
+        makers: list[MakePart]
+        if len(samples) > IN_PROCESS and (count := process_count()) > 1:
+            pickled = pickle.dumps(task)
+            makers = [processes.enter_context(PartProcess(pickled)) for _ in range(count)]
+        else:
+            makers = [task.maker() for _ in range(_THREADS)]
+        yield from tokenised_parts(samples, makers, directory, progress, share)
 
 
 def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:

@@ -63,15 +63,21 @@ def locate_turn(view: Rendered, index: int, floor: int) -> Turn:
                 # The whole content followed by the end of turn proves where the turn lies.
                 if text.startswith(written + end.head, start):
                     return Turn(start, start + len(written) + len(end.head), False, True)
+    return _turn_by_comparison(view, index, floor, prompt if unchanged else None)
+
+
+def _turn_by_comparison(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:
+    """Locates a turn by rendering other words in its place. `prompt` is what generation is prompted with, if the text
+    begins with that."""
+    text, end = view.text, view.chat.end_of_turn
     header = _header(view, index)
     first, last = _content_span(view, index, header)
     # Unless generation is prompted with the text itself, the turn begins where its header ends: before the first
     # character that depends on its content if the template inserts something, such as an empty block of reasoning.
-    start = len(prompt) if unchanged and prompt is not None else _end_of_header(view, header, floor, first)
-    start = max(start, floor)
+    start = max(_end_of_header(view, header, floor, first) if prompt is None else len(prompt), floor)
     last = max(last, start)
     ended = bool(end.head) and text.startswith(end.head, last)
-    return Turn(start, last + len(end.head) if ended else last, not unchanged, ended)
+    return Turn(start, last + len(end.head) if ended else last, prompt is None, ended)
 
 
 def _turn_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:

@@ -80,22 +80,17 @@ def is_blank(value: object) -> bool:
     return value is None
 
 
-def check_fields(
-    record: Record, form: RecordFormat, fields: FieldNames, tags: Mapping[str, str], origin: Origin
-) -> None:
-    """Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields`
-    says that it is not to be read."""
-    for name in record.keys() & FIELDS.keys():
-        if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
-            raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
-
-
 def read_record(
     form: RecordFormat, record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin
 ) -> Sample:
-    """The sample of a record. Raises UserError for a field that is not read though it means something, and as the
-    format does."""
-    check_fields(record, form, fields, tags, origin)
+    """The sample of a record.
+
+    Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields` says
+    that it is not to be read; and as the format does.
+    """
+    for name in record.keys() & FIELDS.keys():
+        if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
+            raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
     return form.convert(record, fields, tags, origin)
 
 

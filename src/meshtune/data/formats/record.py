@@ -74,8 +74,8 @@ def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequen
     if value is None:
         raise missing_field_error(record, field, origin)
     if not isinstance(value, list | tuple):
-        problem = f"expected a list of {holds}, found {describe(value)}"
-        raise field_error(problem, origin, field, f"write a list of {holds}")
+        fix = f"write a list of {holds}"
+        raise field_error(f"expected a list of {holds}, found {describe(value)}", origin, field, fix)
     if not value:
         raise field_error("the list is empty", origin, field, "fill it, or remove the record")
     return value
@@ -93,10 +93,14 @@ def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> floa
         key: _weight(turn[key], key, origin, field) for key in (*WEIGHTS, *SWITCHES) if turn.get(key) is not None
     }
     if len(set(weights.values())) > 1:
-        listed = " and ".join(f"{key} {turn[key]!r}" for key in weights)
-        problem, where = f"the turn's {listed} contradict each other", f"{field}.{list(weights)[-1]}"
-        raise field_error(problem, origin, where, "leave one of them")
+        raise _contradiction_error(turn, list(weights), origin, field)
     return next(iter(weights.values()), None)
+
+
+def _contradiction_error(turn: Mapping[str, object], keys: list[str], origin: Origin, field: str) -> UserError:
+    listed = " and ".join(f"{key} {turn[key]!r}" for key in keys)
+    fix = "leave one of them"
+    return field_error(f"the turn's {listed} contradict each other", origin, f"{field}.{keys[-1]}", fix)
 
 
 def _weight(value: object, key: str, origin: Origin, field: str) -> float:
@@ -161,16 +165,12 @@ def _wrong_order_error(
     return field_error(problem, origin, f"{field}[{index}]", fix + "record")
 
 
+# The roles that may follow each.
+_FOLLOWING: dict[str, tuple[str, ...]] = {"user": ("assistant",), "tool": ("tool", "assistant")}
+
+
 def _expected_roles(previous: Message | None, calls_in_text: bool) -> tuple[str, ...]:
     """The roles that may follow `previous`, None being the start of the conversation."""
-    if previous is None:
-        return ("user",)
-    match previous.role:
-        case "user":
-            return ("assistant",)
-        case "tool":
-            return ("tool", "assistant")
-        case _:
-            if previous.tool_calls:
-                return ("tool",)
-            return ("user", "tool") if calls_in_text else ("user",)
+    if previous is None or previous.role in _FOLLOWING:
+        return ("user",) if previous is None else _FOLLOWING[previous.role]
+    return ("tool",) if previous.tool_calls else ("user", "tool") if calls_in_text else ("user",)
