@@ -120,7 +120,7 @@ def _window_stream(
     if not len(first.rows):
         raise nothing_to_train_error("train", first.counts)
     if STAGES[stage].dataset_type == "labelled":
-        _check_both_labels(samples, skip=data.on_bad == "skip")
+        _check_both_labels_come(samples, skip=data.on_bad == "skip")
     template = template_info(tokenize.chat) if tokenize.saw_conversation else None
     return stream, window_report(stream, rows, template, STAGES[stage].dataset_type)
 
@@ -205,7 +205,7 @@ def _readable(samples: Sequence[Sample], *, skip: bool) -> Iterator[Sample]:
             yield sample
 
 
-def _check_both_labels(samples: Sequence[Sample], *, skip: bool) -> None:
+def _check_both_labels_come(samples: Sequence[Sample], *, skip: bool) -> None:
     """Raises UserError if all labels are the same. Reads answers until it meets the other label."""
     labels = (sample.good for sample in _readable(samples, skip=skip) if isinstance(sample, Labelled))
     first = next(labels)

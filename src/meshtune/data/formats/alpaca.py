@@ -12,7 +12,7 @@ from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.formats.context import CONTEXT, read_variables, with_system
 from meshtune.data.formats.meanings import is_blank
 from meshtune.data.formats.record import check_text, describe, field_error, list_field, text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields, same_names
 from meshtune.data.formats.tools import parse_tools
 
 
@@ -49,7 +49,7 @@ def _history(record: Record, field: str, origin: Origin) -> list[Message]:
 ALPACA = RecordFormat(
     name="alpaca",
     expects="instruction and output, text; also input, system, history ([[user, assistant], ...]), tools",
-    fields={key: key for key in ("instruction", "input", "output", "history", "tools")} | CONTEXT,
+    fields=same_names("instruction", "input", "output", "history", "tools") | CONTEXT,
     required=("output",),
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
     detect=has_fields("instruction", "output"),

@@ -23,7 +23,7 @@ from meshtune.data.formats.record import (
     parse_json,
     weight_field,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import call_id, parse_tool_call, parse_tools
 from meshtune.errors import UserError, nearest
@@ -174,7 +174,7 @@ def _parts(
 MESSAGES = RecordFormat(
     name="messages",
     expects="messages: a list of {role: system|user|assistant|tool, content: text}; also tool_calls, weight, tools",
-    fields={key: key for key in ("messages", "tools", "functions")} | CONTEXT,
+    fields=same_names("messages", "tools", "functions") | CONTEXT,
     required=("messages",),
     detect=detect_messages,
     convert=convert_messages,

@@ -27,7 +27,7 @@ from meshtune.data.formats.record import (
     missing_field_error,
     text_field,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
 from meshtune.data.formats.sharegpt import SHAREGPT, read_turns
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tools
@@ -60,7 +60,7 @@ def has_both_sides(record: Record, fields: FieldNames) -> bool:
 
 def ranked_alpaca() -> RecordFormat:
     """Instruction and input, with chosen and rejected texts in place of the output."""
-    names = {key: key for key in ALPACA.fields if key != "output"} | {key: key for key in (*SIDES, "margin")}
+    names = {key: key for key in ALPACA.fields if key != "output"} | same_names(*SIDES, "margin")
 
     def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
         return 2 if has_both_sides(record, fields) and fields["instruction"] in record else 0
@@ -106,7 +106,7 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
         chosen, rejected = (continued(record, fields, tags, origin, side) for side in SIDES)
         return make_pair(chosen, rejected, record, fields, origin)
 
-    names = {**base.fields, **{key: key for key in (*SIDES, "margin")}}
+    names = {**base.fields, **same_names(*SIDES, "margin")}
     required = (*base.required, *SIDES)
     return RecordFormat(base.name, expects, names, detect, convert, base.aliases, base.tags, required=required)
 

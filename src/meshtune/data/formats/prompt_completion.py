@@ -14,7 +14,7 @@ from meshtune.data.conversation import Conversation, Message, Origin, Role, Text
 from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
 from meshtune.data.formats.messages import read_messages
 from meshtune.data.formats.record import field_error, list_field, text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tools
 
@@ -51,7 +51,7 @@ def _messages_of(record: Record, field: str, role: Role, origin: Origin) -> list
 PROMPT_COMPLETION = RecordFormat(
     name="prompt_completion",
     expects="prompt and completion, each text or a list of messages; also tools",
-    fields={key: key for key in ("prompt", "completion", "tools")} | CONTEXT,
+    fields=same_names("prompt", "completion", "tools") | CONTEXT,
     required=("prompt", "completion"),
     detect=has_fields("prompt", "completion"),
     convert=convert_prompt_completion,

@@ -12,6 +12,11 @@ FieldNames = Mapping[str, str | None]
 """A format's fields -> the record's; None where the records have no such field."""
 
 
+def same_names(*fields: str) -> dict[str, str]:
+    """Fields that records name as the format does."""
+    return {field: field for field in fields}
+
+
 Detect = Callable[[Record, FieldNames, Mapping[str, str]], int]
 
 

@@ -21,7 +21,7 @@ from meshtune.data.formats.record import (
     list_field,
     weight_field,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tool_call, parse_tools
 from meshtune.data.reasoning import split_reasoning
@@ -165,7 +165,7 @@ def _turn_calls(content: object, origin: Origin, field: str) -> tuple[JsonObject
 SHAREGPT = RecordFormat(
     name="sharegpt",
     expects="conversations: a list of {from: human|gpt|system|function_call|observation, value: text}; system, tools",
-    fields={key: key for key in ("conversations", "tools")} | CONTEXT,
+    fields=same_names("conversations", "tools") | CONTEXT,
     required=("conversations",),
     aliases={"messages": "conversations"},
     tags=TAGS,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.formats.record import text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, only_by_name
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, only_by_name, same_names
 
 BELOW = "Below is an instruction that describes a task"
 WRITE = "Write a response that appropriately completes the request.\n\n"
@@ -43,7 +43,7 @@ def convert_stanford_alpaca(
 STANFORD_ALPACA = RecordFormat(
     name="stanford_alpaca",
     expects="instruction and output, text; also input; only where it is named",
-    fields={key: key for key in ("instruction", "input", "output")},
+    fields=same_names("instruction", "input", "output"),
     detect=only_by_name,
     convert=convert_stanford_alpaca,
     aliases={"prompt": "instruction", "query": "input", "response": "output"},

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.formats.context import CONTEXT, read_variables, with_system
 from meshtune.data.formats.record import describe, field_error, missing_field_error, parse_json, text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tool_call, parse_tools
 
@@ -39,7 +39,7 @@ def convert_xlam(record: Record, fields: FieldNames, tags: Mapping[str, str], or
 XLAM = RecordFormat(
     name="xlam",
     expects="query, text; answers, a list of {name, arguments}, and tools, each also as JSON text",
-    fields={key: key for key in ("query", "answers", "tools")} | CONTEXT,
+    fields=same_names("query", "answers", "tools") | CONTEXT,
     required=("query", "answers"),
     detect=has_fields("query", "answers", "tools"),
     convert=convert_xlam,

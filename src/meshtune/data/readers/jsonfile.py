@@ -38,10 +38,10 @@ def open_json(path: pathlib.Path, name: str, *, lines: bool) -> FileRecords:
     spans = line_spans(file) if as_lines else _spans(file)
     if not len(spans):
         raise UserError("the file contains no records", where=name, fix="write records into it, or leave it out")
-    return FileRecords(file, spans, _decode)
+    return FileRecords(file, spans, _decode_json)
 
 
-def _decode(file: MappedFile, index: int, begin: int, end: int) -> object:
+def _decode_json(file: MappedFile, index: int, begin: int, end: int) -> object:
     return parse(file, begin, end)
 
 
