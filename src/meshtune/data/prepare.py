@@ -18,7 +18,6 @@ from meshtune.data.progress import Progress
 from meshtune.data.report import DataReport, make_report
 from meshtune.data.store import Store
 from meshtune.data.stream import Stream
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokenise import (
     ends_with_token,
     nothing_to_train_error,
@@ -97,7 +96,7 @@ class _Preparation:
         data, train, stage = self.recipe.data, self.recipe.train, STAGES[self.recipe.stage.kind]
         store, counts, template = tokenised_store(
             name,
-            WithSystemPrompt(samples, data.system),
+            samples.with_system(data.system),
             self.tokenizer,
             token_options(data, self.recipe.stage.kind),
             self.recipe.stage.kind,

@@ -20,7 +20,6 @@ from meshtune.data.report import DataReport, stream_report, window_report
 from meshtune.data.stage_examples import require_plain_text
 from meshtune.data.store import fingerprint, sample_digest
 from meshtune.data.stream import Stream
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.text_rows import TextRows
 from meshtune.data.tokenise import (
     nothing_to_train_error,
@@ -101,7 +100,7 @@ def _window_stream(
     data, train, stage = recipe.data, recipe.train, recipe.stage.kind
     options = token_options(data, stage)
     tokenize = Tokenize(tokenizer, options)
-    samples = WithSystemPrompt(documents, data.system)
+    samples = documents.with_system(data.system)
     rows = WindowRows(
         samples,
         tokenize,

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
+from meshtune.data.documents import DocumentList
 from meshtune.data.part_process import PartProcess, PartTask, process_count
 from meshtune.data.parts import PART, MakePart, Part, add_counts, make_part, tokenised_parts
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.stage_examples import StageExamples
 from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, grouped, open_or_build
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.data.units import with_companions
 from meshtune.errors import UserError, counted
@@ -52,7 +52,7 @@ def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
 
 def tokenised_store(
     split: str,
-    samples: WithSystemPrompt,
+    samples: DocumentList,
     tokenizer: PreTrainedTokenizerFast,
     options: TokenOptions,
     stage: str,
@@ -113,7 +113,7 @@ def _recorded(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
     return counts, TemplateInfo(**template) if template else None
 
 
-def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) -> None:
+def _check_unchanged(samples: DocumentList, directory: pathlib.Path | None) -> None:
     """Raises UserError if a file has changed since its records were checked, and removes the parts in `directory`,
     which may not be of the records that were checked."""
     try:
@@ -126,7 +126,7 @@ def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) 
 
 def _parts(
     task: PartTask,
-    samples: WithSystemPrompt,
+    samples: DocumentList,
     directory: pathlib.Path | None,
     progress: Callable[[int], None],
     share: tuple[int, int],

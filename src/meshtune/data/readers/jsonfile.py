@@ -51,10 +51,14 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
     try:
         check_nesting(text)
         return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise _malformed(file, begin + len(text[: error.pos].encode()), error.msg) from None
     except ValueError as error:
-        raise _malformed(file, begin, readable(error)) from None
+        raise _malformed_value(file, begin, text, error) from None
+
+
+def _malformed_value(file: MappedFile, begin: int, text: str, error: ValueError) -> UserError:
+    if isinstance(error, json.JSONDecodeError):
+        return _malformed(file, begin + len(text[: error.pos].encode()), error.msg)
+    return _malformed(file, begin, readable(error))
 
 
 def readable(error: ValueError) -> str:

@@ -76,11 +76,11 @@ class MappedFile:
         try:
             return self.view[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
-            offset = begin + error.start
-            problem = f"the text is not valid UTF-8: byte 0x{self.view[offset]:02x}"
-            raise UserError(
-                problem, where=f"{self.name}, {self.position(offset)}", fix="save the file as UTF-8"
-            ) from None
+            raise self._encoding_error(begin + error.start) from None
+
+    def _encoding_error(self, offset: int) -> UserError:
+        problem = f"the text is not valid UTF-8: byte 0x{self.view[offset]:02x}"
+        return UserError(problem, where=f"{self.name}, {self.position(offset)}", fix="save the file as UTF-8")
 
 
 def file_status(path: pathlib.Path) -> tuple[int, int, int]:
