@@ -40,7 +40,7 @@ _FAILURES = (
 
 @dataclasses.dataclass(frozen=True)
 class EndOfTurn:
-    """What a template writes after the content of an assistant turn.
+    """The text that a template writes after the content of an assistant turn.
 
     `head` must be trained on for the model to learn to stop; `tail` need not be. `token` is the id of the special token
     that ends `head`, None where the template ends turns with plain text.
@@ -141,9 +141,9 @@ class ChatTemplate:
 
     def messages(self, conversation: Conversation) -> list[dict[str, object]]:
         """The messages of a conversation as this template reads them."""
-        return self.adapted(as_dicts(conversation))
+        return self.adapt(as_dicts(conversation))
 
-    def adapted(self, messages: Messages) -> list[dict[str, object]]:
+    def adapt(self, messages: Messages) -> list[dict[str, object]]:
         """Messages in OpenAI's form as this template reads them."""
         if needs_adapting(messages):
             return self.dialect.adapt(messages)
@@ -182,7 +182,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_of_turn(self) -> EndOfTurn:
-        """What the template writes after the last assistant turn, found by rendering a short conversation."""
+        """The text that the template writes after the last assistant turn, found by rendering a short conversation."""
         content, where = "\ue000answer\ue001", str(self.tokenizer.name_or_path)
         try:
             text = self.render([_QUESTION, {"role": "assistant", "content": content}])
@@ -220,8 +220,8 @@ def template_end(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
-    """The tokens at which the model's generation stops: those of generation_config.json beside the tokenizer, and its
-    end token."""
+    """The tokens at which the model's generation stops: those of generation_config.json in the tokenizer's folder,
+    and its end token."""
     stops = {tokenizer.eos_token} if isinstance(tokenizer.eos_token, str) else set()
     file = pathlib.Path(str(tokenizer.name_or_path)) / "generation_config.json"
     try:

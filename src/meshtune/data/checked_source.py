@@ -130,7 +130,7 @@ def _nothing_usable_error(checked: CheckedSource, malformed: int, skipped: list[
 
 
 def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:
-    """The source with those of its usable records that can be converted, of which alone it has digests."""
+    """The source with only those usable records that can be converted; it has digests of these."""
     readable: list[int] = []
     digests = np.zeros((int(checked.usable.max(initial=-1)) + 1, DIGEST_BYTES), np.uint8)
     for index in checked.usable.tolist():
@@ -195,7 +195,7 @@ def _with_location(error: UserError, records: Records, index: int, form: RecordF
 
 
 def _one_line(error: UserError, places: Sequence[str]) -> str:
-    """What is wrong and in which field, without the place of the record."""
+    """The problem and its field, without the place of the record."""
     field = error.where or ""
     for place in places:
         field = field.removeprefix(place)

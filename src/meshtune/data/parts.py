@@ -1,6 +1,6 @@
 """Tokenises samples in parts of fixed size, several at a time, and keeps finished parts on disk until all are done.
 
-A preparation that was killed reads back the parts that it had finished. A part depends on its samples alone, so the
+A preparation that was killed reads back the parts that it had finished. A part depends only on its samples, so the
 result is the same, bit for bit, wherever it was interrupted and however many threads or processes worked on it. Memory
 is that of a few parts.
 """
@@ -32,7 +32,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The examples of consecutive samples, what was counted, and whether any sample was a conversation."""
+    """The examples of consecutive samples, their counts, and whether any sample was a conversation."""
 
     examples: ExampleArrays
     counts: TokenCounts
@@ -57,10 +57,10 @@ def tokenised_parts(
     progress: Callable[[int], None],
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Part]:
-    """The parts of `samples` in order, each made by one of `makers`, of which each serves a thread.
+    """The parts of `samples` in order, each made by one of `makers`; each maker serves one thread.
 
-    Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) one
-    part of so many is made first, and those that other hosts have put into the same directory by then are read.
+    Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) this
+    host makes its share of the parts first, and reads those that other hosts have put into the same directory by then are read.
     `progress` is told the number of samples done. Raises what `makers` raise for the first part in which one does.
     """
     idle: queue.SimpleQueue[MakePart] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ def tokenised_parts(
 def _ahead(
     pool: ThreadPoolExecutor, work: Callable[[int], Part], starts: Sequence[int], threads: int
 ) -> Iterator[Part]:
-    """The results of `work` in order, of which a few are made ahead."""
+    """The results of `work` in order; a few are computed ahead."""
     remaining = iter(starts)
     pending: collections.deque[Future[Part]] = collections.deque()
     try:

@@ -162,8 +162,8 @@ def _window_fingerprint(
 
 
 def _sampled_digests(documents: DocumentList) -> str:
-    """The digests of some samples, since a stream is not read before it is trained on. Those that cannot be read count
-    as they are, so that a run which a bad record has ended may go on without such records."""
+    """The digests of some samples, since a stream is not read before it is trained on. Unreadable ones
+    are counted as such, so that a run that a bad record has ended can be resumed without such records."""
     count = len(documents)
     spread = np.linspace(0, count - 1, min(count, _HASHED)).astype(int).tolist()
     digests = []

@@ -79,7 +79,7 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
 
 
 def _reasoning_fix(chat: ChatTemplate, conversation: Conversation) -> str:
-    """What to do about reasoning that the template does not write: the choices that were tried on the conversation."""
+    """The fix for reasoning that the template does not write: the choices that were tried on the conversation."""
     fixes, in_field = [], any(map(reasoning_of, conversation.messages))
     effects: dict[Reasoning, str] = {"inline": "write it as <think> text before the answer", "drop": "leave it out"}
     for choice, effect in effects.items():
@@ -290,7 +290,7 @@ def check_calls_are_written(view: Rendered, index: int, text: str) -> None:
 def _check_reasoning_is_written(view: Rendered) -> None:
     """Raises UserError if a rendered conversation lacks the reasoning of its last turn, in whichever form it was given.
 
-    That of earlier turns is left out by most templates, as it is in generation.
+    Most templates leave out that of earlier turns, as in generation.
     """
     message = view.conversation.messages[-1]
     reasoning = reasoning_of(message) or split_reasoning(message.content)[0]
@@ -308,7 +308,7 @@ def _not_written(chat: ChatTemplate, conversation: Conversation, part: str) -> U
 
 
 def _fix(chat: ChatTemplate, conversation: Conversation) -> str:
-    """What to do about a template that cannot write a conversation: a shipped one that was tried on it, if any can."""
+    """The fix for a template that cannot write a conversation: a shipped one that can, if any."""
     skip = "set data.on_bad=skip to leave such records out"
     for name, other in chat.alternatives.items():
         try:

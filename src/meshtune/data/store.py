@@ -96,7 +96,7 @@ class DamagedStore(Exception):
 class Store:
     """Examples by index, from memory-mapped arrays.
 
-    `meta` is what the builder recorded beside them (counts). `damage` describes the damaged store that this one
+    `meta` is the builder's own record (counts). `damage` describes the damaged store that this one
     replaced, if there was one.
     """
 
@@ -336,7 +336,7 @@ def _write_arrays(files: Mapping[str, _ArrayFile], groups: Iterable[ExampleArray
     return list(sources)
 
 
-def grouped(examples: Iterable[Example]) -> Iterator[ExampleArrays]:
+def group_examples(examples: Iterable[Example]) -> Iterator[ExampleArrays]:
     """The arrays of consecutive examples, in groups of about _GROUP tokens."""
     group: list[Example] = []
     tokens = 0

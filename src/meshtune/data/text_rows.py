@@ -125,5 +125,5 @@ class DocumentCursor:
                 document = None
             assert document is None or isinstance(document, Conversation | Text)
             documents.append(document)
-        examples = self.rows.tokenize.aligned(document for document in documents if document is not None)
+        examples = self.rows.tokenize.tokenise_each(document for document in documents if document is not None)
         self._group = [None if document is None else next(examples) for document in documents]

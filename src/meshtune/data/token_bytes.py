@@ -45,7 +45,7 @@ class TokenBytes:
 
 
 def _byte_of() -> dict[int, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable ones of Latin-1 for themselves,
+    """The byte of each character of a byte-level vocabulary: printable ones of Latin-1 for themselves,
     the others, in order, for those from U+0100 on (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(0x100) if byte not in printable]

@@ -22,7 +22,7 @@ from meshtune.data.parts import PART, MakePart, Part, add_counts, make_part, tok
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.stage_examples import StageExamples
-from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, grouped, open_or_build
+from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, group_examples, open_or_build
 from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.data.units import with_companions
 from meshtune.errors import UserError, counted
@@ -60,9 +60,9 @@ def tokenised_store(
     progress: Progress | None,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[Store, TokenCounts, TemplateInfo | None]:
-    """The store of the tokenised samples, what was counted, and the chat template's properties (None for plain text).
+    """The store of the tokenised samples, the counts, and the chat template's properties (None for plain text).
 
-    `share` is the index of this host among so many that tokenise the same samples into the same cache.
+    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache.
 
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
@@ -95,17 +95,17 @@ def tokenised_store(
     def build() -> tuple[Iterator[ExampleArrays], Callable[[], dict[str, object]]]:
         if STAGES[stage].dataset_type == "labelled":  # whose companions cross the edges of parts
             examples = (example for part in parts() for example in part)
-            return grouped(with_companions(examples, options.max_length)), meta
+            return group_examples(with_companions(examples, options.max_length)), meta
         return parts(), meta
 
     # Stores of versions that did not look for the words of every message have no places of what they counted.
     store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
-    return store, *_recorded(store)
+    return store, *_read_counts(store)
 
 
-def _recorded(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
+def _read_counts(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
     stored, template = store.meta["counts"], store.meta["template"]
     names = {field.name for field in dataclasses.fields(TokenCounts)}
     counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
@@ -147,7 +147,8 @@ def _parts(
 
 
 def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """What ends turns beside the template, for the cache key: files other than the tokenizer's decide it."""
+    """The tokens that end turns where the template writes none, for the cache key: other files than the tokenizer's
+    decide them."""
     if not tokenizer.chat_template:
         return ()
     try:
@@ -157,7 +158,7 @@ def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def stage_examples(stage: str) -> StageExamples:
-    """What makes the examples of a stage."""
+    """The maker of a stage's examples."""
     properties = STAGES[stage]
     return StageExamples(properties.dataset_type, properties.has_score_head, plain_text=stage == "pt")
 
@@ -188,7 +189,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
-    """The error for a split of which no document is left, with the reasons."""
+    """The error for a split without any document left, with the reasons."""
     reasons = {
         ("contains", "contain", "nothing to train on"): counts.nothing_to_train,
         ("has", "have", "nothing to train on after truncation"): counts.nothing_after_truncation,

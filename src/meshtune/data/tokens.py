@@ -64,7 +64,7 @@ class Tokenised(NamedTuple):
 
 @dataclasses.dataclass
 class TokenCounts:
-    """What tokenising did to the documents.
+    """Counts of tokenised documents.
 
     `examples` are documents that were kept, `tokens` their ids and `trained_tokens` those with a weight above 0. The
     fields below `tokens_cut` count documents; reasons to leave one out come first, then warnings about those kept.
@@ -137,13 +137,13 @@ class Tokenize:
         Raises UserError, naming the record, if a template cannot render it (unless such records are skipped), or if it
         is too long and that is an error.
         """
-        return (example for example in self.aligned(documents) if example is not None)
+        return (example for example in self.tokenise_each(documents) if example is not None)
 
-    def aligned(self, documents: Iterable[Document], *, sides: int | None = None) -> Iterator[Example | None]:
+    def tokenise_each(self, documents: Iterable[Document], *, sides: int | None = None) -> Iterator[Example | None]:
         """One item per document: its example, or None if it has nothing to train on. Raises as calling does.
 
-        `sides` are the consecutive documents that share a prompt and are compared by their last answer; None: documents
-        stand alone, and all their answers count.
+        `sides` are the consecutive documents that share a prompt and are compared by their last answer; None:
+        documents are not compared, and all their answers count.
         """
         remaining = iter(documents)
         while batch := list(itertools.islice(remaining, _BATCH)):
@@ -225,7 +225,7 @@ class Tokenize:
                 yield ids, ends
 
     def _is_prompts_own(self, text: str, ids: np.ndarray, ends: np.ndarray, start: int, first: int) -> bool:
-        """Whether the tokens before `first` are those of the prompt alone, since a tokenizer may look ahead."""
+        """Whether the tokens before `first` are those of the prompt by itself, since a tokenizer may look ahead."""
         special = np.flatnonzero(self._is_special[np.minimum(ids[:first], len(self._is_special) - 1)])
         after = int(special[-1]) + 1 if len(special) else 0  # special tokens split the text: only the end can differ
         prompt_end = text[ends[after - 1] if after else 0 : start]

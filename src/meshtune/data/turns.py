@@ -167,7 +167,7 @@ def _prompt(view: Rendered, index: int) -> str | None:
 
 
 def _header(view: Rendered, index: int) -> str:
-    """What the template writes to start the assistant's turn at `index`."""
+    """The text that the template writes to start the assistant's turn at `index`."""
     past = view.messages[:index] or [{"role": "user", "content": "question"}]
     before, prompt = view.render(past), view.render(past, generation_prompt=True)
     return prompt[len(before) :] if before is not None and prompt is not None and prompt.startswith(before) else ""

@@ -94,7 +94,7 @@ def tokenise_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, score_position:
             yield pair.chosen
             yield pair.rejected
 
-    examples = tokenize.aligned(sides(), sides=2)
+    examples = tokenize.tokenise_each(sides(), sides=2)
     for chosen in examples:
         rejected, pair = next(examples), pending.pop(0)
         if chosen is None or rejected is None or np.array_equal(chosen.ids, rejected.ids):
@@ -119,7 +119,7 @@ def tokenise_answers(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterato
             labels.append(sample.good)
             yield sample.document
 
-    for example in tokenize.aligned(documents(), sides=1):
+    for example in tokenize.tokenise_each(documents(), sides=1):
         good = labels.pop(0)
         if example is not None:
             yield dataclasses.replace(example, value=float(good))

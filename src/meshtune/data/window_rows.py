@@ -46,7 +46,7 @@ class Window:
 class WindowRows:
     """Rows with room for one document of `max_length`, or for a unit of them; `batch_size` rows are an update.
 
-    `examples` tokenises samples. Without `packing` every unit, or document, has a row of its own. With `skip` records
+    `examples` tokenises samples. Without `packing` every unit, or document, has its own row. With `skip` records
     that cannot be read are left out, instead of raising UserError with the record's name.
     """
 

@@ -163,7 +163,7 @@ def _check_keys(keys: Iterable[str], known: Sequence[str], section: str, owner: 
 
 
 def _holds_preferences(records: Sequence[Record], columns: FieldNames) -> str:
-    """What of the first record says that it holds preferences: its answers, its label, or nothing."""
+    """The evidence that the first record holds preferences: "answers", "label", or ""."""
     first = records[0]
     if "chosen" in first and "rejected" in first:
         return "answers"

@@ -84,7 +84,9 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
             return 0
         return base.detect(record, fields, tags)
 
-    def continued(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, side: str) -> Document:
+    def continue_with(
+        record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, side: str
+    ) -> Document:
         field = fields[side] or side
         answer = record.get(field)
         if answer is None:
@@ -103,7 +105,7 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
         return document
 
     def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
-        chosen, rejected = (continued(record, fields, tags, origin, side) for side in SIDES)
+        chosen, rejected = (continue_with(record, fields, tags, origin, side) for side in SIDES)
         return make_pair(chosen, rejected, record, fields, origin)
 
     names = {**base.fields, **same_names(*SIDES, "margin")}
@@ -112,7 +114,7 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
 
 
 def _whole_fix(answer: object, record: Record) -> str:
-    """The way to read whole conversations beside a prompt."""
+    """The way to read whole conversations that come with a prompt."""
     if any("role" not in turn for turn in answer if isinstance(turn, dict)):  # pyright: ignore[reportGeneralTypeIssues]
         return "leave out of it the turns that stand before the answer"
     fix = "set format: preference, which reads two whole conversations"
@@ -160,7 +162,7 @@ def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, s
 
 
 def _check_prompt_is_repeated(record: Record, prompt: str, sides: Sequence[Sequence[Message]], origin: Origin) -> None:
-    """Raises UserError unless whole conversations hold the prompt that stands beside them, as text."""
+    """Raises UserError unless whole conversations contain the text of the record's prompt."""
     text = record[prompt]
     fix = "columns: {prompt: null} reads the conversations alone"
     if not isinstance(text, str):

@@ -54,7 +54,7 @@ class RecordFormat:
     required: tuple[str, ...] = ()
 
     def converter(self, *, good: bool) -> Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]:
-        """What converts records of good or of bad answers."""
+        """The converter of records of good or of bad answers."""
         return self.convert if good or self.convert_bad is None else self.convert_bad
 
     def has_column(self, column: str) -> bool:

@@ -10,7 +10,7 @@ from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 
 
 def detect_text(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
-    """At most 1, since records of other formats often have a rendered `text` beside their own fields."""
+    """At most 1, since records of other formats often have a rendered `text` too."""
     return 1 if isinstance(record.get(fields["text"] or ""), str) else 0
 
 

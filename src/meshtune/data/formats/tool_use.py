@@ -44,7 +44,7 @@ def check_tool_use(
     messages: Sequence[Message], tools: Sequence[JsonObject], origin: Origin, field: str, *, good: bool = True
 ) -> None:
     """Raises UserError for a call of a tool that the record does not declare, for a result that is of no call, and for
-    a call without a result beside others whose results name them.
+    a call without a result where results name the turn's other calls.
 
     Records without tools may describe them in the system prompt; calls may be written in an assistant's text.
     """
@@ -77,7 +77,7 @@ def _ids(message: Message, origin: Origin, where: str) -> list[object]:
 
 
 def _check_none_waits(waiting: Sequence[object], origin: Origin, where: str) -> None:
-    """Raises UserError for calls without a result beside others that have one. All results may be in one message that
+    """Raises UserError for calls without a result in a turn whose other calls have one. All results may be in one message that
     names no call, and nothing follows the last calls of a conversation."""
     if waiting:
         listed = ", ".join(str(call) for call in waiting)

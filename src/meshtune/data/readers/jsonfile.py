@@ -62,7 +62,7 @@ def _malformed_value(file: MappedFile, begin: int, text: str, error: ValueError)
 
 
 def readable(error: ValueError) -> str:
-    """Describes what is wrong with JSON text. Python's words for thousands of digits are for programmers."""
+    """Describes a mistake in JSON text. Python's words for thousands of digits are for programmers."""
     return "a whole number of more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
@@ -86,7 +86,7 @@ def _malformed(file: MappedFile, offset: int, problem: str) -> UserError:
 
 
 def _holds_array(file: MappedFile) -> bool:
-    """Whether a .jsonl file is one array, not a line for each record, of which the first is a list."""
+    """Whether a .jsonl file is one array, not lines whose first record is a list."""
     head = TOKEN.search(file.view, file.start)
     if head is None or head.group() != b"[" or file.view[file.start : head.start()].strip():
         return False
