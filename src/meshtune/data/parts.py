@@ -60,7 +60,7 @@ def tokenised_parts(
     """The parts of `samples` in order, each made by one of `makers`; each maker serves one thread.
 
     Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) this
-    host makes its share of the parts first, and reads those that other hosts have put into the same directory by then are read.
+    host makes its share of the parts first, then reads those that other hosts have put into the same directory by then.
     `progress` is told the number of samples done. Raises what `makers` raise for the first part in which one does.
     """
     idle: queue.SimpleQueue[MakePart] = queue.SimpleQueue()

@@ -58,8 +58,8 @@ def prepare_data(
 
     `vocab` is the size of the model's embedding, None to skip the check. `cache` is the directory of tokenised data, by
     default $MESHTUNE_CACHE or ~/.cache/meshtune. `share` is (index of this host, number of hosts) that prepare the
-    same data now: if they share the cache, each tokenises its part. Validation batches have the size of a micro-batch and
-    keep the order of the data.
+    same data now: if they share the cache, each tokenises its part. Validation batches have the size of a micro-batch
+    and keep the order of the data.
 
     Raises UserError as sources, formats and templates do, if the tokenizer has ids that the model does not have, and if
     there is nothing to train on.
@@ -92,7 +92,7 @@ class _Preparation:
     share: tuple[int, int]
 
     def split(self, name: str, samples: DocumentList, documents: Documents | None = None) -> tuple[Loader, DataReport]:
-        """The loader of the split `name` and the report on it, with the skipped records and unread fields of `documents`."""
+        """The loader of the split `name` and its report, with the skipped records and unread fields of `documents`."""
         data, train, stage = self.recipe.data, self.recipe.train, STAGES[self.recipe.stage.kind]
         store, counts, template = tokenised_store(
             name,

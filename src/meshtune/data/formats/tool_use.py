@@ -77,8 +77,8 @@ def _ids(message: Message, origin: Origin, where: str) -> list[object]:
 
 
 def _check_none_waits(waiting: Sequence[object], origin: Origin, where: str) -> None:
-    """Raises UserError for calls without a result in a turn whose other calls have one. All results may be in one message that
-    names no call, and nothing follows the last calls of a conversation."""
+    """Raises UserError for calls without a result in a turn whose other calls have one. All results may be in one
+    message that names no call, and nothing follows the last calls of a conversation."""
     if waiting:
         listed = ", ".join(str(call) for call in waiting)
         problem = f"no result of the call {listed}, while other calls of the turn have one"
