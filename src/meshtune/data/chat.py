@@ -57,12 +57,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self.tokenizer = tokenizer
         if not tokenizer.chat_template:
-            raise UserError(
-                "the tokenizer has no chat template, but the data are conversations",
-                where=str(tokenizer.name_or_path),
-                fix="set model.chat_template to a Jinja file or to the name of a template that ships with Meshtune "
-                "(plain suits any base model), or use the instruct version's tokenizer",
-            )
+            raise _no_template_error(tokenizer)
 
     @functools.cached_property
     def writes_date(self) -> bool:
@@ -193,17 +188,21 @@ class ChatTemplate:
             fix = "set model.chat_template to a template that renders assistant turns"
             raise UserError(problem, where=where, fix=fix)
         _, _, ending = text.partition(content)
-        occurrences = [
-            (ending.find(added.content), -len(added.content), id_)
-            for id_, added in self.tokenizer.added_tokens_decoder.items()
-            if added.content.strip() and added.content in ending
-        ]
-        if occurrences:
-            start, negative_length, id_ = min(occurrences)  # the first special token, the longest of several there
-            end = start - negative_length
-            return EndOfTurn(ending[:end], ending[end:], id_)
-        head = ending.rstrip()
-        return EndOfTurn(head, ending[len(head) :], None)
+        added = ((token.content, id_) for id_, token in self.tokenizer.added_tokens_decoder.items())
+        tokens = [(ending.find(text), -len(text), id_) for text, id_ in added if text.strip() and text in ending]
+        # The first special token, the longest of several there; else all but white space.
+        start, negative_length, id_ = min(tokens, default=(0, -len(ending.rstrip()), None))
+        end = start - negative_length
+        return EndOfTurn(ending[:end], ending[end:], id_)
+
+
+def _no_template_error(tokenizer: PreTrainedTokenizerFast) -> UserError:
+    return UserError(
+        "the tokenizer has no chat template, but the data are conversations",
+        where=str(tokenizer.name_or_path),
+        fix="set model.chat_template to a Jinja file or to the name of a template that ships with Meshtune (plain "
+        "suits any base model), or use the instruct version's tokenizer",
+    )
 
 
 def template_end(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING
 
@@ -61,9 +62,13 @@ class CheckedSource:
 
 def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
     if not isinstance(record, dict):
-        problem = f"the record is not an object, found {describe(record)}"
-        raise UserError(problem, where=str(origin), fix='write it as {"field": value}')
+        raise _not_an_object_error(record, origin)
     return read_record(checked.format, record, checked.fields, checked.source.tags, origin)
+
+
+def _not_an_object_error(record: object, origin: Origin) -> UserError:
+    problem = f"the record is not an object, found {describe(record)}"
+    return UserError(problem, where=str(origin), fix='write it as {"field": value}')
 
 
 def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType) -> CheckedSource:
@@ -90,14 +95,14 @@ def check_source(
     without a usable record, and for a file that changed meanwhile.
     """
     checked = _open(source, on_bad, dataset_type)
-    records, activity = checked.records, f"reading {source.path}"
-    total = min(len(records), source.cap or len(records))
+    records, total = checked.records, min(len(checked.records), source.cap or len(checked.records))
+    report = functools.partial(progress or (lambda *_: None), f"reading {source.path}")
     usable, malformed, digests, names = array.array("q"), 0, bytearray(), set[str]()
     for index, record in enumerate(records.sweep()):
         if len(usable) == source.cap:
             break
-        if progress is not None and index % 256 == 0:
-            progress(activity, min(index, total), total)
+        if index % 256 == 0:
+            report(min(index, total), total)
         try:
             if isinstance(record, UserError):
                 raise record
@@ -112,8 +117,7 @@ def check_source(
     records.check_unchanged()
     if not usable:
         raise _nothing_usable_error(checked, malformed, skipped)
-    if progress is not None:
-        progress(activity, total, total)
+    report(total, total)
     return dataclasses.replace(
         checked,
         usable=_sample(np.array(usable, np.int64), source.sample, seed),

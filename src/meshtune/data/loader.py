@@ -60,20 +60,15 @@ class Loader:
         seed: int = 0,
         units: Units | None = None,
     ):
-        if not len(store):
-            fix = "check roles and message weights"
-            raise UserError("the data contain nothing to train on", where="data.train", fix=fix)
-        if batch_size % accumulation:
-            problem = f"batch_size {batch_size} cannot be divided into {accumulation} micro-batches"
-            raise UserError(problem, where="train.batch_size", fix=f"use a multiple of {accumulation}")
+        if not len(store) or batch_size % accumulation:
+            raise _rows_error(store, batch_size, accumulation)
         self.store, self.packing, self.shuffle, self.seed = store, packing, shuffle, seed
         self.batch_size, self.accumulation = batch_size, accumulation
         self.units, self.unit_size = units, 1 if units is None else units.segments
         positions = store.lengths - 1  # the last token is only a target
         self._lengths = positions.reshape(-1, self.unit_size).sum(1)
         longest, max_length = int(self._lengths.max()), max_length * self.unit_size
-        if longest > max_length or self._lengths.min() < 1:
-            raise ValueError(f"documents take {self._lengths.min()} to {longest} positions, rows have {max_length}")
+        assert 1 <= self._lengths.min() <= longest <= max_length, f"{longest} positions, rows have {max_length}"
         self.row_length = max_length if packing else padded_length(longest, max_length)
         shortest_first = np.cumsum(np.sort(self._lengths))
         self.max_units = int(np.searchsorted(shortest_first, self.row_length, "right")) if packing else 1
@@ -158,6 +153,14 @@ class Loader:
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
+
+
+def _rows_error(store: Store, batch_size: int, accumulation: int) -> UserError:
+    if not len(store):
+        fix = "check roles and message weights"
+        return UserError("the data contain nothing to train on", where="data.train", fix=fix)
+    problem = f"batch_size {batch_size} cannot be divided into {accumulation} micro-batches"
+    return UserError(problem, where="train.batch_size", fix=f"use a multiple of {accumulation}")
 
 
 def row_sizes(rows: int, row_length: int, max_units: int = 1, unit_size: int = 1) -> dict[str, int]:

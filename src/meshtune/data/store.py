@@ -262,11 +262,9 @@ def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise UserError(
-            f"tokenised data cannot be written: {problem.strerror or problem}",
-            where=str(directory),
-            fix="free space there, or set MESHTUNE_CACHE to a directory that can be written",
-        ) from problem
+        fix = "free space there, or set MESHTUNE_CACHE to a directory that can be written"
+        what = f"tokenised data cannot be written: {problem.strerror or problem}"
+        raise UserError(what, where=str(directory), fix=fix) from problem
 
 
 class _ArrayFile:

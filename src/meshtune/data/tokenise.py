@@ -132,10 +132,20 @@ def _parts(
     share: tuple[int, int],
 ) -> Iterator[Part]:
     """The parts of some samples: one of few samples, or those that threads or processes make."""
-    if len(samples) <= PART:
-        yield make_part(samples, Tokenize(task.tokenizer, task.options), task.convert)
-        progress(len(samples))
-        return
+    if len(samples) > PART:
+        return _parts_at_once(task, samples, directory, progress, share)
+    part = make_part(samples, Tokenize(task.tokenizer, task.options), task.convert)
+    progress(len(samples))
+    return iter([part])
+
+
+def _parts_at_once(
+    task: PartTask,
+    samples: DocumentList,
+    directory: pathlib.Path | None,
+    progress: Callable[[int], None],
+    share: tuple[int, int],
+) -> Iterator[Part]:
     with contextlib.ExitStack() as processes:
         makers: list[MakePart]
         if len(samples) > IN_PROCESS and (count := process_count()) > 1:

@@ -57,19 +57,17 @@ def locate_turn(view: Rendered, index: int, floor: int) -> Turn:
         start = len(prompt)
         if index == len(messages) - 1 and text.endswith(end.head + end.tail) and len(text) - len(end.tail) >= start:
             return Turn(start, len(text) - len(end.tail), False, bool(end.head))
-        content = conversation.messages[index].content
-        if content and end.head:
-            for written in (content, content.strip()):
-                # The whole content followed by the end of turn proves where the turn lies.
-                if text.startswith(written + end.head, start):
-                    return Turn(start, start + len(written) + len(end.head), False, True)
-    return _turn_by_comparison(view, index, floor, prompt if unchanged else None)
+    return _turn_by_content(view, index, floor, prompt if unchanged else None)
 
 
-def _turn_by_comparison(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:
-    """Locates a turn by rendering other words in its place. `prompt` is what generation is prompted with, if the text
-    begins with that."""
-    text, end = view.text, view.chat.end_of_turn
+def _turn_by_content(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:
+    """Locates a turn by its content, which the end of turn follows, or by rendering other words in its place. `prompt`
+    is the prompt of generation, if the text begins with that."""
+    text, end, content = view.text, view.chat.end_of_turn, view.conversation.messages[index].content
+    if prompt is not None and content and end.head:
+        for written in (content, content.strip()):
+            if text.startswith(written + end.head, len(prompt)):
+                return Turn(len(prompt), len(prompt) + len(written) + len(end.head), False, True)
     header = _header(view, index)
     first, last = _content_span(view, index, header)
     # Unless generation is prompted with the text itself, the turn begins where its header ends: before the first

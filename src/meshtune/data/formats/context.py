@@ -26,7 +26,10 @@ def with_system(messages: Sequence[Message], record: Record, fields: FieldNames,
     value = record.get(field) if field else None
     if not field or value == "" or (not isinstance(value, str) and is_blank(value)):
         return list(messages)
-    system = text_field(record, field, origin, required=False)
+    return _with_own_system(messages, text_field(record, field, origin, required=False), origin, field)
+
+
+def _with_own_system(messages: Sequence[Message], system: str, origin: Origin, field: str) -> list[Message]:
     if messages and messages[0].role == "system" and messages[0].content.strip() == system.strip():
         return list(messages)
     if messages and messages[0].role == "system":

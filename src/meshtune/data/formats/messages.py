@@ -55,11 +55,14 @@ def convert_messages(
     messages = with_system(messages, record, fields, origin)
     tools, functions = (parse_tools(record, fields[key], origin) for key in ("tools", "functions"))
     if tools and functions:
-        problem = "the record has tools, and functions as well"
-        raise field_error(problem, origin, fields["functions"] or "functions", "remove one of the two")
+        raise _two_lists_error(origin, fields["functions"] or "functions")
     tools = tools or functions
     turns = with_tool_use(messages, tools, origin, field, good=good)
     return Conversation(turns, origin, tools, read_variables(record, fields, origin))
+
+
+def _two_lists_error(origin: Origin, field: str) -> UserError:
+    return field_error("the record has tools, and functions as well", origin, field, "remove one of the two")
 
 
 def read_messages(turns: Sequence[object], origin: Origin, field: str) -> list[Message]:

@@ -59,12 +59,18 @@ def check_text(value: object, origin: Origin, field: str, *, required: bool = Tr
         raise field_error(f"expected text, found {describe(value)}", origin, field, "write it as text, in quotes")
     if required and (not value or value.isspace()):
         raise field_error("the text is empty", origin, field, "fill it, or remove the record")
+    if not value.isascii():
+        _check_characters(value, origin, field)
+    return value
+
+
+def _check_characters(value: str, origin: Origin, field: str) -> None:
+    """Raises UserError for text with half of a character (a surrogate)."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
         problem = f"half of a character (\\u{ord(value[error.start]):04x}) at position {error.start}"
         raise field_error(problem, origin, field, "write whole characters") from None
-    return value
 
 
 def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequence[object]:
@@ -73,12 +79,16 @@ def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequen
     value = record.get(field)
     if value is None:
         raise missing_field_error(record, field, origin)
-    if not isinstance(value, list | tuple):
-        fix = f"write a list of {holds}"
-        raise field_error(f"expected a list of {holds}, found {describe(value)}", origin, field, fix)
-    if not value:
-        raise field_error("the list is empty", origin, field, "fill it, or remove the record")
+    if not isinstance(value, list | tuple) or not value:
+        raise _list_error(value, origin, field, holds)
     return value
+
+
+def _list_error(value: object, origin: Origin, field: str, holds: str) -> UserError:
+    if isinstance(value, list | tuple):
+        return field_error("the list is empty", origin, field, "fill it, or remove the record")
+    fix = f"write a list of {holds}"
+    return field_error(f"expected a list of {holds}, found {describe(value)}", origin, field, fix)
 
 
 # Names of a turn's weight in the loss: OpenAI's and LLaMA-Factory's are numbers, the others switches: ms-swift's loss,
@@ -151,9 +161,13 @@ def check_turns(
             raise _wrong_order_error(names, index, expected, origin, field)
         previous = message
     if previous is None or previous.role != "assistant":
-        problem = f"the conversation ends with {names[-1]}, so there is no answer to it"
-        fix = "end it with an assistant turn; correct the record"
-        raise field_error(problem, origin, f"{field}[{len(messages) - 1}]", fix)
+        raise _no_answer_error(names, origin, field)
+
+
+def _no_answer_error(names: Sequence[str], origin: Origin, field: str) -> UserError:
+    problem = f"the conversation ends with {names[-1]}, so there is no answer to it"
+    fix = "end it with an assistant turn; correct the record"
+    return field_error(problem, origin, f"{field}[{len(names) - 1}]", fix)
 
 
 def _wrong_order_error(

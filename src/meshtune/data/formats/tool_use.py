@@ -28,13 +28,12 @@ def with_tool_use(
 
     Raises UserError for a wrong order of roles, and as `check_tool_use`.
     """
-    if not tools and not any(message.tool_calls or message.role == "tool" for message in messages):
-        check_turns(messages, origin, field, role_names, calls_in_text=calls_in_text)
-        return tuple(messages)
     if tools:
         check_tools_are_given_once(messages, origin, field)
         messages = with_text_read(messages, origin, field)
     check_turns(messages, origin, field, role_names, calls_in_text=calls_in_text)
+    if not tools and not any(message.tool_calls or message.role == "tool" for message in messages):
+        return tuple(messages)
     check_tool_use(messages, tools, origin, field, good=good)
     messages = list(results_of_text(messages))
     return tuple(messages[index] for index in in_order_of_calls([as_dict(message) for message in messages]))

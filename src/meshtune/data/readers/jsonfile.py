@@ -90,11 +90,16 @@ def _holds_array(file: MappedFile) -> bool:
     head = TOKEN.search(file.view, file.start)
     if head is None or head.group() != b"[" or file.view[file.start : head.start()].strip():
         return False
-    end = file.view.find(b"\n", head.start())
-    if end < 0 or end - head.start() > MAX_REPARSED or not file.view[end : end + 4096].strip():
+    return _is_one_array(file, head.start())
+
+
+def _is_one_array(file: MappedFile, begin: int) -> bool:
+    """Whether the list at `begin` is more than the record of one line."""
+    end = file.view.find(b"\n", begin)
+    if end < 0 or end - begin > MAX_REPARSED or not file.view[end : end + 4096].strip():
         return True
     try:
-        return not isinstance(json.loads(file.view[head.start() : end]), list)
+        return not isinstance(json.loads(file.view[begin:end]), list)
     except (ValueError, RecursionError):
         return True
 

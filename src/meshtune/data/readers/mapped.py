@@ -35,9 +35,8 @@ class MappedFile:
         self.view = _map(path, name)
         self.start = 3 if self.view[:3] == b"\xef\xbb\xbf" else 0
         if self.view[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise UserError(
-                "the file is UTF-16, not UTF-8", where=name, fix=f"iconv -f UTF-16 -t UTF-8 {path} > new file"
-            )
+            fix = f"iconv -f UTF-16 -t UTF-8 {path} > new file"
+            raise UserError("the file is UTF-16, not UTF-8", where=name, fix=fix)
 
     def __reduce__(self):
         return MappedFile, (self.path, self.name)
