@@ -13,6 +13,7 @@ from meshtune.adapters.continued import resume_adapter
 from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import PreparedModel, held_weight, prepare
+from meshtune.arrays.batch import batch_axes
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.data.loader import Loader
 from meshtune.data.stream import Stream
@@ -20,7 +21,6 @@ from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import (
-    batch_axes,
     is_table,
     offload_arrays,
     offload_frozen,
