@@ -71,7 +71,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, row
 def _ends(special: SpecialTokens, tokens: Sequence[str]) -> dict[str, int | None]:
     """The ends by the three names that a file has for them, first those that llama.cpp does not know by their texts."""
     named = special.ends if special.eos is None else (special.eos, *special.ends)
-    ids: list[int] = list(dict.fromkeys(named))
+    ids: list[int] = [id_ for id_ in dict.fromkeys(named) if id_ < len(tokens)]
     further = sorted(ids[1:], key=lambda id_: tokens[id_] in KNOWN_ENDS)
     message = next((id_ for id_ in further if tokens[id_] == END_OF_MESSAGE), None)
     if message is not None:
