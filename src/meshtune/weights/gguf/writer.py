@@ -52,12 +52,12 @@ def write_gguf(
     parts: dict[str, list[GgufPart]] = {}
     for part in sorted(layout.parts, key=lambda part: numbers.group(part.path)):
         parts.setdefault(part.name, []).append(part)
-    check_room(file, sum(aligned(tensor_bytes(*entry)) for entry in chosen.values()))
+    check_room(file, sum(align_bytes(tensor_bytes(*entry)) for entry in chosen.values()))
     total = sum(math.prod(shape) for _, shape in chosen.values())
     done, worst, counts, lost = 0, (0.0, ""), dict[str, int](), list[tuple[str, str]]()
     stream, offsets = start_file(file, {**metadata, **layout.metadata}, chosen)
     with stream:
-        nbytes = aligned(max(offsets[name] + tensor_bytes(*entry) for name, entry in chosen.items()))
+        nbytes = align_bytes(max(offsets[name] + tensor_bytes(*entry) for name, entry in chosen.items()))
         for name, array in layout.computed.items():
             stream.seek(offsets[name])
             stream.write(
@@ -105,13 +105,13 @@ def start_file(
         nbytes = tensor_bytes(kind, shape)
         writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, GGMLQuantizationType(kind.id))
         offsets[name] = offset
-        offset += aligned(nbytes)
+        offset += align_bytes(nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     assert writer.fout is not None
     stream = writer.fout[0]
-    start = aligned(stream.tell())
+    start = align_bytes(stream.tell())
     stream.truncate(start)
     return stream, {name: start + offset for name, offset in offsets.items()}
 
@@ -124,7 +124,7 @@ def _value_type(value: Any) -> GGUFValueType:
     return GGUFValueType.get_type(value)
 
 
-def aligned(nbytes: int) -> int:
+def align_bytes(nbytes: int) -> int:
     """A number of bytes, rounded up to whole multiples of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
