@@ -84,7 +84,7 @@ def markdown_page() -> str:
     lines += [
         "- **GGUF:** llama.cpp's architecture of the models that are written and read as GGUF ([out](going-to.md));"
     ]
-    lines += ["  where none is named, `--gguf` refuses the model.", ""]
+    lines += ["  where none is named, `--gguf` refuses the model and names the way by llama.cpp's own converter.", ""]
     group = ""
     for model_type, entry in entries().items():
         if entry["group"] != group:
