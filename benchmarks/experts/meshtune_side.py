@@ -38,7 +38,7 @@ def main(folder: str, method: str) -> None:
             "method": METHODS[method],
             "train": {"batch_size": ROWS},
             "optimizer": {"learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
-            "compute": {"precision": "float32", "remat": "selective"},
+            "compute": {"precision": "float32"},
         }
     )
     resolved = resolve_run(recipe, this_machine())

@@ -150,15 +150,15 @@ def _operations(lines: list[tuple[str, str]], devices: int | None) -> Iterator[t
             start = next((operand for operand in operands if operand in started), None)
             if start is not None:
                 kind, _, attributes = started.pop(start)
-                yield _sized(kind, shape, attributes, devices)
+                yield _sizes(kind, shape, attributes, devices)
         else:
-            yield _sized(kind, shape, definition, devices)
+            yield _sizes(kind, shape, definition, devices)
     for kind, shape, attributes in started.values():  # the matching done is in another computation
         elements = _tuple_elements(shape)
-        yield _sized(kind, elements[1] if len(elements) > 1 else shape, attributes, devices)
+        yield _sizes(kind, elements[1] if len(elements) > 1 else shape, attributes, devices)
 
 
-def _sized(kind: str, shape: str, attributes: str, devices: int | None) -> tuple[str, int, tuple[int, ...]]:
+def _sizes(kind: str, shape: str, attributes: str, devices: int | None) -> tuple[str, int, tuple[int, ...]]:
     members = _members(attributes, devices)
     size = shape_bytes(shape)
     return kind, size * len(members) if kind == "reduce-scatter" else size, members

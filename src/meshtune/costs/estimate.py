@@ -111,7 +111,7 @@ def activation_bytes(candidate: Candidate) -> float:
 
 
 def policy_bytes(candidate: Candidate) -> float:
-    """What `remat` saves of every layer beside the residual at its input."""
+    """Returns the bytes that `remat` saves of every layer, without the residual at its input."""
     spec, tp, itemsize = candidate.workload.spec, candidate.mesh.tp, candidate.activation_itemsize
     per_token = 0.0
     for layer in candidate.workload.layers:

@@ -51,7 +51,7 @@ class ActiveWeights:
 
 
 def active_weights(candidate: Candidate) -> ActiveWeights:
-    """Counts the active elements of the model's weights by what is done with them."""
+    """Counts the active elements of the model's weights by use."""
     workload = candidate.workload
     blocks = [block for layer in workload.layers for block in layer.blocks]
 
@@ -207,7 +207,7 @@ OVERLAPPED = ("all-gather", "reduce-scatter", "collective-permute")
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of one update. `compute`, `memory`, `link`, `network` and `host` are bounds for each resource alone.
+    """Seconds of one update. `compute`, `memory`, `link`, `network` and `host` are the bounds of each resource.
 
     `seconds` is the expected time and `exposed` the part of it spent waiting for messages or the host. `flops` are the
     model's own operations on one device (without recomputation), `peak` the device's rate for them in 1/s.

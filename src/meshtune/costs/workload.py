@@ -75,7 +75,7 @@ class BlockCost:
         return sum(_width(a, tp, routed_rows) * (a.itemsize or itemsize) for a in arrays)
 
     def product_width(self, tp: int) -> float:
-        """Elements per token that its matrix products read or write, beside the block's input and output."""
+        """Elements per token that its matrix products read or write, without the block's input and output."""
         return sum(a.products * a.width / min(tp, a.units) for a in self.cost.activations)
 
     def elementwise_width(self, tp: int, routed_rows: float = 1.0) -> float:
@@ -231,7 +231,7 @@ class Candidate:
 
     @property
     def weight_shards(self) -> int:
-        """Devices that a dense weight is split over and gathered from, beside tp."""
+        """Devices that a dense weight is split over and gathered from, without tp."""
         return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
 
     @property

@@ -47,7 +47,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """The plan of a recipe. `as_given` is for the recipe as it is, or for the best candidate of a search.
+    """The plan of a recipe. `as_given` is for the unchanged recipe, or for the best candidate of a search.
 
     `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
     is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe.

@@ -2,8 +2,8 @@
 
 Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
 cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
-the data sheet allow. The expected speed assumes the shares of both that costs.roofline assumes. What devices send each
-other is not counted.
+the data sheet allow. The expected speed assumes the shares of both that costs.roofline assumes. Messages between
+devices are not counted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ServePlan:
 def serve_plan(
     recipe: Recipe, target: Target, *, rows: Sequence[int], length: int, reserve: float, cache: str | None = None
 ) -> ServePlan:
-    """What serving the recipe's model on a target takes, `reserve` of each device's memory left free.
+    """Plans a server of the recipe's model on a target, with `reserve` of each device's memory left free.
 
     The quantised base, the adapters and the whole context are those of the recipe's model; `cache` "int8" holds keys
     and values in 8 bits. Raises UserError for numbers out of range, a length beyond the context, a device of unknown
@@ -141,7 +141,7 @@ def _cache_bytes(workload: Workload, layout: Layout, length: int, cache: CacheNa
 
 
 def _step_bytes(workload: Workload, layout: Layout, length: int, cache: CacheName | None) -> float:
-    """Bytes on each device that a decode step takes for a row beside its cache.
+    """Bytes on each device that a decode step takes for a row, without its cache.
 
     Copies of a layer's largest array and of the logits: within 5% of what XLA's compilers for GPUs report for an 8B
     (tests/plan).

@@ -1,4 +1,4 @@
-"""The sharding of every persistent array of a run, from the model's config alone."""
+"""The sharding of every persistent array of a run, from only the model's config."""
 
 from __future__ import annotations
 

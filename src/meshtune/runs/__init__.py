@@ -1,1 +1,1 @@
-"""Runs on disk: their folders, their results and states, and what is exported of them."""
+"""Runs on disk: their folders, their results, states and exports."""

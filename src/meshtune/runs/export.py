@@ -64,8 +64,8 @@ class ExportOptions:
 
     With `format` "bitsandbytes" or "compressed-tensors" (without `merge`: a model, or the base that the adapter was
     trained over) linear layers are written as codes of nf4 or int4. With `format` "published" a base that is published
-    quantised is written in its format again: what was not adapted is copied, what was is quantised again. With `gguf`,
-    a type such as "Q4_K_M", the destination is a GGUF file for llama.cpp (see runs.export_gguf).
+    quantised is written in its format again: weights without adapters are copied, the others are quantised again. With
+    `gguf`, a type such as "Q4_K_M", the destination is a GGUF file for llama.cpp (see runs.export_gguf).
 
     `any_base` accepts another base than the adapter's. `progress(stage, done, total)` is called as each stage advances.
     """

@@ -12,7 +12,7 @@ from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
-from meshtune.model.compute import Compute, Precision
+from meshtune.model.compute import Compute, Precision, RematName
 from meshtune.model.sharding import Unsplit, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
@@ -112,10 +112,7 @@ def compute_of(
     options = recipe.compute
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
-    remat, why = options.remat, Translatable("asked for")
-    if remat == "auto":
-        assert recipe.optimizer.layerwise, "resolve remat=auto before (setup.search)"
-        remat, why = "full", Translatable("auto: each layer is made again when its update comes")
+    remat, why = _remat_of(recipe, attention_chunk)
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
     chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
     tokens = Decision("loss_chunk", Translatable("{count} tokens", count=chunk * rows), reason)
@@ -143,6 +140,19 @@ def compute_of(
     if options.offload:
         decisions.append(Decision("offload", ", ".join(options.offload), Translatable("asked for")))
     return compute, decisions
+
+
+def _remat_of(recipe: Recipe, attention_chunk: int | None) -> tuple[RematName, str]:
+    """Decides remat where no search has: setup.search, which `train` and `plan` run first, compares the possible ones
+    unless the optimizer fixes it."""
+    remat, offload = recipe.compute.remat, recipe.compute.offload
+    if remat != "auto":
+        return remat, Translatable("asked for")
+    if recipe.optimizer.layerwise:
+        return "full", Translatable("auto: each layer is made again when its update comes")
+    if attention_chunk or "residual" in offload:
+        return "full", Translatable("auto: what would be kept is far more than the residual stream")
+    return "selective", Translatable("auto: products are kept")
 
 
 def _block_decisions(compute: Compute, spec: ModelSpec) -> list[Decision]:

@@ -53,7 +53,7 @@ def local_device(machine: Machine, per_host: int = 1) -> Device:
     a CPU's is the host's, shared by the `per_host` devices that it simulates.
 
     CPUs are measured. An unknown device type gets the speeds of the known one of its platform with the closest memory:
-    ranking candidates needs the ratios of the speeds alone.
+    ranking candidates needs only the ratios of the speeds.
     """
     device = machine.devices[0]
     known = list(known_devices().values())

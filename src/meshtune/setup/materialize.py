@@ -22,7 +22,7 @@ from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE
 from meshtune.runs.verify import find_damage_collectively
 from meshtune.setup.run import Run
-from meshtune.setup.start import staged
+from meshtune.setup.start import spec_for_stage
 from meshtune.setup.start_spec import Start
 from meshtune.weights.export import write_json
 from meshtune.weights.load import load_spec
@@ -62,7 +62,7 @@ def materialize_start(
         "vocab": start.spec.vocab,
         "new_layers": start.blocks,
     }
-    is_there = all(job.exchange("start: record", _recorded(dest) == record))
+    is_there = all(job.exchange("start: record", _read_record(dest) == record))
     damage = find_damage_collectively(dest, job, required=True) if is_there else {}
     if damage:
         log(f"what the run starts from is damaged ({damaged(dest, damage, '').what}) and is written again")
@@ -76,7 +76,7 @@ def materialize_start(
                 tokenizer.save_pretrained(str(folder))
                 write_json(folder / RECORD, record)
                 write_digests(folder)
-    written = staged(load_spec(dest, start.spec.dtype)[0], recipe)
+    written = spec_for_stage(load_spec(dest, start.spec.dtype)[0], recipe)
     if (grouped(written, start.blocks) if start.blocks else written) != start.spec:
         raise UserError(
             "an adapter that is folded in makes another model of its base (its head is not the embedding any more)",
@@ -99,7 +99,7 @@ def resumed_adapter(run: Run, base: BaseRecord) -> str:
     return f" with adapter {content_hash(source)}"
 
 
-def _recorded(dest: pathlib.Path) -> dict[str, object] | None:
+def _read_record(dest: pathlib.Path) -> dict[str, object] | None:
     """Reads the record of what the model in `dest` was made from; None if it is missing or damaged."""
     file = dest / RECORD
     try:

@@ -75,8 +75,8 @@ class ScoredCandidate:
         return {key: value for key, value in self.overrides.items() if key != MESH or self.mesh.devices > 1}
 
 
-def _published(recipe: Recipe) -> Scheme | None:
-    """How the weights of a recipe's model are quantised as they are published."""
+def _published_scheme(recipe: Recipe) -> Scheme | None:
+    """Returns the scheme in which the weights of a recipe's model are published quantised, if they are."""
     config = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     return read_scheme(load_config(config), str(config))[0]
 
@@ -98,7 +98,7 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         QUANTIZE: search
         and "quantize" not in recipe.model_fields_set
         and recipe.method.adapters is not None
-        and _published(recipe) is None,
+        and _published_scheme(recipe) is None,
     }
     return frozenset(key for key, value in is_open.items() if value)
 
@@ -292,8 +292,7 @@ def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple
     except UserError:
         if MESH in keys:
             raise
-        # The recipe asks for something impossible: its own check has the better message.
-        return (apply_overrides(recipe, {REMAT: REMATS[0]}) if REMAT in keys else recipe), []
+        return recipe, []  # the recipe asks for something impossible: its own check has the better message
     best = ranked[0]
     local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
     overrides, decisions = job.exchange("autotuned keys", [best.overrides, local])[0]

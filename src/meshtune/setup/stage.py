@@ -48,7 +48,7 @@ ShapeAndDtype = tuple[tuple[int, ...], np.dtype]
 
 
 def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, ShapeAndDtype]:
-    """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
+    """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
     if stage.dataset_type != "documents":

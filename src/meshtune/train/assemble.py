@@ -125,7 +125,7 @@ CALIBRATED = 2048  # tokens per row at most: calibration does not chunk longer r
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun(PreparedRun):
-    """A run with its weights: the third stage. `model.trainable` are the first values of what is trained."""
+    """A run with its weights: the third stage. `model.trainable` are the initial values of the trained arrays."""
 
     model: PreparedModel
     optimizer: Optimizer
@@ -162,7 +162,7 @@ def load_model(
     compute: Compute | None = None,
     loader: Loader | Stream | None = None,
 ) -> PreparedModel:
-    """Loads the base and splits it into what is trained and what is not. Collective.
+    """Loads the base and splits it into trained and frozen arrays. Collective.
 
     The `group` processes of a host share the reading of each file. Weights whose paths are `waiting` stay in the host's
     memory. Methods with calibration measure the inputs of weights on rows of `loader`, computed as `compute` says.

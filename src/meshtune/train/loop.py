@@ -60,7 +60,7 @@ class BatchSource(Protocol):
 
 
 class LoadedBatches:
-    """Batches that are read ahead of the updates, since they depend on the step alone.
+    """Batches that are read ahead of the updates, since they depend only on the step.
 
     `iterate(start, stop)` yields the batches of the updates from `start` up to, not including, `stop`.
     """

@@ -1,6 +1,6 @@
 """Pushes what a run makes to the hub: at every n-th save in the background, and when it has ended.
 
-The repository is checked before training. From then on a push that fails is reported, and the run goes on.
+The repository is checked before training. From then on a push that fails is reported, and training continues.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def push_result(recipe: Recipe, console: Console, job: Job) -> None:
 
 
 class Pusher:
-    """Pushes the result as it is at every `every`-th save. The files are written while training waits; they are sent in
+    """Pushes the current result at every `every`-th save. The files are written while training waits; they are sent in
     a thread, and a save that comes while one is being sent is left out."""
 
     def __init__(self, run: LoadedRun):

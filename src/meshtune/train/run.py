@@ -20,7 +20,7 @@ from meshtune.hooks import SECTIONS, SectionHooks
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
-from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
+from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claim_output, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
 from meshtune.train.assemble import LoadedRun, load_run
@@ -30,8 +30,8 @@ from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
 from meshtune.train.report import banner, metrics_log, page, prediction, trackers
-from meshtune.train.report.console_log import ConsoleLog, logged
-from meshtune.train.report.events import Sink, opened
+from meshtune.train.report.console_log import ConsoleLog, log_console
+from meshtune.train.report.events import Sink, open_sinks
 from meshtune.train.report.plot import LossPlot
 from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
@@ -46,7 +46,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     """Runs a recipe, or resumes it (`recipe.resume`), and leaves everything in `recipe.output`.
 
     `job` are the processes that share the work (mesh.processes.start); all of them call this. Process 0 shows and
-    writes what is not split.
+    writes everything that is not split.
 
     Raises: UserError for whatever is wrong with recipe, data, model, disk or numbers. Ctrl-C and SIGTERM end the run
     after the update under way, saved, with `Result.interrupted` set.
@@ -58,7 +58,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     for hook in hooks:
         hook.check(recipe, job)
     try:
-        with logged(console) as log:
+        with log_console(console) as log:
             result = _run(recipe, output, console, log, job)
     except OSError as error:
         if _is_deleted(output, error):
@@ -111,7 +111,7 @@ def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog
 
 @contextlib.contextmanager
 def _way_to_go_on(run: PreparedRun, checkpoints: Checkpoints) -> Iterator[None]:
-    """Says how a run that a second Ctrl-C ended at once goes on from what was saved."""
+    """Prints how to continue a run that a second Ctrl-C ended at once."""
     try:
         yield
     except KeyboardInterrupt:
@@ -155,7 +155,7 @@ def _claim_output(run: PreparedRun) -> Iterator[None]:
         run.job.exchange("output", None)
         yield
         return
-    with claimed(run.output, overwrite=run.recipe.overwrite) as aside:
+    with claim_output(run.output, overwrite=run.recipe.overwrite) as aside:
         if aside is not None:
             run.console.print(f"the old run is now in {aside}", soft_wrap=True)
         run.log.open(run.output)
@@ -198,7 +198,7 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     history = metrics_log.read(run.output / metrics_log.METRICS) if run.job.is_main_process else []
     loss = SmoothedLoss(run.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
     with interruptible() as interrupt:
-        with opened([*_sinks(run, record.step, history, loss), *probes]) as events:
+        with open_sinks([*_sinks(run, record.step, history, loss), *probes]) as events:
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
     for saver in savers:
@@ -206,8 +206,8 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     for line in prediction.summary_lines(probes, lambda fields: _write_run(run, fields)):
         console.print(line)
     if ended.interrupted is not None and ended.step < run.total_steps:
-        return _interrupted(run, ended, loss)
-    return _finished(loaded, ended, checkpoints, record, task, loss)
+        return _stop(run, ended, loss)
+    return _finish(loaded, ended, checkpoints, record, task, loss)
 
 
 def _show_resume(run: PreparedRun, resumed: Resumed | None) -> None:
@@ -229,7 +229,7 @@ def _show_resume(run: PreparedRun, resumed: Resumed | None) -> None:
 
 
 def _step_probes(run: PreparedRun, task: Task) -> list[prediction.StepProbe]:
-    """What measures the step beside its prediction, on process 0."""
+    """Returns the probes that compare the step with its prediction, on process 0."""
     if not run.job.is_main_process:
         return []
     length = run.data.train.row_length
@@ -255,7 +255,7 @@ def _sinks(run: PreparedRun, start: int, history: Sequence[Mapping[str, object]]
 
 
 def _facts(run: PreparedRun, record: Record, status: str) -> dict[str, object]:
-    """What run.json says of a run whatever its end."""
+    """Returns the fields of run.json that every run has, however it ends."""
     base = {name: value for name, value in dataclasses.asdict(run.base).items() if value is not None}
     report = run.data.report
     trained_on = {
@@ -287,7 +287,7 @@ def _write_report(run: PreparedRun) -> None:
         page.write_report(run.output)
 
 
-def _interrupted(run: PreparedRun, ended: Ended, loss: SmoothedLoss) -> Result:
+def _stop(run: PreparedRun, ended: Ended, loss: SmoothedLoss) -> Result:
     _write_run(run, {"status": "interrupted", "step": ended.step})
     _write_report(run)
     _say_how_to_go_on(run, f"[bold]saved[/] after update {ended.step} of {run.total_steps}")
@@ -300,7 +300,7 @@ def _is_result_best(recipe: Recipe) -> bool:
     return by_default if recipe.checkpoint.result is None else recipe.checkpoint.result == "best"
 
 
-def _finished(
+def _finish(
     run: LoadedRun,
     ended: Ended,
     checkpoints: Checkpoints,

@@ -88,7 +88,7 @@ class PreparedRun(Run):
 
     @property
     def start_hash(self) -> str:
-        """What identifies the weights that the run starts from."""
+        """Identifies the weights that the run starts from."""
         return f"{self.base.hash}{self.adapter}"
 
     @property
@@ -188,7 +188,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
 
 
 def warm_up_warning(recipe: Recipe, total: int) -> list[Decision]:
-    """A warning where a warm-up takes a tenth of the updates and more, of which the first changes nothing."""
+    """Warns of a warm-up that takes a tenth of the updates or more: its first update changes nothing."""
     warmup = recipe.optimizer.warmup(total)
     if not warmup or 10 * warmup < total or recipe.optimizer.warmup_steps is not None:
         return []

@@ -41,7 +41,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     place = _placing(run)
     step = step_for(run, run.compute, run.optimizer)
     if record.step < run.total_steps:
-        step = _compiled(run, step, state, place(loader.batch(0).arrays))
+        step = _compile(run, step, state, place(loader.batch(0).arrays))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
     early = recipe.eval
     return Task(
@@ -73,7 +73,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
 
 
 def _announcement(recipe: Recipe, matrices: int, start: int, done: int) -> str | None:
-    """What makes the update after `done` ones slower than others."""
+    """Says why the update after `done` ones is slower than others, if it is."""
     if recipe.optimizer.name == "galore" and done % recipe.optimizer.update_gap == 0:
         return f"computing the projectors of {counted(matrices, 'matrix', 'matrices')}: this update takes longer"
     if recipe.optimizer.name == "muon" and done == start:
@@ -100,7 +100,7 @@ def _placing(run: LoadedRun) -> Callable[[dict[str, np.ndarray]], Batch]:
     return place
 
 
-def _compiled(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
     started = time.monotonic()
     with run.console.status("compiling the training step"):
         compiled = step.lower(state, run.model.frozen, batch, np.int32(0)).compile()

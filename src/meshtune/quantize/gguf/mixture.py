@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
 
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.gguf import TYPES
 
-FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0"]
 # Name -> (its number in general.file_type, the type of most tensors).
 FILE_TYPES: dict[str, tuple[int, str]] = {
     "F32": (0, "F32"),

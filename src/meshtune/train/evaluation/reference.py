@@ -101,7 +101,7 @@ class Reference:
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
             file = loader.store.path.parent.parent / "references" / f"{key}.npy"
             documents = len(loader.store)
-            values = self._cached(file, documents)
+            values = self._read_cache(file, documents)
             if not all(self.run.job.exchange(f"reference: {split}", values is not None)):
                 self.run.console.print(f"computing the reference's log-probabilities of the {split} data")
                 values = log_probabilities(params(), spec, compute, loader, tail)
@@ -111,7 +111,7 @@ class Reference:
             assert loader.units is not None
             loader.units = dataclasses.replace(loader.units, reference=values)
 
-    def _cached(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
+    def _read_cache(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
         """Reads the cached log-probabilities; None if there are none or, with a message, if the file is damaged."""
         try:
             return read_log_probabilities(file, documents)
@@ -122,7 +122,7 @@ class Reference:
 
 
 def _origin(base: str | None, directory: pathlib.Path) -> dict[str, object]:
-    """What identifies the model in `directory`, whose hash is `base`: its weights to the last byte."""
+    """Identifies the model in `directory`, whose hash is `base`, by every byte of its weights."""
     return {"model": base, "weights": weights_digests(directory)}
 
 

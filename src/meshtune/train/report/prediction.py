@@ -59,7 +59,7 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
     seconds = mfu = None
     try:
         workload = workload_of(recipe, target.device.backend)
-        candidate = candidate_of(_resolved(recipe, layout), target, workload, length=length)
+        candidate = candidate_of(_fill_open_keys(recipe, layout), target, workload, length=length)
         collectives = collectives_of(compiled.as_text() or "", target.devices)
         dtype, trips = workload.precision.compute, candidate.loss_chunks
         times = roofline(work_of(candidate), collectives, target, dtype=dtype, trip_count=trips)
@@ -69,7 +69,7 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
     return Prediction(peak, resident, seconds, mfu, str(target))
 
 
-def _resolved(recipe: Recipe, layout: Layout | None) -> Recipe:
+def _fill_open_keys(recipe: Recipe, layout: Layout | None) -> Recipe:
     """The recipe with the mesh of its layout, and the whole batch as the micro-batch if that is open."""
     if not isinstance(recipe.mesh, MeshConfig):
         mesh = {} if layout is None else {axis: size for axis, size in layout.mesh.shape.items() if size > 1}
