@@ -190,21 +190,6 @@ def test_a_file_is_one_idea(path: pathlib.Path):
     assert path.stem not in DOES_NOT_SAY
 
 
-READING = {"How is Llama computed?": (8, 900), "How does one LoRA step work?": (7, 800)}
-
-
-@pytest.mark.parametrize("question", READING)
-def test_a_newcomer_reads_the_answer_in_one_sitting(question: str):
-    """The files that docs/internals.md lists for a question, read as a whole."""
-    text = (PACKAGE.parents[1] / "docs" / "internals.md").read_text(encoding="utf-8")
-    table = text.partition(f"**{question}**")[2].partition("\n\n**")[0].partition("\n\n## ")[0]
-    listed = re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)
-    most_files, most_lines = READING[question]
-    lines = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in listed)
-    assert 1 < len(listed) <= most_files
-    assert lines <= most_lines
-
-
 def test_only_edges_import_pydantic():
     wrong = [
         f"{relative(path)} imports pydantic"
