@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 MODEL = ("*.safetensors", *TOKENIZER)
 CONFIG = ("config.json",)
-TOKENIZER_PROBLEM = "tokenizer_problem.json"  # written in place of a tokenizer that a GGUF file does not hold whole
 # Other layouts of the same weights, and what belongs to other runtimes, in folders of their own.
 NOT_OURS = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model")
 

@@ -20,8 +20,7 @@ from meshtune.json_text import read_json
 from meshtune.weights.gguf.file import GgufFile, read_gguf
 from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
 from meshtune.weights.gguf.tokens_in import tokenizer_files
-from meshtune.weights.hub import TOKENIZER_PROBLEM
-from meshtune.weights.safetensors_files import LINK, TensorInfo
+from meshtune.weights.safetensors_files import LINK, TOKENIZER_PROBLEM, TensorInfo
 
 HEAD = 1 << 25  # bytes
 FORM = 3  # of what is written into a directory
