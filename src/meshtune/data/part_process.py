@@ -1,7 +1,7 @@
 """A process that tokenises parts of samples for another one, without its Python lock.
 
 It is a new process, not a fork, since JAX's threads do not survive a fork, and imports neither JAX nor the
-starting program. It ends when the other process does. Both speak in pickled objects through its standard input and
+starting program, which the processes of multiprocessing would run again. It ends when the other process does. Both speak in pickled objects through its standard input and
 output: a PartTask, then lists of samples, each answered by a Part or a UserError.
 """
 
