@@ -24,8 +24,8 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """Facts about a tokenizer that its tokenizer.json does not have: ids, whether it begins and ends a text with them, and its chat
-    templates by name, the usual one under DEFAULT. `ends` are further ids at which an answer ends."""
+    """Facts about a tokenizer that its tokenizer.json does not have: ids, whether it begins and ends a text with them,
+    and its chat templates by name, the usual one under DEFAULT. `ends` are further ids at which an answer ends."""
 
     bos: int | None
     eos: int | None
