@@ -30,8 +30,8 @@ def fit_scales_and_minima(
 
 
 def fit_scales(numbers: Float[np.ndarray, "n groups w"], half: int) -> Float[np.ndarray, "n groups"]:
-    """Searches the scale of groups, with its sign: numbers are close to scale * code with codes -half .. half - 1. Weighted by
-    x squared."""
+    """Searches the scale of groups, with its sign: numbers are close to scale * code with codes -half .. half - 1. The
+    error is weighted by x squared."""
     return _in_parts(functools.partial(_scale, half=half), numbers)[0]
 
 
