@@ -20,8 +20,6 @@ from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS
-from meshtune.runs.export_gguf import SUFFIX, export_gguf
-from meshtune.runs.export_lora_gguf import export_lora_gguf
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
 from meshtune.runs.merged_into import merged_into
 from meshtune.runs.progress import StageProgress, of_stage
@@ -86,7 +84,7 @@ def export(
     dest = Path(dest).expanduser()
     if gguf is not None:
         return _as_gguf(resolved, dest, gguf, merge, format, dtype, into, any_base, overwrite, progress)
-    if dest.suffix == SUFFIX:
+    if dest.suffix == ".gguf":
         raise UserError(
             f"'{dest.name}' is the name of a GGUF file, and this writes a folder",
             where="--to",
@@ -164,6 +162,9 @@ def _as_gguf(
     progress: StageProgress | None,
 ) -> ExportResult:
     """Writes a GGUF file: of an adapter by itself only where it is not to be merged."""
+    from meshtune.runs.export_gguf import export_gguf
+    from meshtune.runs.export_lora_gguf import export_lora_gguf
+
     if format is not None or dtype is not None:
         raise UserError(
             "a GGUF file has types of its own, not a format or a dtype",
