@@ -37,7 +37,7 @@ def check_evaluation(recipe: Recipe) -> None:
 
 
 def evaluate_run(recipe: Recipe, console: Console, job: Job = SINGLE_PROCESS) -> pathlib.Path | None:
-    """Evaluates what a run made beside what it started from, on the run's mesh and by its processes; returns the folder
+    """Evaluates a run's result and its base, on the run's mesh and by its processes; returns the folder
     of the report (None: not asked for)."""
     if recipe.evaluate is None:
         return None
