@@ -1,6 +1,6 @@
 """Pushes what a run makes to the hub: at every n-th save in the background, and when it has ended.
 
-The repository is checked before training. From then on a push that fails is reported, and the run goes on.
+The repository is checked before training. From then on a push that fails is reported, and the run continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshtune.runs.output import BASE
 from meshtune.train.result.final import export_result
 from meshtune.train.run_setup import RunSetup
 
-STAGING = ".hub"  # in the run: the result as it was at the save that is being pushed
+STAGING = ".hub"  # in the run: the result of the save that is being pushed
 
 
 def check_hub(recipe: Recipe, job: Job) -> None:
@@ -69,8 +69,8 @@ def push_result(recipe: Recipe, output: pathlib.Path, console: Console, job: Job
 
 
 class Pusher:
-    """Pushes the result as it is at every `every`-th save. The files are written while training waits; they are sent in
-    a thread, and a save that comes while one is being sent is left out."""
+    """Pushes the current result at every `every`-th save. The files are written while training waits and sent in a
+    thread; a save during a push is left out."""
 
     def __init__(self, setup: RunSetup, model: PreparedModel, section: HubSection):
         self._setup, self._model, self._section = setup, model, section
@@ -160,8 +160,8 @@ def check_base(setup: RunSetup) -> None:
     if section is None:
         return
     adapters = setup.resolved.method.adapters
-    own = adapters is not None and (adapters.changes_base or (setup.output / BASE).is_dir())
-    if own and not section.merge:
+    has_base = adapters is not None and (adapters.changes_base or (setup.output / BASE).is_dir())
+    if has_base and not section.merge:
         raise UserError(
             "this run makes a base of its own, which is not on the hub: its adapter alone would be of no use there",
             where="hub.merge",

@@ -98,7 +98,7 @@ class Layers:
     linear: tuple[str, ...]
     experts: tuple[str, ...] = ()
     converted: bool = False
-    beside: bool = False
+    shared: bool = False
 
     @property
     def is_mixture(self) -> bool:
@@ -113,26 +113,26 @@ NEXT_DELTA = tuple(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_b
 BY_NAME: tuple[tuple[str, Layers], ...] = (
     (r"Phi-3\.5-MoE", Layers(ATTENTION, NUMBERED)),
     (r"Phi-[34]", Layers(("qkv_proj", *FUSED))),
-    (r"GLM-4\.7-Flash", Layers(LATENT, GATED, converted=True, beside=True)),
-    (r"GLM-4\.[567]", Layers(ATTENTION, GATED, converted=True, beside=True)),
+    (r"GLM-4\.7-Flash", Layers(LATENT, GATED, converted=True, shared=True)),
+    (r"GLM-4\.[567]", Layers(ATTENTION, GATED, converted=True, shared=True)),
     (r"GLM-(4|Z1)-\d+B-|glm-4-9b|glm-edge", Layers((*ATTENTION, *FUSED[1:]))),
-    (r"DeepSeek-(Coder-)?V2-Lite|Moonlight", Layers(LITE, GATED, converted=True, beside=True)),
+    (r"DeepSeek-(Coder-)?V2-Lite|Moonlight", Layers(LITE, GATED, converted=True, shared=True)),
     (r"DeepSeek-R1-Distill", Layers((*ATTENTION, *GATED))),
-    (r"DeepSeek-(Coder-)?V[23]|DeepSeek-R1|Kimi-K2", Layers(LATENT, GATED, converted=True, beside=True)),
+    (r"DeepSeek-(Coder-)?V[23]|DeepSeek-R1|Kimi-K2", Layers(LATENT, GATED, converted=True, shared=True)),
     (r"Mixtral", Layers(ATTENTION, NUMBERED, converted=True)),
     (r"MiniMax-M2", Layers(ATTENTION, NUMBERED, converted=True)),
     (r"OLMoE|Qwen3-(Coder-)?\d+B-A\d+B", Layers(ATTENTION, GATED, converted=True)),
-    (r"Qwen3-Next", Layers((*ATTENTION, *NEXT_DELTA), GATED, converted=True, beside=True)),
-    (r"Qwen3\.[56]-\d+B-A\d+B", Layers((*ATTENTION, *DELTA), GATED, beside=True)),
-    (r"Qwen1\.5-MoE|Qwen2-57B", Layers(ATTENTION, GATED, beside=True)),
+    (r"Qwen3-Next", Layers((*ATTENTION, *NEXT_DELTA), GATED, converted=True, shared=True)),
+    (r"Qwen3\.[56]-\d+B-A\d+B", Layers((*ATTENTION, *DELTA), GATED, shared=True)),
+    (r"Qwen1\.5-MoE|Qwen2-57B", Layers(ATTENTION, GATED, shared=True)),
     (r"gpt-oss", Layers(ATTENTION, GATED)),
     (r"granite-3\.\d-\d+b-a\d+m", Layers(ATTENTION, GATED)),
-    (r"granite-4\.0-(h-)?(tiny|small)", Layers((*ATTENTION, "mamba.in_proj", "mamba.out_proj"), GATED, beside=True)),
-    (r"Llama-4", Layers(ATTENTION, GATED, beside=True)),
+    (r"granite-4\.0-(h-)?(tiny|small)", Layers((*ATTENTION, "mamba.in_proj", "mamba.out_proj"), GATED, shared=True)),
+    (r"Llama-4", Layers(ATTENTION, GATED, shared=True)),
     (r"gemma-4-26B", Layers((*ATTENTION, *(f"mlp.{name}" for name in GATED)), GATED)),
     (r"LFM2-\d+B-A\d+B", Layers(CONVOLUTIONS, NUMBERED)),
     (r"LFM2-", Layers(CONVOLUTIONS)),
-    (r"Nemotron-3", Layers((*ATTENTION, "mixer.in_proj"), GATED[1:], beside=True)),
+    (r"Nemotron-3", Layers((*ATTENTION, "mixer.in_proj"), GATED[1:], shared=True)),
     (r"Trinity|dots\.llm1|ERNIE-4\.5-\d+B-A|K-EXAONE|Hunyuan-A13B", Layers(ATTENTION, GATED, True, True)),
 )
 
@@ -197,12 +197,12 @@ class Targets:
 def every_linear(layers: Layers, *, by_class: bool, converts: bool) -> Targets:
     """The modules that a tool adapts for all linear layers: by the names of the modules of that class (`by_class`), or
     by peft's all-linear; `converts`: its peft reads names of experts' matrices as the experts."""
-    routed = layers.converted and converts and (layers.beside or not by_class)
+    routed = layers.converted and converts and (layers.shared or not by_class)
     names = (*layers.linear, *([EXPERTS] * routed))
     if routed:
         return Targets(names, note="routed experts have adapters, as by peft from 0.19; routers have none")
     note = "routed experts have none, which since transformers 5 are no linear layers"
-    return Targets(names, note=note + (", and shared experts have none either" if layers.beside else ""))
+    return Targets(names, note=note + (", and shared experts have none either" if layers.shared else ""))
 
 
 def match_names(names: list[str], layers: Layers, *, converts: bool) -> Targets:
