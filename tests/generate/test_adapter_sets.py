@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshtune.adapters.multi_lora import adapter_count
 from meshtune.generate import programs
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.decode_layout import decode_layout
+from meshtune.generate.engine import Engine
 from meshtune.generate.request import Generation
 from meshtune.generate.scheduler import Scheduler
 from meshtune.quantize.config import QuantizeConfig
@@ -98,10 +97,12 @@ def probabilities(generation: Generation) -> np.ndarray:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["stacked", "decode_layout"])
 def test_rows_of_one_batch_answer_as_their_adapters_do_alone(models, references, prompt, copied):
-    engine = models["base"].engine
-    params, spec, compute = engine.params, engine.spec, engine.compute
-    decode_params = decode_layout(params, spec) if copied else None
-    scheduler = Scheduler(params, spec, compute, rows=4, decode_params=decode_params)
+    shared = models["base"].engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshtune.generate.weights.LEAST_BYTES", 0 if copied else 1 << 60)
+        engine = Engine(shared.weights.params, shared.spec, shared.compute, resident=True)
+    scheduler = engine.scheduler(rows=4)
+    assert isinstance(next(iter(engine.weights.decoding["layers"].values())), tuple) == copied
     prompts = {name: prompt[: 20 + 7 * n] for n, name in enumerate(NAMES)}
     generations = {name: asked(scheduler, models, name, prompts[name]) for name in NAMES}
     finished(scheduler)
@@ -190,5 +191,5 @@ def test_adapters_that_are_more_than_lora_have_a_batch_of_their_own(stories260k,
         "trained": "it has modules or rows that were trained in full",
         "broken": "its weights hold NaN or infinity",
     }
-    assert models["base"].adapter_set is models["small"].adapter_set is not None
-    assert [adapter_count(model.engine.params) for model in models.values()] == [1, 1, 0, 0, 0]
+    assert models["base"].engine.weights is models["small"].engine.weights is not models["dora"].engine.weights
+    assert [model.engine.weights.adapters for model in models.values()] == [1, 1, 0, 0, 0]

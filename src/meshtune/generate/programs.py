@@ -220,7 +220,7 @@ def _noted(
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "slots"))
-def moved(
+def move_rows(
     layers: dict[str, Tree], source: Int[Array, "n"], *, spec: ModelSpec, compute: Compute, slots: int
 ) -> dict[str, Tree]:
     """The caches of `n` rows, each a copy of row `source` of these, with room for `slots` tokens.

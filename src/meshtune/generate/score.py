@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.tree import Tree
 from meshtune.data.packing import pack
 from meshtune.generate.prefix_tree import Node, Query, ScoredText, prefix_tree
-from meshtune.generate.programs import empty_layers, length_bucket, moved
+from meshtune.generate.programs import empty_layers, length_bucket, move_rows
 from meshtune.generate.request import Token
 from meshtune.generate.sampling import Probabilities, log_probabilities
 from meshtune.generate.score_plan import Planner, Run
@@ -164,7 +164,7 @@ class _Scorer:
             if parents is None:
                 before = empty_layers(self._spec, self._compute, rows, slots)
             else:
-                before = moved(parents.layers, source, slots=slots, **static)
+                before = move_rows(parents.layers, source, slots=slots, **static)
             hidden, after = _read(self._params, before, tokens, start, count, **static)
             self._answer(hidden, queries)
             self._count(int(count.sum()))

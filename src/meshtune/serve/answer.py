@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import NamedTuple
 
-from meshtune.generate.request import Request, Token
+from meshtune.generate.request import GenerationRequest, Token
 from meshtune.generate.text import Alignment, Detokenizer, Place, StopStrings
 from meshtune.serve.models import Served
 
@@ -41,7 +41,7 @@ class Question:
     """
 
     choice: int
-    request: Request
+    request: GenerationRequest
     stop: tuple[str, ...]
     continued: bool
     visible: frozenset[int] = frozenset()

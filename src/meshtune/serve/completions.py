@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtune.generate.prompts import continuation_ids
-from meshtune.generate.request import Request, Token, check_prompt
+from meshtune.generate.request import GenerationRequest, Token, check_prompt
 from meshtune.generate.text import Alignment, Detokenizer, Place, check_stops
 from meshtune.serve.answer import Piece, PlacedToken, Question
 from meshtune.serve.models import Served
@@ -42,7 +42,7 @@ class CompletionAnswers:
                 questions.append(Question(index, copied, stops, continued=True))
         return questions
 
-    def _asked(self, prompt: str | list[int], where: str, client: str) -> Request:
+    def _asked(self, prompt: str | list[int], where: str, client: str) -> GenerationRequest:
         request, model = self._request, self._served.model
         if isinstance(prompt, str):
             self._served.check_text(prompt, where)

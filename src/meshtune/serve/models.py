@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 import meshtune
-from meshtune.adapters.adapter_set import AdapterSet
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
 from meshtune.generate.text import Place, TokenBytes, special_ids
+from meshtune.generate.weights import Weights
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.model_cache import describe_cache
@@ -38,17 +38,17 @@ class Served:
     @property
     def running(self) -> int:
         """Requests that are computed."""
-        return self.worker.scheduler.running_of(self.model.adapter)
+        return self.worker.scheduler.running_of(self.model.engine.adapter)
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return self.worker.scheduler.waiting_of(self.model.adapter)
+        return self.worker.scheduler.waiting_of(self.model.engine.adapter)
 
     @property
     def generated(self) -> int:
         """Tokens generated since the start."""
-        return self.worker.tokens[self.model.adapter]
+        return self.worker.tokens[self.model.engine.adapter]
 
     @property
     def fingerprint(self) -> str:
@@ -133,21 +133,19 @@ class Served:
 
 
 class Models:
-    """All models of a server. Those of one adapter set share a batch. `rows` requests of each batch are computed at
-    once, and `queue` may wait."""
+    """All models of a server. Those that share their weights share a batch. `rows` requests of each batch are computed
+    at once, and `queue` may wait."""
 
     def __init__(self, models: dict[str, Model], *, rows: int, queue: int):
         self.workers: list[Worker] = []
         self._served: dict[str, Served] = {}
-        shared: dict[AdapterSet, Worker] = {}
+        worker_of: dict[Weights, Worker] = {}
         for name, model in models.items():
-            worker = None if model.adapter_set is None else shared.get(model.adapter_set)
-            if worker is None:
-                worker = Worker(model.engine.scheduler(rows=rows, queue=queue), name)
-                self.workers.append(worker)
-            if model.adapter_set is not None:
-                shared[model.adapter_set] = worker
-            self._served[name] = Served(name, model, worker)
+            weights = model.engine.weights
+            if weights not in worker_of:
+                worker_of[weights] = Worker(model.engine.scheduler(rows=rows, queue=queue), name)
+                self.workers.append(worker_of[weights])
+            self._served[name] = Served(name, model, worker_of[weights])
 
     def __iter__(self):
         return iter(self._served.values())

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 import jax
 
-from meshtune.generate.request import Generation, Request
+from meshtune.generate.request import Generation, GenerationRequest
 from meshtune.generate.scheduler import Progress, Scheduler
 
 LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Worker:
             self._changed.notify()
         self._thread.join()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Progress]:
         """What a request brings, step by step, until it ends. One that is not read to its end is cancelled.
 
         Raises QueueFull, UserError where the model overflows, and what ended the thread.
