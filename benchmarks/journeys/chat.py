@@ -19,6 +19,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from meshtune.families import model_spec
 from meshtune.generate.api import Model
+from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
 from meshtune.serve.app import create_app
@@ -52,7 +53,7 @@ def small_model() -> Model:
     )  # fmt: skip
     spec = model_spec(config.to_dict())
     params = init_params(spec, jax.random.key(0))
-    return Model(params, spec, Compute(), pathlib.Path(), lambda: tokenizer, frozenset())
+    return Model(Engine(params, spec, Compute(), resident=True), pathlib.Path(), lambda: tokenizer)
 
 
 async def first_token(app: Any) -> str:

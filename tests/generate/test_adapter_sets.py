@@ -123,13 +123,12 @@ def test_a_model_of_a_set_computes_with_its_own_adapter(models, references, prom
 def test_what_one_adapter_read_is_reused_by_itself_alone(models, references, prompt, monkeypatch):
     """Rows that have read the prompt are free, and the same prompt comes under another adapter, and again."""
     counts: list[int] = []
-    for name in ("read_new", "read_on"):
 
-        def counted(*args, original=getattr(programs, name), **options):
-            counts.append(int(np.sum(args[3])))
-            return original(*args, **options)
+    def count(*args, original=programs.read, **options):
+        counts.append(int(np.sum(args[3])))
+        return original(*args, **options)
 
-        monkeypatch.setattr(programs, name, counted)
+    monkeypatch.setattr(programs, "read", count)
     scheduler, unread = models["base"].engine.scheduler(rows=4), len(prompt) - 1
     for names, read in (
         (["small", "base"], 2 * unread),
@@ -148,8 +147,12 @@ def test_what_one_adapter_read_is_reused_by_itself_alone(models, references, pro
 
 def test_samples_of_one_adapter_read_their_prompt_once(models, prompt, monkeypatch):
     counts: list[int] = []
-    original = programs.read_new
-    monkeypatch.setattr(programs, "read_new", lambda *args, **options: counts.append(1) or original(*args, **options))
+
+    def count(*args, original=programs.read, **options):
+        counts.extend([1] if args[5] is None else [])
+        return original(*args, **options)
+
+    monkeypatch.setattr(programs, "read", count)
     scheduler = models["base"].engine.scheduler(rows=4)
     generations = [asked(scheduler, models, name, prompt) for name in ("small", "base", "small", "small")]
     finished(scheduler)

@@ -62,13 +62,12 @@ def answer(scheduler: Scheduler, engine: Engine, prompt: list[int], **options: A
 def prompt_tokens(monkeypatch) -> list[int]:
     """The number of prompt tokens that each later call reads."""
     counts: list[int] = []
-    for name in ("read_new", "read_on"):
 
-        def count(*args, original=getattr(programs, name), **options):
-            counts.append(int(np.sum(args[3])))
-            return original(*args, **options)
+    def count(*args, original=programs.read, **options):
+        counts.append(int(np.sum(args[3])))
+        return original(*args, **options)
 
-        monkeypatch.setattr(programs, name, count)
+    monkeypatch.setattr(programs, "read", count)
     return counts
 
 

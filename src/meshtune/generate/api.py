@@ -90,7 +90,7 @@ class Model:
 
     @property
     def driver(self) -> Driver | None:
-        """What orders the computations on a mesh."""
+        """The order of computations on a mesh."""
         return self.engine.driver
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class Model:
             return every_logit(self.params, self.spec, self.compute, ids)
 
     def score(self, texts: Sequence[ScoredText], progress: Progress | None = None) -> list[Scores]:
-        """The log-probabilities of tokens of many texts, of which what several begin with is read once."""
+        """The log-probabilities of tokens of many texts; a beginning that several share is read once."""
         with self.engine.computing("score", texts=list(texts)):
             return score_texts(self.params, self.spec, self.compute, texts, progress)
 
@@ -146,14 +146,14 @@ class Model:
         batch_size: int = 16,
         **sampling: float,
     ) -> str | list[str]:
-        """What the model says after `prompt`, without the prompt: a string, or a list of them for several prompts.
+        """Generates the text after `prompt`, without the prompt: a string, or a list of them for several prompts.
 
         A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
-        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most so many new tokens (default
-        256, or what the context has room for).
-        `stop`: strings that end the text and are not part of it. `batch_size`: prompts computed at once. `sampling`:
-        temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, seed; see `Sampling`.
-        Raises UserError for empty and over-long prompts, a chat without a chat template, numbers out of range.
+        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most this many new tokens
+        (default 256, or what the context has room for). `stop`: strings that end the text and are not part of it.
+        `batch_size`: prompts computed at once. `sampling`: temperature (default 0, greedy), top_k, top_p, min_p,
+        repetition_penalty, seed; see `Sampling`. Raises UserError for empty and over-long prompts, a chat without a
+        chat template, numbers out of range.
         """
         how, max_tokens = _sampling(sampling), _token_limit(max_tokens, max_new_tokens)
         if isinstance(prompt, str):
@@ -180,7 +180,7 @@ class Model:
         stop: str | Sequence[str] = (),
         **sampling: float,
     ) -> Iterator[str]:
-        """The same text as `generate` gives for one prompt, piece by piece as it is made: whole characters only."""
+        """The same text as `generate` gives for one prompt, piece by piece: whole characters only."""
         return self._stream(prompt, _sampling(sampling), _token_limit(max_tokens, max_new_tokens), stop)
 
     def _stream(
@@ -255,7 +255,7 @@ def load(
     """Loads a model for use.
 
     `path` is a model directory, a GGUF file, a hub id, an adapter directory (its base is found by what it records), or
-    that of a run. `adapter` is a PEFT adapter (or a run with one), which is put beside the weights of the base at
+    that of a run. `adapter` is a PEFT adapter (or a run with one), which is added to the weights of the base at
     `path`. `dtype` is that of weights and computation (default: float32 on a CPU, bfloat16 elsewhere), `quantize` the
     base's format (nf4, int8, fp8, int4, a QuantizeConfig, or "none"; default: what the adapter was trained on). `cache`
     "int8" holds keys and values in 8 bits where text is generated. `mesh` has the devices along its axes, such as

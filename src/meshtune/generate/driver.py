@@ -58,7 +58,7 @@ class Replica(Protocol):
 
 
 class Driver:
-    """Lets one thread at a time compute, after the other processes of `job` know what is computed."""
+    """Lets one thread at a time compute, after telling the other processes of `job` the computation."""
 
     def __init__(self, job: Job = SINGLE_PROCESS):
         self._job, self._lock = job, threading.RLock()
@@ -143,35 +143,24 @@ class BatchCaches:
         self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
 
     @_announced
-    def read_new(
-        self, tokens: np.ndarray, count: Numbers, target: Numbers, adapters: np.ndarray | None, long: bool = False
-    ) -> None:
-        """See programs.read_new; `long`: the texts are longer than the original context (generate.long_context)."""
-        arrays, options = (tokens, count, target), self._reading(adapters, long)
-        self.layers = programs.read_new(self.weights.reading, self.layers, *arrays, **options)
-
-    @_announced
-    def read_on(
+    def read(
         self,
         tokens: np.ndarray,
         count: Numbers,
-        source: Numbers,
-        length: Numbers,
         target: Numbers,
         adapters: np.ndarray | None,
-        long: bool = False,
+        long: bool,
+        source: Numbers | None = None,
+        length: Numbers | None = None,
     ) -> None:
-        """See programs.read_on, and read_new for `long`."""
-        arrays, options = (tokens, count, source, length, target), self._reading(adapters, long)
-        self.layers = programs.read_on(self.weights.reading, self.layers, *arrays, **options)
+        """See programs.read; `long`: the texts are longer than the original context (generate.long_context)."""
+        options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
+        arrays = (tokens, count, target, source, length)
+        self.layers = programs.read(self.weights.reading, self.layers, *arrays, adapters=adapters, **options)
 
     def holds_every_token(self, slots: int) -> bool:
         """See programs.holds_every_token, of these caches with `slots` tokens a row."""
         return programs.holds_every_token(self._spec, self._compute, slots)
-
-    def _reading(self, adapters: np.ndarray | None, long: bool) -> dict[str, Any]:
-        spec = by_long_factors(self._spec) if long else self._spec
-        return {"spec": spec, "compute": self._compute, "adapters": adapters}
 
     @_announced
     def count(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> None:

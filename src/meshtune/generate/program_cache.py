@@ -11,7 +11,7 @@ import jax
 
 from meshtune.cache import cache_folder
 
-LEAST_SECONDS = 0.1  # of compiling: what is made faster is not worth a file
+LEAST_SECONDS = 0.1  # of compiling: faster programs are not worth a file
 MOST_BYTES = 2 << 30  # then the programs that were read longest ago go
 
 
@@ -33,7 +33,7 @@ def keep_programs() -> pathlib.Path | None:
 
 
 def _processor() -> str:
-    """What tells processors apart whose programs may differ: JAX's keys do not name the instructions of a CPU."""
+    """A key of processors whose programs may differ: JAX's keys do not name the instructions of a CPU."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what comes of it, in token ids."""
+"""Requests to an engine and their answers, in token ids."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class GenerationRequest:
     """A prompt to continue. `stop_ids` end it and are its last token.
 
-    `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report beside every one
-    with their log-probabilities (0: that of the token alone; None: none). `client` is who asks: rows are given to
-    clients in turn. `grammar` is what the answer must be like: it ends with a stop id once the grammar is satisfied, or
-    by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where several share
-    a batch (None: the base only). `content_keys` has a digest for each position whose token stands for something else,
-    such as the first token of a picture: what another request computed is reused up to a position where they differ.
+    `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report with every one
+    with their log-probabilities (0: only that of the token; None: none). `client` is who asks: rows are given to
+    clients in turn. `grammar` is the one that the answer must follow: it ends with a stop id once the grammar is
+    satisfied, or by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where
+    several share a batch (None: the base only). `content_keys` has a digest for each position whose token stands for
+    something else, such as the first token of a picture: the cache of another request is reused up to a position where
+    they differ.
     """
 
     prompt: tuple[int, ...]
@@ -34,6 +35,10 @@ class GenerationRequest:
     grammar: Grammar | None = None
     adapter: int | None = None
     content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict, hash=False)
+
+    def with_seed_of(self, row: int) -> GenerationRequest:
+        """The same request as number `row` of several, which draws with another seed."""
+        return dataclasses.replace(self, sampling=self.sampling.of_row(row))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Token:
 
 @dataclasses.dataclass(eq=False)
 class Generation:
-    """A request under way: its tokens so far, and why it ended (None: it has not). The scheduler alone changes it."""
+    """A request under way: its tokens so far, and why it ended (None: it has not). Only the scheduler changes it."""
 
     request: GenerationRequest
     tokens: list[Token] = dataclasses.field(default_factory=list)

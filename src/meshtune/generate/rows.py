@@ -23,7 +23,7 @@ SHORTEST_SHARED = 16  # tokens at least that are not read again where another ro
 
 @dataclasses.dataclass
 class CachedText:
-    """Tokens whose keys and values a cache holds, or will hold, with all that these depend on beside the tokens.
+    """Tokens whose keys and values a cache holds, or will hold, with all else that these depend on.
 
     `adapter` read them, by the `long` factors of a model with LongRoPE or by the short ones; `content_keys` are those
     of the request.
@@ -113,7 +113,7 @@ class Rows:
         self._caches.layers, self._caches.counts = {}, None
 
     def restart(self, rows: Sequence[Row] | None = None) -> None:
-        """Drops what is cached of these rows (None: of all), so that the texts of their requests are read again."""
+        """Drops the cached text of these rows (None: of all), so that the texts of their requests are read again."""
         for row in self.rows if rows is None else rows:
             row.cached, row.started = CachedText(), row.generation is None
 
@@ -251,6 +251,5 @@ class Rows:
         adapters = self.selection([*targets, *[None] * (count - len(batch))])
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
-            self._caches.read_on(source=source, length=known, **arrays)
-        else:
-            self._caches.read_new(**arrays)
+            arrays |= {"source": source, "length": known}
+        self._caches.read(**arrays)

@@ -1,6 +1,6 @@
 """Continuous batching: requests wait in a queue, take a row of the batch as one gets free, and leave it when they end.
 
-All rows decode together, each at a length of its own. Prompts are read between decode steps, in pieces if they are
+All rows decode together, each at its length. Prompts are read between decode steps, in pieces if they are
 long, and from where another row has read the same tokens before (generate.rows).
 """
 
@@ -35,7 +35,7 @@ class QueueFull(UserError):
 
 
 class Progress(NamedTuple):
-    """What one step brought a generation, and why it ended with that (None: it goes on)."""
+    """The new tokens of a generation in one step, and why it ended with them (None: it has not)."""
 
     generation: Generation
     tokens: list[Token]
@@ -122,7 +122,7 @@ class Scheduler:
     def step(self, steps: int = STEPS) -> list[Progress]:
         """Lets waiting requests in, reads prompts, decodes at most `steps` tokens of every row whose prompt is read.
 
-        Returns what is new of each generation that has something new, or ended."""
+        Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
         self._drop_cancelled()
         with self._weights.in_use():
@@ -180,7 +180,7 @@ class Scheduler:
         self._rows.make_room(admitted)
         for generation in admitted:
             self._rows.place(generation, self._clock)
-        self._caches.counts = None  # made anew for all rows where a processor reads it
+        self._caches.counts = None  # counted again for all rows where a processor reads them
         return refused
 
     def _chosen(self, free: int) -> list[Generation]:
@@ -231,7 +231,7 @@ class Scheduler:
     def _feed(self) -> Feed:
         rows = self._rows.rows
         stop_ids = [row.generation.request.stop_ids if row.generation else frozenset() for row in rows]
-        width = max(8, -(-max(map(len, stop_ids)) // 8) * 8)  # so that their number rarely compiles anew
+        width = max(8, -(-max(map(len, stop_ids)) // 8) * 8)  # so that their number rarely compiles a program
         columns = {
             "token": [row.generation.newest if row.generation else 0 for row in rows],
             "length": [len(row.cached.tokens) for row in rows],

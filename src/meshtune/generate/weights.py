@@ -154,7 +154,7 @@ def decode_layout(params: Tree, spec: ModelSpec) -> Tree:
     """The parameters with every stacked node of layers as a tuple of each layer's, and matrices as TiledWeight.
 
     What is no matrix of a linear layer, or has an adapter that reads the weight itself, is not tiled. A tied head
-    becomes a weight of its own, tiled; the embedding stays, for its rows are looked up.
+    becomes another weight, tiled; the embedding stays, for its rows are looked up.
     """
     layers = {
         key: _layers(node, flatten(abstract_params(spec)["layers"][key])) for key, node in params["layers"].items()

@@ -6,7 +6,7 @@ from meshtune.generate.prompts import chat_template
 from meshtune.generate.request import check_prompt
 from meshtune.serve.errors import ApiError
 from meshtune.serve.models import Served
-from meshtune.serve.schema import Message, ScoreRequest
+from meshtune.serve.schema import ChatMessage, ScoreRequest
 
 NAME, PREFIX = "score.evaluation", "scoreval"
 
@@ -32,7 +32,7 @@ def evaluated(rows: list[tuple[int, ...]], served: Served) -> list[float]:
     return [float(served.model.logits(row)[0, -1, 0]) for row in rows]
 
 
-def _ids(served: Served, entry: str | list[Message], where: str) -> list[int]:
+def _ids(served: Served, entry: str | list[ChatMessage], where: str) -> list[int]:
     tokenizer = served.model.tokenizer
     if isinstance(entry, str):
         served.check_text(entry, where)

@@ -1,4 +1,4 @@
-"""Runs an engine's scheduler in a thread of its own, and hands what it generates to asynchronous readers."""
+"""Runs an engine's scheduler in a thread, and hands its tokens to asynchronous readers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Worker:
         self._thread.join()
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Progress]:
-        """What a request brings, step by step, until it ends. One that is not read to its end is cancelled.
+        """Yields the progress of a request, step by step, until it ends. One that is not read to its end is cancelled.
 
         Raises QueueFull, UserError where the model overflows, and what ended the thread.
         """

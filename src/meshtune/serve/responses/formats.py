@@ -7,6 +7,7 @@ entry of `FORMATS`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from meshtune.serve.responses import bare_calls, json_calls, tagged_calls
@@ -23,10 +24,11 @@ def json_arguments(lark: Lark, tool: Tool) -> str:
 class CallFormat:
     """How a family writes calls.
 
-    A call, or with DeepSeek's and others all of them, stands between `opens` and `closes` ("": the beginning of a JSON
-    text, and the end of the answer); `read` takes what is between and the tools, and raises ValueError for what is no
-    call. A grammar's text is `first`, calls of `head` (with the name in place of NAME), arguments and `tail`, joined by
-    `between`, and `last`. `markers` are the tokens that a tokenizer may hold special and that must be read.
+    A call, or with DeepSeek's and others all of them, is between `opens` and `closes` ("": the beginning of a JSON
+    text, and the end of the answer); `read` takes the text between them and the tools, and raises ValueError for a text
+    that is no call. A grammar's text is `first`, calls of `head` (with the name in place of NAME), arguments and
+    `tail`, joined by `between`, and `last`. `markers` are the tokens that a tokenizer may hold special and that must be
+    read.
     """
 
     opens: str
@@ -42,7 +44,7 @@ class CallFormat:
     id_length: int | None = None
 
     def grammar(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """What a grammar must say for at least one call of these tools."""
+        """The rule of a grammar for at least one call of these tools."""
         calls = [
             " ".join(filter(None, [lark.literal(head), self.arguments(lark, tool), lark.literal(self.tail)]))
             for tool in tools
@@ -146,6 +148,7 @@ FORMATS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
 )
 
 
+@functools.lru_cache(maxsize=32)
 def call_format(template: str) -> CallFormat | None:
     """How the models of a chat template write calls; None where it shows none."""
     return next((form for telling, form in FORMATS if all(text in template for text in telling)), None)
