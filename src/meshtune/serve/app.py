@@ -19,7 +19,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from meshtune.errors import UserError
-from meshtune.serve import scores
 from meshtune.serve.body import json_body
 from meshtune.serve.chat import prepare_chat
 from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, Completion, stream_choice
@@ -37,6 +36,7 @@ from meshtune.serve.schema import (
     TokenizeRequest,
     parsed,
 )
+from meshtune.serve.scores import score_rows, tokenize_texts
 from meshtune.serve.threads import Threads, until_gone
 
 MAX_BODY = 16 * 2**20  # bytes
@@ -145,9 +145,9 @@ class _Api:
     async def score(self, request: Request) -> Response:
         query = await self._query(ScoreRequest, request)
         served = self._models[query.model]
-        rows = await self._reading.run(request, scores.rows, query, served)
-        values = await self._scoring.run(request, scores.evaluated, rows, served)
-        return JSONResponse(served.response_head(scores.PREFIX, scores.NAME) | {"scores": values})
+        rows = await self._reading.run(request, tokenize_texts, query, served)
+        values = await self._scoring.run(request, score_rows, rows, served)
+        return JSONResponse(served.response_head("scoreval", "score.evaluation") | {"scores": values})
 
     async def tokenize(self, request: Request) -> Response:
         query = await self._query(TokenizeRequest, request)

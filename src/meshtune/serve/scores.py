@@ -8,10 +8,8 @@ from meshtune.serve.errors import ApiError
 from meshtune.serve.models import Served
 from meshtune.serve.schema import ChatMessage, ScoreRequest
 
-NAME, PREFIX = "score.evaluation", "scoreval"
 
-
-def rows(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
+def tokenize_texts(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
     """The ids of each text or conversation.
 
     Raises ApiError for a model that gives no scores, UserError for a text that is empty or longer than the context.
@@ -27,7 +25,7 @@ def rows(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
     return several
 
 
-def evaluated(rows: list[tuple[int, ...]], served: Served) -> list[float]:
+def score_rows(rows: list[tuple[int, ...]], served: Served) -> list[float]:
     """The score of each text: that of its last token."""
     return [float(served.model.logits(row)[0, -1, 0]) for row in rows]
 

@@ -16,7 +16,7 @@ _INVOKE = re.compile(r'<invoke name="([^"]+)">(.*?)</invoke>', re.DOTALL)
 _NAMED = re.compile(r'<parameter name="([^"]+)">(.*?)</parameter>', re.DOTALL)
 
 
-def read(text: str, tools: Tools) -> list[ToolCall]:
+def read_tagged(text: str, tools: Tools) -> list[ToolCall]:
     """The calls between <tool_call> and </tool_call>, in any of three forms. Raises ValueError for a text that is no
     call."""
     text = text.strip()
@@ -33,7 +33,7 @@ def read_invocations(text: str, tools: Tools) -> list[ToolCall]:
     return _calls(_INVOKE, _NAMED, text, tools)
 
 
-def arguments(head: str, tail: str, after: str = "") -> Callable[[Lark, Tool], str]:
+def tagged_arguments(head: str, tail: str, after: str = "") -> Callable[[Lark, Tool], str]:
     """The grammar of arguments that are each between `head` (with the name in place of KEY) and `tail`, followed by
     `after`: strings unchanged, all else as JSON; those that are not required may be missing."""
 
