@@ -26,7 +26,7 @@ def answers(model: Model) -> list[list[int]]:
     return [generation.ids for generation in generations]
 
 
-def replaced(model: Model) -> Any:
+def scale_params(model: Model) -> Any:
     """The parameters times 1.2, in host memory."""
     return jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(1.2), model.params)
 

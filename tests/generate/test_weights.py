@@ -1,5 +1,5 @@
-"""Parameters of an engine: replaced, they are those of a new engine, bit for bit; laid out for decoding, the same
-model."""
+"""Parameters of an engine: after a replacement they are those of a new engine, bit for bit; laid out for decoding, the
+same model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from families.case import loaded
 from families.cases import BY_NAME
-from generate.replacement_cases import answers, replaced
+from generate.replacement_cases import answers, scale_params
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate import programs
@@ -268,7 +268,7 @@ def test_processes_that_share_a_model_replace_its_parameters_together(stories260
     """Process 0 has the new arrays, and announces them: its answers are those of one device; see replacement_cases."""
     model = load(stories260k, dtype="float32")
     expected = [answers(model)]
-    model.replace_params(replaced(model))
+    model.replace_params(scale_params(model))
     expected.append(answers(model))
     np.savez(tmp_path / "arrays.npz", *jax.tree.leaves(model.params))
     with socket.socket() as probe:

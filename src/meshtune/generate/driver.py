@@ -100,7 +100,7 @@ def announce(driver: Driver | None, model: int, call: str, **arguments: object) 
     return driver.announce({"model": model, "call": call}, arguments)
 
 
-def _announced(method: Callable[..., R]) -> Callable[..., R]:
+def _announce_call(method: Callable[..., R]) -> Callable[..., R]:
     """The method, announced to other processes before it computes; its arguments are given by name."""
 
     @functools.wraps(method)
@@ -132,17 +132,17 @@ class BatchCaches:
         self.layers: dict[str, Tree] = {}
         self.counts: Counts | None = None
 
-    @_announced
+    @_announce_call
     def create(self, rows: int, slots: int) -> None:
         """Makes empty caches of `rows` rows of `slots` tokens."""
         self.layers = programs.empty_layers(self._spec, self._compute, rows, slots)
 
-    @_announced
+    @_announce_call
     def move(self, source: Numbers, slots: int) -> None:
         """Keeps the caches of the rows `source` only, in this order, with room for `slots` tokens."""
         self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
 
-    @_announced
+    @_announce_call
     def read(
         self,
         tokens: np.ndarray,
@@ -162,7 +162,7 @@ class BatchCaches:
         """See programs.holds_every_token, of these caches with `slots` tokens a row."""
         return programs.holds_every_token(self._spec, self._compute, slots)
 
-    @_announced
+    @_announce_call
     def count(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> None:
         """Counts the tokens of all rows, those of prompts and those generated since; with a `vocab` of 0 nothing."""
         in_prompt: Any = np.zeros((len(prompts), vocab), bool)
@@ -173,7 +173,7 @@ class BatchCaches:
                 np.add.at(times[row], list(ids), 1)
         self.counts = Counts(in_prompt, times)
 
-    @_announced
+    @_announce_call
     def decode(
         self,
         feed: Feed,

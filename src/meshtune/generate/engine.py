@@ -68,13 +68,13 @@ class Engine:
         replaced then.
         """
         changes = self.weights.changes(params)
-        with self.weights.unused(), announce(self.driver, self.model, "replace", changes=changes):
+        with self.weights.exclusive(), announce(self.driver, self.model, "replace", changes=changes):
             self.weights.replace(changes)
 
     @contextlib.contextmanager
     def computing(self, call: str, **arguments: object) -> Iterator[None]:
         """Announces a call that no batch belongs to, and keeps the parameters from being replaced during the block."""
-        with self.weights.in_use(), announce(self.driver, self.model, call, **arguments):
+        with self.weights.use(), announce(self.driver, self.model, call, **arguments):
             yield
 
     def scheduler(self, *, rows: int = 8, queue: int | None = None) -> Scheduler:

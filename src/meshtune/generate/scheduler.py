@@ -125,7 +125,7 @@ class Scheduler:
         Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
         self._drop_cancelled()
-        with self._weights.in_use():
+        with self._weights.use():
             if self._weights.version != self._version:
                 self._rows.restart()
                 self._version = self._weights.version

@@ -47,9 +47,9 @@ class Weights:
         self._changed = threading.Condition()
         self._users, self._replacing = 0, False
         self.version, self.adapters = 0, adapter_count(params)
-        self._use(params)
+        self._set(params)
 
-    def _use(self, params: Tree) -> None:
+    def _set(self, params: Tree) -> None:
         self.params, self.reading, self._decoding = params, params, None
         if self._spec.norm_head and not self._spec.scored:  # the norms of the head's rows, once for all tokens to come
             self.reading = params | {"head": params["head"] | {"scale": head_scale(params["head"], spec=self._spec)}}
@@ -69,7 +69,7 @@ class Weights:
         return self._base if adapter is None else self._selected[adapter]
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Keeps the parameters from being replaced while the block computes with them. Not to be nested."""
         with self._changed:
             self._changed.wait_for(lambda: not self._replacing)
@@ -82,7 +82,7 @@ class Weights:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def unused(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Waits until nothing computes with the parameters, and lets nothing begin during the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self._replacing)
@@ -109,7 +109,7 @@ class Weights:
         leaves, tree = jax.tree.flatten(self.params)
         for number, new in changes.items():
             leaves[int(number)] = _placed_like(leaves[int(number)], new)
-        self._use(jax.tree.unflatten(tree, leaves))
+        self._set(jax.tree.unflatten(tree, leaves))
         self.version += 1
 
 
