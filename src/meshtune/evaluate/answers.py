@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshtune.errors import UserError
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, Request
+from meshtune.generate.request import Generation, GenerationRequest
 from meshtune.generate.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Prompt:
     """A request with the strings that end its answer. `continued` writes the answer as the prompt's continuation, else
     as a separate text; `name` is that of its record."""
 
-    request: Request
+    request: GenerationRequest
     stop: tuple[str, ...] = ()
     continued: bool = False
     name: str = ""
