@@ -102,7 +102,7 @@ def _read_model(file: pathlib.Path) -> Any:
             fix=pip_install("sentencepiece"),
         ) from problem
     try:
-        model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+        model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())  # pyright: ignore[reportAttributeAccessIssue]
         if not model.pieces or not all(entry.piece and math.isfinite(entry.score) for entry in model.pieces):
             raise ValueError("it has no pieces, or pieces without a text or a score")
     except (DecodeError, ValueError, OSError) as problem:

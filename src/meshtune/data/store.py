@@ -211,7 +211,7 @@ def open_store(path: pathlib.Path) -> Store | None:
     if meta is None:
         return None
     arrays = {name: _read_array(path / f"{name}.bin", name, recorded) for name, recorded in meta["files"].items()}
-    return Store(path, **arrays, names=tuple(meta["sources"]), meta=meta["notes"])
+    return Store(path, names=tuple(meta["sources"]), meta=meta["notes"], **arrays)  # pyright: ignore[reportArgumentType]
 
 
 def _read_array(file: pathlib.Path, name: str, recorded: Mapping[str, int]) -> np.ndarray:

@@ -368,11 +368,13 @@ def _rope_theta(fields: ConfigFields, source: str, block: dict[str, Any], defaul
     theta = block.get("rope_theta", theta)
     if theta is not None:
         _check_number(fields, source, "rope_theta", theta)
-    if theta is None and default is None:
+    elif default is None:
         raise fields.error(
             "rope_theta", "rope_theta is missing", "add it; the family's published value is in its model card"
         )
-    return float(default if theta is None else theta)
+    else:
+        theta = default
+    return float(theta)
 
 
 def _rotated_share(fields: ConfigFields, source: str, block: dict[str, Any], default: float) -> float:

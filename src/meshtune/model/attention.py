@@ -250,7 +250,9 @@ class AttentionSpec(Mixer):
             tree["gate"] = linear_params((H, "heads"), d, bias=False)
         if self.sinks:
             tree["sinks"] = {"weight": ArraySpec((self.heads,), "float32", ("heads",), "zeros", role="vector")}
-        norms = {"q": (self.qk_norm, self.qk_norm_over, (self.heads, "heads"))}
+        norms: dict[str, tuple[NormSpec | None, NormOver, tuple[int, str]]] = {
+            "q": (self.qk_norm, self.qk_norm_over, (self.heads, "heads"))
+        }
         if self.reads is None:
             kv_heads = (self.kv_heads, "kv_heads")
             norms |= {"k": (self.qk_norm, self.qk_norm_over, kv_heads), "v": (self.v_norm, "head", kv_heads)}
