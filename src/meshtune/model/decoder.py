@@ -23,7 +23,7 @@ from meshtune.model.stacks import through_layers
 
 
 class Forward(NamedTuple):
-    """What a pass through the layers gives: normalised hidden states in compute.dtype, the next cache, and the layers'
+    """The result of a pass through the layers: normalised hidden states in compute.dtype, the next cache, and the layers'
     sums (see model.block.Output)."""
 
     hidden: Hidden
