@@ -79,8 +79,8 @@ class RowParams:
 class Carried(NamedTuple):
     """The state that a mixer carries from one chunk of a row to the next.
 
-    `arrays` are ArraySpecs [B, ..] by the names of its cache; `tokens` is the number of earlier tokens whose segments it
-    compares with those of the chunk.
+    `arrays` are ArraySpecs [B, ..] by the names of its cache; `tokens` is the number of earlier tokens whose segments
+    it compares with those of the chunk.
     """
 
     arrays: Tree
