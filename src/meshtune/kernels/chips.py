@@ -1,4 +1,4 @@
-"""What kernels need to know of the chip they are compiled for: its vendor, architecture and shared memory."""
+"""The chip that kernels are compiled for: its vendor, architecture and shared memory."""
 
 from __future__ import annotations
 

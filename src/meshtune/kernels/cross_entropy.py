@@ -201,7 +201,7 @@ def cross_entropy(
 
 
 class Terms(NamedTuple):
-    """What the loss of a position is, beside -log p(target)."""
+    """Terms of the loss of a position other than -log p(target)."""
 
     smoothing: float
     by_probability: bool

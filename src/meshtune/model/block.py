@@ -45,13 +45,13 @@ class Context:
     memory: tuple[Tree, SequenceInfo] | None = None
     chunk: Array | None = None
 
-    def keyed(self, name: str) -> Context:
+    def for_block(self, name: str) -> Context:
         """The context of the block called `name`, whose dropout is the same whatever other blocks exist."""
         return dataclasses.replace(self, key=fold(site_key(self.key, name), self.chunk), chunk=None)
 
 
 class Output(NamedTuple):
-    """What a block or a layer returns: the next hidden state, the next cache, and sums over the tokens.
+    """The result of a block or a layer: the next hidden state, the next cache, and sums over the tokens.
 
     `sums` are float32 arrays by name, in the shapes that `Block.sums` declares. They are added over chunks, layers of a
     model and devices, and are differentiated: router losses, loads of experts, statistics. `stored` is the memory that
@@ -77,8 +77,10 @@ class RowParams:
 
 
 class Carried(NamedTuple):
-    """What a mixer carries from one chunk of a row to the next: ArraySpecs [B, ..] by the names of its cache, and the
-    number of earlier tokens whose segments it compares with those of the chunk.
+    """The state that a mixer carries from one chunk of a row to the next.
+
+    `arrays` are ArraySpecs [B, ..] by the names of its cache; `tokens` is the number of earlier tokens whose segments
+    it compares with those of the chunk.
     """
 
     arrays: Tree
@@ -121,7 +123,7 @@ class Activation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a block costs for one token, over all devices.
+    """The cost of a block for one token, over all devices.
 
     `weights` are the multiplications with its weights in the forward pass (of experts: the active ones alone), `pairs`
     the operations for each earlier token that is attended to, of which `window` limits the number (None: no limit).
@@ -163,7 +165,7 @@ class Block(Protocol):
         ...
 
     def divisors(self) -> tuple[Divisor, ...]:
-        """What mesh axes must divide."""
+        """Sizes that mesh axes must divide."""
         ...
 
     def cost(self, embed: int) -> Cost: ...
@@ -173,7 +175,7 @@ class Block(Protocol):
         return {}
 
     def choices(self, compute: Compute) -> tuple[BlockChoice, ...]:
-        """What the block chooses by itself for `compute`, for the banner of a run."""
+        """Automatic choices of the block for `compute`, shown in the banner of a run."""
         return ()
 
     def loss(self, sums: Sums) -> Array | None:
@@ -183,7 +185,7 @@ class Block(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """A block with metrics of its own."""
+    """A block that has metrics."""
 
     def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
         """Metrics by name, each a total and its weight, from the sums of the whole model."""
@@ -217,19 +219,19 @@ class Mixer(Block, Protocol):
         return ()
 
     def row_params(self) -> RowParams | None:
-        """What is read when, where rows come in chunks; None for a mixer without a memory of every token."""
+        """Which parameters are read when rows come in chunks; None for a mixer without a memory of every token."""
         return None
 
     def carried(self, batch: int, dtype: str) -> Carried | None:
-        """What is passed on where rows come in chunks, as a RowState to `apply`; None for a mixer without a state."""
+        """The state between chunks of rows, given to `apply` as a RowState; None for a mixer without a state."""
         return None
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
-        """What later tokens need of each token, as arrays [B, T, ..]. Called only where `row_params` is not None."""
+        """Keys and values, or the like, as arrays [B, T, ..]. Called only if `row_params` is not None."""
         raise AssertionError(f"{self.name} takes whole rows")
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
-        """What `apply` asks of the attention kernels for rows in training; None for a mixer that uses none of them."""
+        """The request of `apply` to the attention kernels for rows in training; None for a mixer without attention."""
         return None
 
 
@@ -249,7 +251,7 @@ class SharedMemory(Protocol):
 
 
 class FeedForward(Block, Protocol):
-    """A block that treats every token by itself."""
+    """A block that computes every token separately."""
 
 
 BY_LAYER, SHARED = "by_layer", "shared_memory"

@@ -1,4 +1,4 @@
-"""What a model remembers of the tokens it has read: every mixer's own arrays, and the length of each row.
+"""The memory of the tokens that a model has read: every mixer's own arrays, and the length of each row.
 
 A row's token at position p is kept in slot p modulo the number of slots: a cache of a sliding window needs one window
 of slots, rows of one batch have lengths of their own, and padding takes no slot. Keys and values may be held as codes

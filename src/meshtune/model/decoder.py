@@ -23,8 +23,8 @@ from meshtune.model.stacks import through_layers
 
 
 class Forward(NamedTuple):
-    """What a pass through the layers gives: normalised hidden states in compute.dtype, the next cache, and the layers'
-    sums (see model.block.Output)."""
+    """The result of a pass through the layers: normalised hidden states in compute.dtype, the next cache, and the sums
+    of the layers (see model.block.Output)."""
 
     hidden: Hidden
     cache: Cache | None

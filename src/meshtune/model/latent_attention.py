@@ -138,7 +138,7 @@ class LatentAttentionSpec(Mixer):
     def _absorbed(
         self, q: Heads, latents: Mapping[str, Array], node: Tree, rows: SequenceInfo, past: Past, compute: Compute
     ) -> Array:
-        """What the heads' queries [B, T, H, kernel_dim] read of the latents, [B, T, H v]."""
+        """Attends with the heads' queries [B, T, H, kernel_dim] to the latents: [B, T, H v]."""
         weight = self._weight(node["kv_heads"], q.dtype)
         product = functools.partial(jnp.einsum, precision=matmul_precision(q.dtype), preferred_element_type=q.dtype)
         into = product("bthn,hnl->bthl", q[..., : self.head_dim], weight[:, : self.head_dim])

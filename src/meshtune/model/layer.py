@@ -118,7 +118,7 @@ def layer(x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, ca
 
 def _apply(spec: LayerSpec, block: Block, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
     """A block's result from the residual stream x, with its norms."""
-    x, context = spec.block_input(x, node, block), context.keyed(block.name)
+    x, context = spec.block_input(x, node, block), context.for_block(block.name)
     y, cache, sums, stored = block.apply(x, node[block.name], context, cast(Any, cache))
     if spec.placement in ("post", "both"):
         y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))

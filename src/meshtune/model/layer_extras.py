@@ -222,7 +222,7 @@ class LayerExtras:
         """The stream with the mixer's result, h, and `laurel` of the mixer's input x."""
         if self.laurel is None:
             return h
-        y = self.laurel.apply(x, node[self.laurel.name], context.keyed(self.laurel.name), None).y
+        y = self.laurel.apply(x, node[self.laurel.name], context.for_block(self.laurel.name), None).y
         return ((h + y).astype(jnp.float32) * 2**-0.5).astype(h.dtype)
 
     def leave(self, y: Hidden, predicted: Streams | None, node: Tree, context: Context) -> Hidden | Streams:
@@ -234,7 +234,7 @@ class LayerExtras:
             active = streams.output(y, node[streams.name])
         if self.per_layer is not None:
             name = self.per_layer.name
-            added = self.per_layer.apply(active, node[name], context.keyed(name), None).y
+            added = self.per_layer.apply(active, node[name], context.for_block(name), None).y
             y = y + added if streams is None else streams.with_added(y, added)
         return y * jax.lax.stop_gradient(node[SCALAR]["weight"]).astype(y.dtype) if self.scalar else y
 

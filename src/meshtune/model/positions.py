@@ -1,4 +1,4 @@
-"""What positions do to attention beside rotary embedding: biases of scores, and queries that grow."""
+"""Positions in attention other than rotary embedding: biases of scores, and queries that grow."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ HOST = jax.memory.Space.Host
 
 
 class LayerRunner(Protocol):
-    """What may stand at params["layers"] in the place of stacked parameters, for one pass of the model."""
+    """Runs the layers of one pass of the model, at params["layers"] in place of stacked parameters."""
 
     def apply(
         self,

@@ -82,7 +82,7 @@ def _same(items: Sequence[Hashable], first: int, second: int, width: int) -> boo
 
 
 class SideSpec(Protocol):
-    """What a model computes of its tokens once, for all layers to read: per-layer embeddings, for example.
+    """Inputs that a model computes from its tokens once, for all layers to read: per-layer embeddings, for example.
 
     `name` is the key of its parameters at the top of the tree.
     """
@@ -99,7 +99,7 @@ class SideSpec(Protocol):
         ...
 
     def divisors(self) -> tuple[Divisor, ...]:
-        """What mesh axes must divide."""
+        """Sizes that mesh axes must divide."""
         ...
 
 

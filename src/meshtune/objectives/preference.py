@@ -1,4 +1,4 @@
-"""Losses of single pairs as functions of log-probabilities, and the sums that all preference stages share."""
+"""Objectives of pairs of answers (DPO, CPO, ORPO, SimPO): their losses as functions of log-probabilities, and sums."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshtune.objectives.answers import AnswerLogProbs
-from meshtune.objectives.score import Score
+from meshtune.arrays.tree import Tree
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import AnswerLogProbs, answer_log_probs, reference_log_probs
+from meshtune.objectives.config import CpoConfig, DpoConfig, OrpoConfig, SimpoConfig
+from meshtune.objectives.score import Batch, Objective, Score
 
 PerPair = Float[Array, "*pairs"]
 
@@ -85,3 +89,89 @@ def preference_score(
         loss = loss + sft_weight * answers.nll
         sums["nll"] = jax.lax.stop_gradient(answers.nll)
     return Score(loss, jnp.sum(answers.unit_mask), sums, answers.layers)
+
+
+def dpo(config: DpoConfig) -> Objective:
+    """Direct preference optimisation (https://arxiv.org/abs/2305.18290) and variants that use a reference model.
+
+    The mean over pairs of a loss on beta times the difference between the answers' log-ratios to the reference.
+    """
+    beta, smoothing = config.beta, config.label_smoothing
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng, tail=config.ld_alpha)
+        reference = reference_log_probs(params, spec, compute, batch, tail=config.ld_alpha)
+        chosen, rejected = answers.first - reference[0], answers.second - reference[1]
+        logits = beta * (chosen - rejected)
+        match config.loss:
+            case "sigmoid":
+                losses = sigmoid_loss(logits, smoothing)
+            case "hinge":
+                losses = hinge_loss(logits)
+            case "ipo":
+                losses = ipo_loss(chosen / answers.lengths[0] - rejected / answers.lengths[1], beta)
+            case "robust":
+                losses = robust_loss(logits, smoothing)
+        return preference_score(answers, losses, (beta * chosen, beta * rejected), config.sft_weight)
+
+    return objective
+
+
+def cpo(config: CpoConfig) -> Objective:
+    """Contrastive preference optimisation, without a reference (https://arxiv.org/abs/2401.08417).
+
+    The mean over pairs of a loss on beta times the difference between the two answers' log-probabilities.
+    """
+    beta = config.beta
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng)
+        if config.loss == "ipo":
+            per_token = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
+            answers = answers._replace(first=per_token[0], second=per_token[1])
+        chosen, rejected = answers.first, answers.second
+        match config.loss:
+            case "sigmoid":
+                losses = sigmoid_loss(beta * (chosen - rejected), config.label_smoothing)
+            case "hinge":
+                losses = hinge_loss(beta * (chosen - rejected))
+            case "ipo":
+                losses = ipo_loss(chosen - rejected, beta)
+        return preference_score(answers, losses, (beta * chosen, beta * rejected), config.sft_weight)
+
+    return objective
+
+
+def orpo(config: OrpoConfig) -> Objective:
+    """Odds ratio preference optimisation, without a reference (https://arxiv.org/abs/2403.07691).
+
+    The chosen answers' cross-entropy per token, plus -beta log sigmoid(log odds ratio) per pair.
+    """
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng)
+        chosen, rejected = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
+        odds = log_odds(chosen, rejected)
+        losses = -config.beta * jax.nn.log_sigmoid(odds)
+        answers = answers._replace(first=chosen, second=rejected)
+        rewards = config.beta * chosen, config.beta * rejected
+        return preference_score(answers, losses, rewards, sft_weight=1.0, log_odds=odds)
+
+    return objective
+
+
+def simpo(config: SimpoConfig) -> Objective:
+    """Simple preference optimisation, without a reference (https://arxiv.org/abs/2405.14734).
+
+    The mean over pairs of -log sigmoid(beta * difference of average log-probabilities - gamma).
+    """
+    beta = config.beta
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng)
+        chosen, rejected = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
+        answers = answers._replace(first=chosen, second=rejected)
+        losses = sigmoid_loss(beta * (chosen - rejected) - config.gamma, config.label_smoothing)
+        return preference_score(answers, losses, (beta * chosen, beta * rejected), config.sft_weight)
+
+    return objective

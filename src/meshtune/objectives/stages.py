@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
-from meshtune.objectives import cpo, dpo, kto, orpo, rm, sft, simpo
+from meshtune.objectives import kto, preference, rm, sft
 from meshtune.objectives.config import (
     CpoConfig,
     DpoConfig,
@@ -81,10 +81,10 @@ STAGES: dict[str, Stage[Any]] = {
     "sft": Stage(SftConfig, sft.make, "SFT"),
     "pt": Stage(PtConfig, lambda options: sft.make(SftConfig()), "pretraining"),
     "rm": _preference_stage(RmConfig, rm.make, "reward model", has_score_head=True),
-    "dpo": _preference_stage(DpoConfig, dpo.make, "DPO", needs_reference=True, nll_mean=_sft_mean),
-    "orpo": _preference_stage(OrpoConfig, orpo.make, "ORPO", nll_mean=lambda options: options.sft_mean),
-    "simpo": _preference_stage(SimpoConfig, simpo.make, "SimPO", nll_mean=_sft_mean),
-    "cpo": _preference_stage(CpoConfig, cpo.make, "CPO", nll_mean=_sft_mean),
+    "dpo": _preference_stage(DpoConfig, preference.dpo, "DPO", needs_reference=True, nll_mean=_sft_mean),
+    "orpo": _preference_stage(OrpoConfig, preference.orpo, "ORPO", nll_mean=lambda options: options.sft_mean),
+    "simpo": _preference_stage(SimpoConfig, preference.simpo, "SimPO", nll_mean=_sft_mean),
+    "cpo": _preference_stage(CpoConfig, preference.cpo, "CPO", nll_mean=_sft_mean),
     "kto": Stage(
         KtoConfig,
         kto.make,

@@ -20,7 +20,7 @@ class TokenBlocks(NamedTuple):
 
 
 class BlockMask(NamedTuple):
-    """What masks and biases scores: the tokens of both sides in blocks, and which blocks may see each other.
+    """The mask and biases of scores: the tokens of both sides in blocks, and which blocks may see each other.
 
     `queries` has a token for each row R of a block of scores. `visible` is bool [q blocks, kv blocks]. `slopes` [K,R]
     are the ALiBi slopes of the rows, or None.

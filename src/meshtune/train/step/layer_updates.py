@@ -38,7 +38,7 @@ class Norm(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What the backward pass changes: all that is trained in the layers, its state by path, and the gradients' norm.
+    """The state of the backward pass: all that is trained in the layers, its state by path, and the gradients' norm.
 
     Of what is kept in the host's memory, by key of params["layers"]: `prefetched` is this layer's, on the device,
     `fetching` that of the layer below, and `writeback` that of the layer above, not yet written to the host. `top` is
@@ -227,7 +227,7 @@ class LayerUpdates:
         return [name for name, _ in named_leaves({"layers": {key: carry.trained[key]}})]
 
     def _stacks(self, carry: Carry, key: str) -> tuple[Tree, list[State]]:
-        """What is trained in all layers of a key, and the state of that."""
+        """The trained parameters of all layers of a key, and their state."""
         return carry.trained[key], [carry.state[name] for name in self._names(carry, key)]
 
     def _with_stacks(self, carry: Carry, key: str, stacks: tuple[Tree, list[State]]) -> Carry:

@@ -165,7 +165,7 @@ class _CutModel:
 
 
 class _OuterUpdates:
-    """What is in no layer, updated as its gradients come: `parameters` and the state `kept` of them."""
+    """Updates parameters outside of layers as their gradients come: `parameters` and their state `kept`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a train step changes: the trained parameters and what the optimizer keeps of them."""
+"""The state that a train step changes: trained parameters and the optimizer's state."""
 
 from __future__ import annotations
 
