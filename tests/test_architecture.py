@@ -139,7 +139,7 @@ def test_every_room_has_its_place():
 
 PERIPHERY = {"board", "cli", "evaluate", "generate", "hub", "launch", "plan", "quickstart", "serve"}
 PERIPHERAL = ("meshtune.config.foreign", "meshtune.families.gguf", "meshtune.weights.gguf", "meshtune.quantize.gguf")
-MOST_LINES = 47_000  # of this package that a small run of training imports; the goal is 40,000
+MOST_LINES = 46_500  # of this package that a small run of training imports; the goal is 40,000
 SMALL_RUN = """
 import json, pathlib, sys
 import meshtune
