@@ -31,13 +31,13 @@ def mix(
     A pure function of its arguments. Raises UserError for an unknown strategy, and where some sources have a weight and
     others do not; ValueError for a source without records.
     """
-    given = [weight for weight in weights if weight is not None]
+    set_weights = [weight for weight in weights if weight is not None]
     _check_mixture(lengths, weights, strategy)
-    if strategy == "concat" and not given:
+    if strategy == "concat" and not set_weights:
         source = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         return source, np.concatenate([np.arange(length) for length in lengths])
     rng = np.random.default_rng([seed, STREAM])
-    share = np.array(given or [1.0] * len(lengths), np.float64)
+    share = np.array(set_weights or [1.0] * len(lengths), np.float64)
     share /= share.sum()
     if strategy == "concat":
         return _concat(np.array(lengths), share, rng)
