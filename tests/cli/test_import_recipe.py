@@ -42,7 +42,7 @@ def test_a_recipe_goes_to_standard_output_and_the_report_beside_it(run, tmp_path
     assert code == 0
     assert load_recipe(str(tmp_path / "recipe.yaml")).train.batch_size == 4
     assert "wandb_entity" in err
-    assert "no effect here" in err
+    assert "without effect here: wandb_entity\n" in err
 
 
 def test_a_file_is_written_once_and_replaced_only_if_asked(run, tmp_path):
@@ -66,11 +66,11 @@ def test_refusals_are_all_named_and_nothing_is_written(run, tmp_path):
         assert f"  {key} (line" in err
 
 
-def test_commands_that_are_written_have_the_options_of_our_own(run):
+def test_the_commands_named_in_place_of_a_translation_have_the_options_of_our_own(run):
     content = {"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3"}
-    for more in ({"export_dir": "to"}, {"infer_backend": "huggingface", "quantization_bit": 4}):
-        code, out, _ = run(content | more)
-        words = shlex.split(out.splitlines()[-1])
+    for more in ({"export_dir": "to"}, {"infer_backend": "huggingface"}, {"do_predict": True, "dataset": "d"}):
+        code, out, err = run(content | more)
+        words = shlex.split(err.partition("fix: ")[2])
         verb = typer.main.get_command(app).commands[words[1]]  # pyright: ignore[reportAttributeAccessIssue]
-        assert code == 0
+        assert (code, out) == (2, "")
         verb.make_context(words[1], words[2:])
