@@ -151,10 +151,10 @@ def test_samples_compile_once_for_changing_parameters(model):
 
     given = (model.spec, model.compute, model.tokenizer, ["Once upon a time", "The dog"])
     first = sample(model.params, *given, chat=False, max_tokens=20)
-    compiled = programs.read_new._cache_size(), programs.decode._cache_size()  # pyright: ignore
+    compiled = programs.read._cache_size(), programs.decode._cache_size()  # pyright: ignore
     changed = jax.tree.map(lambda leaf: leaf * 1.1, model.params)
     assert sample(changed, *given, chat=False, max_tokens=20) != first
-    assert (programs.read_new._cache_size(), programs.decode._cache_size()) == compiled  # pyright: ignore
+    assert (programs.read._cache_size(), programs.decode._cache_size()) == compiled  # pyright: ignore
 
 
 @pytest.mark.slow

@@ -83,15 +83,16 @@ def test_greedy_answers_leave_those_over_a_float_cache_at_near_ties_alone(storie
 def test_a_prompt_that_a_row_holds_is_not_read_again_and_the_answer_is_the_same(stories, golden, monkeypatch):
     """A conversation that goes on in its row, beside another, gets the tokens that a new batch gives it."""
     counts = []
-    original = programs.read_on
+    original = programs.read
     monkeypatch.setattr(
-        programs, "read_on", lambda *args, **options: counts.append(int(np.sum(args[3]))) or original(*args, **options)
+        programs, "read", lambda *args, **options: counts.append(int(np.sum(args[3]))) or original(*args, **options)
     )
     shared = stories.scheduler(rows=2)
     prompts = golden[:40], golden[80:110]
     first, _ = run(shared, *(stories.request(prompt, max_tokens=9, stop_ids=[]) for prompt in prompts))
     turn = stories.request([*golden[:40], *first, 5, 6, 7], max_tokens=12, stop_ids=[])
-    assert not counts
+    assert counts == [39, 29]
+    counts.clear()
     (continued,) = run(shared, turn)
     assert counts == [3]  # the answer's last token and the new ones, less the last
     assert [continued] == run(stories.scheduler(rows=1), turn)

@@ -205,8 +205,9 @@ class Scheduler:
         constraints = [row.generation.constraint if row.generation else None for row in rows]
         masks = packed_masks(constraints, self._spec.vocab)
         # What a grammar allows is known only once the token before is.
-        steps = 1 if masks.size else min(steps, max(self._rows.remaining(row) for _, row in live))
-        longest = max(len(row.cached.tokens) + min(steps, self._rows.remaining(row)) for _, row in live)
+        remaining = [self._rows.remaining(row) for row in rows]
+        steps = 1 if masks.size else min(steps, max(remaining))
+        longest = max(len(row.cached.tokens) + min(steps, remaining[n]) for n, row in live)
         if longest > self._rows.slots:
             self._rows.resize(len(rows), longest)
             assert all(row is self._rows.rows[n] for n, row in live), "rows that decode stay where they are"
@@ -217,7 +218,7 @@ class Scheduler:
         if counts is None or (switches.counts and not counts.generated.shape[1]):
             self._count(self._spec.vocab if switches.counts else 0)
         decoded = self._caches.decode(
-            feed=self._feed(),
+            feed=self._feed(remaining),
             knobs=knobs,
             steps=steps,
             leave=self.waiting > 0,
@@ -228,14 +229,14 @@ class Scheduler:
         decoded = jax.tree.map(np.asarray, decoded)
         return [self._extend(n, row, decoded) for n, row in live]
 
-    def _feed(self) -> Feed:
+    def _feed(self, remaining: list[int]) -> Feed:
         rows = self._rows.rows
         stop_ids = [row.generation.request.stop_ids if row.generation else frozenset() for row in rows]
         width = max(8, -(-max(map(len, stop_ids)) // 8) * 8)  # so that their number rarely compiles a program
         columns = {
             "token": [row.generation.newest if row.generation else 0 for row in rows],
             "length": [len(row.cached.tokens) for row in rows],
-            "remaining": [self._rows.remaining(row) for row in rows],
+            "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshtune import __version__
+import meshtune
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
@@ -25,6 +25,8 @@ from meshtune.runs.sources import find
 from meshtune.serve.errors import ApiError
 from meshtune.serve.grammar import Grammars
 from meshtune.serve.worker import Worker
+
+VERSION = meshtune.__version__
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +57,7 @@ class Served:
     def fingerprint(self) -> str:
         """The version, dtype and cache that the numbers of an answer depend on."""
         cache = self.model.engine.compute.cache
-        return f"meshtune-{__version__}-{self.model.engine.compute.dtype}{f'-cache-{cache}' if cache else ''}"
+        return f"meshtune-{VERSION}-{self.model.engine.compute.dtype}{f'-cache-{cache}' if cache else ''}"
 
     def response_head(self, prefix: str, name: str) -> dict[str, Any]:
         """The fields of a response or a chunk of a stream, but its choices."""
