@@ -28,11 +28,10 @@ def _sections(command: Any, name: str) -> Iterator[list[str]]:
         if (record := parameter.get_help_record(context)) is not None
     ]
     records = [(left, right) for left, right in records if not left.endswith("--help")]
-    rows = [f"| `{_line(left)}` | {_line(right)} |" for left, right in records]
     yield [f"## {name}", "", _line(command.help), "", "```text", usage, "```", ""]
-    yield ["| | |", "| --- | --- |", *rows, ""]
+    yield [*(f"- `{_line(left)}`: {_line(right)}" for left, right in records), ""]
 
 
 def _line(text: str | None) -> str:
-    """Text as one line within a table."""
-    return " ".join((text or "").replace("\f", " ").split()).replace("|", "\\|")
+    """Text as one line."""
+    return " ".join((text or "").replace("\f", " ").split())
