@@ -20,8 +20,7 @@ prints this page.
 windows and original contexts, and with packed documents. The models are small, with random weights. Baichuan is
 compared with a transcription of its equations, and InternLM 2 and Kimi K2 with families of the same mathematics.
 `pytest -m slow tests/families/test_matrix.py -k NAME` tests the rest for one family: gradients, generation, exported
-files, LoRA in peft, LoRA over nf4, chunks, updates in the backward pass, and meshes of simulated devices. "Published"
-in the last column means that a published model was compared too.
+files, LoRA in peft, LoRA over nf4, chunks, updates in the backward pass, and meshes of simulated devices.
 
 **Every family** has these, unless its row says "no ...":
 
@@ -95,21 +94,21 @@ def markdown_page() -> str:
     lines += [
         "**GGUF** names llama.cpp's architecture ([export and import](going-to.md)). `--gguf` refuses models without."
     ]
-    lines += [""]
+    published = [f"`{name}`" for name, entry in entries().items() if entry["compared_on"] == "published weights"]
+    lines += [f"Published weights of these were compared too: {', '.join(published)}.", ""]
     group = ""
     for model_type, entry in entries().items():
         if entry["group"] != group:
             group = entry["group"]
             lines += [*([""] if lines[-1] else []), f"## {group.capitalize()}", ""]
-            lines += ["| model_type | models | special | template | GGUF | weights |", "| --- " * 6 + "|"]
+            lines += ["| model_type | models | special | template | GGUF |", "| --- " * 5 + "|"]
         models = ": ".join(
             [entry["title"], *([", ".join(f"`{m}`" for m in entry["models"])] if entry["models"] else [])]
         )
         template = f"`{entry['chat_template']}`" if entry["chat_template"] else ""
         gguf = f"`{entry['gguf']}`" if entry["gguf"] else ""
         special = "; ".join([entry["special"], *(f"no {name}" for name in entry["limits"])])
-        cells = [f"`{model_type}`", models, special, template, gguf, entry["compared_on"].removesuffix(" weights")]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| `{model_type}` | {models} | {special} | {template} | {gguf} |")
     return "\n".join(lines) + "\n"
 
 
