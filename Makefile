@@ -27,7 +27,7 @@ COMPILERS := .compilers
 PEERS := .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-peers test-board test-gpu test-deviceless test-fuzz check lint format types lock lock-images wheel clean
+.PHONY: help quickstart install test test-changed test-slow test-peers test-board test-gpu test-deviceless test-fuzz check lint format types lock lock-images wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -39,6 +39,10 @@ install: $(TEST) ## Make .venv with everything, tests and linters included
 
 test: $(TEST) ## The fast tests: minutes, CPU; JOBS=1 for one process
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25
+
+test-changed: $(TEST) ## The fast tests of what changed since a commit: BASE=main, by default what is not committed
+	@tests=$$($(PY) tests/changed.py $(or $(BASE),HEAD)); if [ -z "$$tests" ]; then echo "no test imports what changed"; \
+	  else $(PYTEST) -n $(JOBS) --dist loadfile $$tests; fi
 
 test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 	$(PYTEST) -m slow
@@ -74,6 +78,9 @@ types: $(TEST) ## Static types
 format: $(TEST) ## Format, and fix what lint can fix
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+translations: $(TEST) ## List the texts of the board that are not translated
+	@$(PY) tests/board/translations.py
 
 lock: $(TEST) ## Write the versions in .venv to constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --disable-pip-version-check --exclude-editable 2>/dev/null \

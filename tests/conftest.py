@@ -5,18 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from meshtune.cache import processor_key
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # commands that tests start write none into the user's cache
-    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / ".pytest_cache" / "programs" / processor_key()
+MOST_BYTES = 2 << 30  # of compiled programs; a folder that has grown beyond them is emptied
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # shared by tests, workers and the commands that tests start
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 MAPPED_REGIONS = 25_000  # after which compiled programs are freed
 
 
@@ -27,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not config.option.markexpr.startswith("not slow"):
         return
+    if PROGRAMS.is_dir() and sum(path.stat().st_size for path in PROGRAMS.iterdir()) > MOST_BYTES:
+        shutil.rmtree(PROGRAMS, ignore_errors=True)
     before = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {before or ''}"
     import jax

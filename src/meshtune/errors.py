@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
 import re
 from collections.abc import Iterable
 
 MAX_NAME = 200  # characters of a name that is compared with others
+
+# What to do about a path that the system refuses.
+UNREADABLE = {
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.ELOOP: "the symbolic link leads back to itself: name the file itself, or make the link again",
+    errno.ENAMETOOLONG: "give a path whose parts are below 256 bytes",
+    errno.ENOTDIR: "a part of the path is a file: check the path",
+    errno.EROFS: "give a path on a file system that can be written",
+    errno.ENOSPC: "free space on its disk, or give a path on another",
+    errno.EDQUOT: "free space on its disk, or give a path on another",
+    errno.EIO: "look at the disk",
+    errno.ESTALE: "look at the network's file system",
+}
 
 
 class UserError(ValueError):
@@ -29,6 +44,14 @@ class UserError(ValueError):
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.where, self.fix)
+
+
+def path_error(error: OSError) -> UserError | None:
+    """Turns the system's refusal of a path (its name, permissions, disk) into a UserError; other errors give None."""
+    if error.errno not in UNREADABLE or not error.filename:
+        return None
+    paths = " to ".join(str(path) for path in (error.filename, error.filename2) if path)
+    return UserError(f"the path cannot be used: {error.strerror}", where=paths, fix=UNREADABLE[error.errno])
 
 
 # Names in a stranger's file may hold what moves a terminal's cursor, or no encoding can write.

@@ -17,9 +17,8 @@ from boards import request
 from browsers import IMAGES, chromium, complaints, eventually, look, running, texts
 
 from meshtune.board import queue
-from meshtune.board.job import EXIT, LOG, PROCESS, replace_json
-from meshtune.board.kinds.serve import TOKEN
-from meshtune.board.process import identify
+from meshtune.board.job import EXIT, LOG, PROCESS, identify, replace_json
+from meshtune.board.kinds import TOKEN_FILE
 from meshtune.board.workspace import Workspace, workspace_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -104,7 +103,7 @@ def job(workspace: Workspace, kind: str, name: str, output: pathlib.Path | None,
         runner = identify(os.getpid())
         assert runner is not None
         replace_json(folder / PROCESS, {"runner": runner.to_json()})
-        (folder / TOKEN).write_text("token")
+        (folder / TOKEN_FILE).write_text("token")
     return folder.name
 
 

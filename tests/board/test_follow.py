@@ -7,8 +7,7 @@ import os
 import pathlib
 import zlib
 
-from meshtune.board.follow import START, log_end, read_lines, read_text
-from meshtune.board.records import all_rows, last_update, plain
+from meshtune.board.follow import START, all_rows, last_update, log_end, plain, read_lines, read_text
 
 
 def line(**row: object) -> bytes:

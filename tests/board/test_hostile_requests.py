@@ -16,11 +16,9 @@ from starlette.routing import Mount, Route
 
 from meshtune.board import queue
 from meshtune.board.job import EXIT, PROCESS, Job
-from meshtune.board.paths import check_job, checked_recipe
-from meshtune.board.planner import Planner
 from meshtune.board.routes import all_routes
-from meshtune.board.state import BoardState
-from meshtune.board.workspace import Workspace, workspace_at
+from meshtune.board.state import BoardState, Planner
+from meshtune.board.workspace import Workspace, check_job, checked_recipe, workspace_at
 from meshtune.config.schema import json_schema
 from meshtune.errors import UserError
 from meshtune.quickstart import DIRECTORY

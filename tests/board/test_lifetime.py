@@ -17,7 +17,7 @@ import psutil
 import pytest
 from boards import recipe, wait
 
-from meshtune.board.process import JOB_VARIABLE
+from meshtune.board.job import JOB_VARIABLE
 
 STEPS = 400
 

@@ -11,7 +11,7 @@ import pytest
 from boards import READABLE, client
 
 from meshtune.arrays.tree import flatten
-from meshtune.board.routes.models import listed
+from meshtune.board.routes.results import listed
 from meshtune.board.workspace import workspace_at
 from meshtune.model.spec import abstract_params
 from meshtune.quickstart import MODEL

@@ -41,9 +41,10 @@ def names(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_every_language_says_the_same(language: str):
+def test_texts_are_those_of_the_english_page(language: str):
+    """A text that is not translated yet may be missing; `make translations` lists it."""
     english, other = flat(texts("en")), flat(texts(language))
-    assert list(other) == list(english)
+    assert set(other) <= set(english)
     for key, text in other.items():
         assert text.strip(), key
         assert names(text) == names(english[key]), key
@@ -101,8 +102,9 @@ def test_nothing_comes_from_another_host():
 
 
 def test_the_page_is_light():
-    """Below 300 KB with one language and its help, which the Recipe page alone asks for, before compression."""
+    """Below 300 KB with English, another language and its help, before compression."""
     languages = [path.stat().st_size for path in (PAGE / "text").glob("*.json")]
+    english = (PAGE / "text/en.json").stat().st_size
     helps = [path.stat().st_size for path in (PAGE / "text/help").iterdir()]
     rest = [path.stat().st_size for path in PAGE.rglob("*") if path.is_file() and PAGE / "text" not in path.parents]
-    assert sum(rest) + max(languages) + max(helps) < 300_000
+    assert sum(rest) + english + max(languages) + max(helps) < 300_000

@@ -13,8 +13,18 @@ import pytest
 from boards import READABLE, request, wait
 
 from meshtune.board import queue
-from meshtune.board.job import EXIT, PROCESS, RECIPE, STOP, read_job, read_jobs, replace_json
-from meshtune.board.process import JOB_VARIABLE, end_processes_of, identify
+from meshtune.board.job import (
+    EXIT,
+    JOB_VARIABLE,
+    PROCESS,
+    RECIPE,
+    STOP,
+    end_processes_of,
+    identify,
+    read_job,
+    read_jobs,
+    replace_json,
+)
 from meshtune.board.runner import main as run
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.errors import UserError

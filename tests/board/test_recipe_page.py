@@ -11,9 +11,9 @@ import pytest
 from boards import READABLE, client, recipe
 
 import meshtune.board
-from meshtune.board.planner import Planner
 from meshtune.board.presets import NAMES, presets
 from meshtune.board.recipe_text import Change, change_of, changed, content_of, dumped
+from meshtune.board.state import Planner
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.short_forms import written_out

@@ -11,8 +11,8 @@ from boards import READABLE, client, recipe, wait
 from hub.fake_hub import TOKEN as SECRET
 from hub.fake_hub import running_hub
 from meshtune.board import queue
-from meshtune.board.measured import measured
 from meshtune.board.routes.compare import _without_defaults
+from meshtune.board.routes.results import read_figures
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.quickstart import LESSON, MODEL
 
@@ -86,11 +86,11 @@ def test_two_models_stand_side_by_side_while_the_second_is_measured(tmp_path: pa
     (tmp_path / "base" / "metrics.json").write_text('{"loss": 1.5, "chrf": NaN, "signature": "x", "whole": true}')
     tasks = {"tasks": [{"name": "arc_easy", "metrics": {"acc,none": 0.25, "acc,strict": 0.5}}]}
     (tmp_path / "base" / "tasks.json").write_text(json.dumps(tasks))
-    shown = measured(tmp_path)
+    shown = read_figures(tmp_path)
     figures = {"loss": 1.5, "arc_easy acc": 0.25, "arc_easy acc,strict": 0.5}
     assert shown["models"] == [{"name": "base", "figures": figures}, {"name": "tuned", "figures": {}}]
     assert [row["answers"] for row in shown["rows"]] == [["a", "c"], ["b", None]]
-    assert measured(tmp_path / "none") == {"models": [], "rows": []}
+    assert read_figures(tmp_path / "none") == {"models": [], "rows": []}
 
 
 def test_a_report_runs_nothing(workspace):

@@ -9,7 +9,7 @@ import pytest
 from boards import READABLE, TOKEN, client, recipe, wait
 
 from meshtune.board import queue
-from meshtune.board.served import address_of
+from meshtune.board.routes.talk import address_of
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.quickstart import MODEL
 

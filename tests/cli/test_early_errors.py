@@ -185,3 +185,35 @@ def test_other_packages_can_import_torch_in_a_command():
         "assert not transformers.utils.is_torch_available()\nimport importlib.util as u\nassert u.find_spec('torch')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LONG = "x" * 300  # no file system has names of so many bytes
+LINKS = "links"  # a symbolic link that leads to itself
+
+
+@pytest.mark.parametrize("path", [LONG, LINKS], ids=["too long", "a link to itself"])
+def test_a_path_that_the_system_refuses_is_no_defect(recipe, tmp_path, path):
+    """In every place for a path: an error of the user, with the path and what to do."""
+    (tmp_path / LINKS).symlink_to(LINKS)
+    keys = [
+        "model",
+        "data.train",
+        "data.validation",
+        "output",
+        "model.chat_template",
+        "model.tokenizer",
+        "model.adapter",
+    ]
+    verbs = [
+        ["generate", path],
+        ["eval", path],
+        ["chat", path],
+        ["serve", path],
+        ["push", path, "a/b"],
+        ["train", path],
+    ]
+    verbs += [["export", path, "--to", "out"], ["predict", path, "--data", "data.jsonl"], ["import", path]]
+    command_lines = [["train", recipe, f"{key}={path}"] for key in keys] + verbs
+    for arguments, (code, output, _) in zip(command_lines, run(*command_lines, cwd=tmp_path), strict=True):
+        assert code == 2, (arguments[:2], output)
+        assert "error: " in output.replace("Error: ", "error: "), arguments[:2]

@@ -138,7 +138,9 @@ def test_an_index_that_names_tensors_its_shards_lack_is_refused(make_model):
     assert f"'model.extra.weight', which it says is in {shard}" in message
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "pytorch_model.bin", 3])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "pytorch_model.bin", 3, "x" * 300 + ".safetensors"]
+)
 def test_an_index_may_name_safetensors_beside_it_alone(make_model, shard):
     directory = make_model("llama", max_shard_size=20_000)
     index = directory / "model.safetensors.index.json"

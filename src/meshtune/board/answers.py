@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from meshtune.board.follow import plain
 from meshtune.board.queue import NoSuchJob
-from meshtune.board.records import plain
 from meshtune.config.problems import RecipeError
 from meshtune.errors import UserError
 from meshtune.serve.body import json_body
@@ -55,23 +55,23 @@ def problems_of(error: Exception) -> list[dict[str, str | None]]:
     return [{"path": None, "message": as_api_error(error).message, "fix": None}]
 
 
-async def refused(_: Request, error: Exception) -> Response:
+async def answer_refusal(_: Request, error: Exception) -> Response:
     """The answer to a request that cannot be done."""
     status = 404 if isinstance(error, NoSuchJob) else as_api_error(error).status
     return Answer({"problems": problems_of(error)}, status)
 
 
-async def malformed(_: Request, error: Exception) -> Response:
+async def answer_malformed(_: Request, error: Exception) -> Response:
     """The answer to input that Python cannot hold: nested deeper than it recurses, a number beyond its range, text that
     is no Unicode."""
     kinds = {RecursionError: "it is nested too deeply", OverflowError: "a number in it is too large"}
     reason = next(
         (reason for kind, reason in kinds.items() if isinstance(error, kind)), "its text is not valid Unicode"
     )
-    return await refused(_, ApiError(400, f"the request cannot be read: {reason}"))
+    return await answer_refusal(_, ApiError(400, f"the request cannot be read: {reason}"))
 
 
-async def unwritable(_: Request, error: Exception) -> Response:
+async def answer_unwritable(_: Request, error: Exception) -> Response:
     """The answer where the disk refused: it is full, or a file is not this user's; 400 where the path is the cause."""
     assert isinstance(error, OSError)
     if error.errno in BAD_PATH:
@@ -82,8 +82,8 @@ async def unwritable(_: Request, error: Exception) -> Response:
     return Answer({"problems": [problem]}, 507)
 
 
-async def unknown(request: Request, error: Exception) -> Response:
+async def answer_unknown(request: Request, error: Exception) -> Response:
     """The answer to a request for what there is not."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path} is not part of the board"
-    return await refused(request, ApiError(error.status_code, message))
+    return await answer_refusal(request, ApiError(error.status_code, message))

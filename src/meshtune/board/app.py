@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshtune.board.answers import malformed, refused, unknown, unwritable
+from meshtune.board.answers import answer_malformed, answer_refusal, answer_unknown, answer_unwritable
 from meshtune.board.routes import all_routes
 from meshtune.board.routes.session import SESSION
 from meshtune.board.state import BoardState
@@ -23,10 +23,10 @@ MAX_UPLOAD = 2 * 2**30  # bytes
 # Bodies come as JSON, files as bytes: a form of another site can send neither.
 CONTENT_TYPES = ("application/json", "application/octet-stream")
 HANDLERS = {
-    **dict.fromkeys((ApiError, UserError), refused),
-    **dict.fromkeys((RecursionError, OverflowError, UnicodeError), malformed),
-    HTTPException: unknown,
-    OSError: unwritable,
+    **dict.fromkeys((ApiError, UserError), answer_refusal),
+    **dict.fromkeys((RecursionError, OverflowError, UnicodeError), answer_malformed),
+    HTTPException: answer_unknown,
+    OSError: answer_unwritable,
 }
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

@@ -1,12 +1,15 @@
-"""Models, adapters, runs and GGUF files that lie in the folders of a board."""
+"""Lists models, adapters, runs and GGUF files in the folders of a board, and proposes names of outputs."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from meshtune.board.records import is_run, run_json
+from meshtune.board.follow import is_run, run_json
+from meshtune.board.job import read_jobs
 from meshtune.board.workspace import FOLDER, Workspace
 
 DEPTH = 4  # folders below a root
@@ -51,3 +54,14 @@ def catalogue(workspace: Workspace) -> list[dict[str, Any]]:
 
 def _is_model(names: set[str]) -> bool:
     return "config.json" in names and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+
+
+def propose_output(workspace: Workspace, model: Mapping[str, Any]) -> str:
+    """An output for a run that tunes `model`, a recipe's section as it is written out."""
+    name = pathlib.Path(str(model.get("path") or model.get("adapter") or "run")).name.removesuffix(".gguf")
+    name = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
+    planned = {job.output for job in read_jobs(workspace.jobs)}
+    number = 1
+    while (path := workspace.root / "runs" / f"{name}-{number}").exists() or path in planned:
+        number += 1
+    return workspace.shown(path)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 
 from meshtune.board import slurm
 from meshtune.board.devices import CPU, used
+from meshtune.board.follow import is_run
 from meshtune.board.job import (
     ACTIVE,
     ATTEMPTS,
@@ -29,17 +30,16 @@ from meshtune.board.job import (
     LOG,
     PROCESS,
     RECIPE,
+    SECRET,
     STOP,
     Job,
     JobRequest,
+    end_processes_of,
     read_job,
     read_jobs,
     replace_json,
 )
-from meshtune.board.paths import check_job
-from meshtune.board.process import SECRET, end_processes_of
-from meshtune.board.records import is_run
-from meshtune.board.workspace import Workspace
+from meshtune.board.workspace import Workspace, check_job
 from meshtune.errors import UserError
 from meshtune.runs.output import RUN
 

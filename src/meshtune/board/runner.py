@@ -17,8 +17,20 @@ import time
 from collections.abc import Mapping
 
 from meshtune.board.devices import environment
-from meshtune.board.job import EXIT, LOG, PROCESS, PROGRESS, STOP, Job, read_job, replace_json
-from meshtune.board.process import JOB_VARIABLE, SECRET, end_processes_of, identify
+from meshtune.board.job import (
+    EXIT,
+    JOB_VARIABLE,
+    LOG,
+    PROCESS,
+    PROGRESS,
+    SECRET,
+    STOP,
+    Job,
+    end_processes_of,
+    identify,
+    read_job,
+    replace_json,
+)
 from meshtune.runs.progress import VARIABLE
 
 RESERVED = 2048  # bytes set aside at the start, so that the end can be written on a disk that is full by then
@@ -92,8 +104,7 @@ def _run(job: Job, secrets: Mapping[str, str]) -> int | None:
 
 def _paths_problem(job: Job) -> str | None:
     """Why the paths of a job may not be opened: they led into the workspace when it was asked for, and no longer do."""
-    from meshtune.board.paths import check_job
-    from meshtune.board.workspace import Workspace
+    from meshtune.board.workspace import Workspace, check_job
     from meshtune.errors import UserError
 
     request = job.request

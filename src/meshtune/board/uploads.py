@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from typing import IO
 
-from meshtune.board.measured import MODELS
+from meshtune.board.routes.results import MODELS
 from meshtune.board.workspace import FOLDER, Workspace
 from meshtune.data.sources import READERS, file_type
 from meshtune.errors import UserError

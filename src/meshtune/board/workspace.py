@@ -1,4 +1,4 @@
-"""The folders of a board: where it keeps jobs, and which paths may be read and written through it."""
+"""The folders that a board may read and write, and the paths of requests and recipes in them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import os
 import pathlib
 import re
 import unicodedata
+from collections.abc import Iterator, Sequence
 
+from meshtune.board.job import RECIPE, Job, read_json
+from meshtune.board.recipe_text import content_of
+from meshtune.config.foreign.detect import is_foreign
+from meshtune.config.load import load_recipe, silent
+from meshtune.config.recipe import Recipe
+from meshtune.data.chat_templates import template_names
+from meshtune.data.registry import FILE, Registry
 from meshtune.errors import UserError
+from meshtune.runs.sources import START
+from meshtune.runs.states import MARK
 
 FOLDER = "meshtune-board"  # below the root
 MAX_PATH, MAX_NAME = 4000, 255  # characters; bytes of one name in a path
@@ -148,3 +158,158 @@ def workspace_at(root: pathlib.Path, readable: tuple[pathlib.Path, ...] = ()) ->
 
 def _absolute(path: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(os.path.realpath(path.expanduser()))
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+OVERRIDE = re.compile(r"[\w.]+=")
+
+
+def checked_recipe(workspace: Workspace, text: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML text, whose local paths lie inside the workspace. Raises: UserError."""
+    content = content_of(text)
+    if (tool := is_foreign(content)) is not None:
+        raise UserError(f"this is a recipe of {tool}", where=RECIPE, fix="import it")
+    recipe = load_recipe(content, overrides, notify=silent)
+    check_paths(workspace, recipe)
+    return recipe
+
+
+def check_paths(workspace: Workspace, recipe: Recipe) -> None:
+    """Raises: UserError for a path of a recipe, or in what its paths lead to, that lies outside the workspace."""
+    workspace.to_write(recipe.output, "output")
+    for where, path in _models(recipe):
+        check_references(workspace, workspace.source(path, where), where)
+    for where, path in _data(recipe):
+        _check_folder(workspace, workspace.source(path, where), where)
+    if recipe.model.chat_template and recipe.model.chat_template not in template_names():
+        workspace.to_read(recipe.model.chat_template, "model.chat_template")
+    for where, path in _registry_paths(workspace, recipe):
+        _check_folder(workspace, workspace.source(path, where), where)
+
+
+def check_references(workspace: Workspace, source: str, where: str) -> str:
+    """`source`, a model, adapter or run that was resolved, if what its files refer to lies inside the workspace too:
+    the base of an adapter, the model of a run. Raises: UserError."""
+    folder = workspace.root / source
+    if (folder / START).exists():  # the model that a run made itself and began with
+        _check_resolved(workspace, folder / START, f"{where}: {START}")
+    for place in (folder, folder / "adapter"):
+        base = read_json(place / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if isinstance(base, str) and base.strip():
+            expanded = pathlib.Path(os.path.expanduser(base))
+            # As meshtune.runs.sources looks for it.
+            nearby = (place / expanded, place.parent / expanded, place.parent / expanded.name)
+            for path in (workspace.root / expanded, *nearby):
+                if path.exists():
+                    _check_resolved(workspace, path, f"{where}: base_model_name_or_path")
+    if (folder / RECIPE).is_file():
+        try:
+            recipe = load_recipe(content_of((folder / RECIPE).read_text(encoding="utf-8")), notify=silent)
+        except (OSError, UnicodeDecodeError, UserError):
+            return source  # its reader says what is wrong
+        for key, path in _models(recipe):
+            if (workspace.root / path).exists():  # it hides an id of the hub
+                _check_resolved(workspace, workspace.root / path, f"{where}: {key}")
+    return source
+
+
+def check_job(workspace: Workspace, job: Job) -> None:
+    """Checks the paths of a job's command again, which may lead elsewhere by now. Raises: UserError."""
+    if job.output is not None:
+        workspace.to_write(str(job.output), "output")
+    arguments = job.request.arguments
+    if job.request.kind == "train":
+        file = next((argument for argument in arguments if argument.endswith(RECIPE)), None)
+        overrides = [argument for argument in arguments if OVERRIDE.match(argument)]
+        if file is not None:
+            checked_recipe(workspace, pathlib.Path(file).read_text(encoding="utf-8"), overrides)
+        return
+    for argument in arguments:
+        text = argument.partition("=")[2] or argument
+        for path in dict.fromkeys((text, text.rpartition(MARK)[0])):  # RUN@best is a state of RUN
+            if path and os.path.lexists(workspace.root / path):
+                check_references(workspace, workspace.source(path), path)
+
+
+def check_foreign(workspace: Workspace, key: str, value: object) -> None:
+    """Raises: UserError for a path that leads outside, anywhere in `value`, the content of another tool's recipe."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            check_foreign(workspace, f"{key}.{name}".strip("."), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            check_foreign(workspace, key, inner)
+    elif isinstance(value, str) and value.strip() and "\n" not in value:
+        parts = value.strip().split("/")
+        if (
+            value.strip().startswith(("/", "~", "file:"))
+            or ".." in parts
+            or os.path.lexists(workspace.root / value[:1000])
+        ):
+            workspace.to_read(value, key)
+
+
+def _check_resolved(workspace: Workspace, path: pathlib.Path, where: str) -> None:
+    workspace.to_read(os.path.realpath(path), where)
+
+
+def _check_folder(workspace: Workspace, source: str, where: str) -> None:
+    """The files of a folder of data, and of the splits and subjects in it, are not links that lead outside."""
+    for folder, folders, files in os.walk(workspace.root / source):
+        for path in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(path):
+                _check_resolved(workspace, pathlib.Path(path), where)
+        if folder != str(workspace.root / source):
+            folders.clear()
+
+
+def _models(recipe: Recipe) -> list[tuple[str, str]]:
+    """(key, value) of every model, adapter and tokenizer in a recipe; of a state (RUN@best) the run as well."""
+    model = recipe.model
+    paths = [
+        ("model.path", model.path),
+        ("model.tokenizer", model.tokenizer),
+        ("model.adapter", model.adapter),
+        *(("model.merge_adapters", path) for path in model.merge_adapters),
+        ("stage.reference", getattr(recipe.stage, "reference", None)),
+    ]
+    return [(where, part) for where, path in paths if path for part in (path, path.rpartition(MARK)[0]) if part]
+
+
+def _data(recipe: Recipe) -> list[tuple[str, str]]:
+    """(key, value) of every source of records in a recipe."""
+    data = recipe.data
+    paths = [("data.registry", data.registry)]
+    for split, sources in (("train", data.train), ("validation", data.validation)):
+        if isinstance(sources, list):
+            paths += [(f"data.{split}.{index}.path", source.path) for index, source in enumerate(sources)]
+    if recipe.evaluate is not None:
+        paths += [(f"evaluate.tasks.{name}", path) for name, path in recipe.evaluate.tasks.items()]
+    return [(where, path) for where, path in paths if path]
+
+
+def _registry_paths(workspace: Workspace, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, path) of the files and folders that the named entries of a registry lead to; wrong entries are refused by
+    their reader."""
+    data = recipe.data
+    if data.registry is None:
+        return
+    registry = workspace.to_read(data.registry, "data.registry")
+    file = registry / FILE if registry.is_dir() else registry
+    workspace.to_read(os.path.realpath(file), "data.registry")
+    try:
+        entries = Registry.load(str(file)).entries
+    except UserError:
+        return
+    for split, sources in (("train", data.train), ("validation", data.validation)):
+        for index, section in enumerate(sources if isinstance(sources, list) else []):
+            entry = entries.get(section.name) if section.name is not None else None
+            if isinstance(entry, dict):
+                where = f"data.{split}.{index}.name"
+                for key in ("hf_hub_url", "ms_hub_url"):
+                    if isinstance(path := entry.get(key), str):
+                        yield where, path
+                        if isinstance(folder := entry.get("folder"), str):
+                            yield where, os.path.join(path, folder)
+                if isinstance(name := entry.get("file_name"), str):
+                    yield where, os.path.join(workspace.shown(file.parent), name)

@@ -14,7 +14,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.text import Text
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, path_error
 
 REPORT = "open an issue with the command, this message and that file"
 
@@ -33,9 +33,11 @@ ELSE = "end other programs on this machine, or use one with more memory"
 
 
 def explain(error: BaseException, arguments: Sequence[str]) -> UserError | None:
-    """The error as one that the user can correct, also where memory ran out in the command `arguments`; else None."""
+    """Turns an error of a path or of memory in the command `arguments` into a UserError; other errors give None."""
     if isinstance(error, UserError):
         return error
+    if isinstance(error, OSError) and (refused := path_error(error)):
+        return refused
     from meshtune.setup.shortage import as_shortage, ran_out
 
     verb = next((argument for argument in arguments if not argument.startswith("-")), "")

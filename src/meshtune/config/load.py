@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import pathlib
 import stat
 import sys
@@ -17,7 +16,7 @@ from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.problems import as_user_error
 from meshtune.config.recipe import Recipe
 from meshtune.config.renamed import current_path, with_current_names
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UNREADABLE, UserError, nearest
 
 MAX_BYTES = 4 * yaml_text.MAX_CHARACTERS
 Notify = Callable[[str], None]
@@ -156,15 +155,6 @@ def recipe_file_text(path: pathlib.Path) -> str:
             where=str(path),
             fix=UNREADABLE.get(error.errno or 0, "give another path, or look at the disk"),
         ) from error
-
-
-UNREADABLE = {
-    errno.EACCES: "check its permissions",
-    errno.EPERM: "check its permissions",
-    errno.ELOOP: "the symbolic link leads back to itself: name the file itself, or make the link again",
-    errno.ENAMETOOLONG: "give a path whose parts are below 256 bytes",
-    errno.ENOTDIR: "a part of the path is a file: check the path",
-}
 
 
 def _yaml_files(directory: pathlib.Path) -> list[str]:

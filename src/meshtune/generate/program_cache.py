@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import pathlib
-import platform
 
 import jax
 
-from meshtune.cache import cache_folder
+from meshtune.cache import cache_folder, processor_key
 
 LEAST_SECONDS = 0.1  # of compiling: what is made faster is not worth a file
 MOST_BYTES = 2 << 30  # then the programs that were read longest ago go
@@ -24,19 +22,9 @@ def keep_programs() -> pathlib.Path | None:
     config = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or jax.process_count() > 1:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    folder = cache_folder() / "programs" / _processor()
+    folder = cache_folder() / "programs" / processor_key()
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     if importlib.util.find_spec("filelock") is not None:  # which JAX's limit needs
         config.update("jax_compilation_cache_max_size", MOST_BYTES)
     return folder
-
-
-def _processor() -> str:
-    """What tells processors apart whose programs may differ: JAX's keys do not name the instructions of a CPU."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
-    return hashlib.sha256("\n".join([platform.machine(), *dict.fromkeys(named)]).encode()).hexdigest()[:16]

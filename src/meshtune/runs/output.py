@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import fcntl
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 
 from meshtune.digests import DamagedError, digest_json
-from meshtune.errors import UserError
+from meshtune.errors import UNREADABLE, UserError
 from meshtune.json_text import read_json
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
@@ -81,13 +80,10 @@ def _check_creatable(output: pathlib.Path) -> None:
 
 
 def _unusable(output: pathlib.Path, error: OSError) -> UserError:
-    fixes = {
-        errno.ENAMETOOLONG: "give an output whose parts are below 256 bytes",
-    }
     return UserError(
         f"the output cannot be created: {error.strerror}",
         where=str(output),
-        fix=fixes.get(error.errno or 0, "give an output on a file system where directories can be made"),
+        fix=UNREADABLE.get(error.errno or 0, "give an output on a file system where directories can be made"),
     )
 
 

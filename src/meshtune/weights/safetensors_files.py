@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -170,13 +170,17 @@ def _weight_map(file: Path) -> dict[str, str]:
         raise UserError("the index has no weight_map", where=str(file), fix="download or copy the file again")
     for name, shard in listed.items():
         # A shard is a file beside its index: no path may lead out of the directory.
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not _is_file_name(shard) or not shard.endswith(".safetensors"):
             raise UserError(
                 f"the index says that '{name}' is in {shard!r}, which is not the name of a safetensors file",
                 where=str(file),
                 fix="use a checkpoint saved as safetensors",
             )
     return listed
+
+
+def _is_file_name(name: object) -> TypeGuard[str]:
+    return isinstance(name, str) and Path(name).name == name and len(name.encode("utf-8", "surrogatepass")) < 256
 
 
 def _no_weights(directory: Path, present: list[str]) -> UserError:

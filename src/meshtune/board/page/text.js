@@ -1,9 +1,11 @@
 // Every word of the page, from text/LANGUAGE.json. A value is text with {names}, or plural forms of it by {n}.
+// A text that is not translated yet stands there in English.
 // What the commands say too, such as the help of a recipe's keys, is English; text/help/LANGUAGE.json translates it.
 
 export const LANGUAGES = { en: 'English', zh: '中文', ru: 'Русский', ko: '한국어', ja: '日本語' };
 
 let words = {};
+let english = {};
 let plural = new Intl.PluralRules('en');
 let help = {};
 export let language = 'en';
@@ -15,8 +17,8 @@ export function preferred() {
 }
 
 export async function load(name) {
-  const response = await fetch(`text/${name}.json`);
-  words = await response.json();
+  const fetchTexts = async (file) => (await fetch(`text/${file}.json`)).json();
+  [words, english] = await Promise.all([fetchTexts(name), fetchTexts('en')]);
   language = name;
   help = {};
   plural = new Intl.PluralRules(name);
@@ -46,7 +48,7 @@ export function said(part) {
 
 // The text of a key such as 'runs.stop', with its {names} filled in.
 export function t(key, values = {}) {
-  let text = key.split('.').reduce((part, name) => part?.[name], words);
+  let text = find(key);
   if (text && typeof text === 'object') text = text[plural.select(values.n)] ?? text.other;
   if (typeof text !== 'string') return `[${key}]`;
   return text.replace(/\{(\w+)\}/g, (_, name) => values[name] ?? '');
@@ -54,5 +56,10 @@ export function t(key, values = {}) {
 
 // Whether there is a text of a key.
 export function has(key) {
-  return key.split('.').reduce((part, name) => part?.[name], words) !== undefined;
+  return find(key) !== undefined;
+}
+
+function find(key) {
+  const texts = (all) => key.split('.').reduce((part, name) => part?.[name], all);
+  return texts(words) ?? texts(english);
 }

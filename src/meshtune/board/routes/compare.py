@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from meshtune.board import queue, records
+from meshtune.board import follow, queue
 from meshtune.board.answers import Answer
 from meshtune.board.job import RECIPE, Job
 from meshtune.board.recipe_text import content_of
@@ -25,7 +25,7 @@ UNINTERESTING = ("output",)
 SOURCES = ("data.train", "data.validation")
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def compare_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/compare?job=...&job=..."""
 
     def compared(names: list[str]) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def _figures(job: Job) -> dict[str, Any]:
     """What a run has come to: losses, updates, seconds; absent where it has not yet."""
     if job.output is None:
         return {}
-    with records.reading_run(job.output):
+    with follow.reading_run(job.output):
         return _figures_of(job.output, job.exit.get("seconds"))
 
 
 def _figures_of(output: pathlib.Path, seconds: Any) -> dict[str, Any]:
-    run = records.run_json(output)
+    run = follow.run_json(output)
     best, measured = run.get("best"), (run.get("prediction") or {}).get("measured") or {}
     rows = _evaluations(output)
     return {
@@ -103,4 +103,4 @@ def _figures_of(output: pathlib.Path, seconds: Any) -> dict[str, Any]:
 
 
 def _evaluations(output: pathlib.Path) -> list[dict[str, Any]]:
-    return [row for row in records.all_rows(output, METRICS)["rows"] if row.get("kind") == "eval"]
+    return [row for row in follow.all_rows(output, METRICS)["rows"] if row.get("kind") == "eval"]

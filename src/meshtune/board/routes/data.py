@@ -8,16 +8,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board.answers import Answer, body_of
-from meshtune.board.paths import check_paths
 from meshtune.board.recipe_text import content_of
 from meshtune.board.routes.recipe import text_of
 from meshtune.board.state import BoardState
 from meshtune.board.uploads import data_files, receive
+from meshtune.board.workspace import check_paths
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.short_forms import written_out
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def data_routes(state: BoardState) -> list[BaseRoute]:
     """/api/data and what is below it."""
     workspace = state.workspace
 

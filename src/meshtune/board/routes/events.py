@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from meshtune.board import queue, records
+from meshtune.board import follow, queue
 from meshtune.board.answers import json_bytes
 from meshtune.board.follow import CHUNK, START, TAIL, News, read_lines, read_text
 from meshtune.board.job import Job
@@ -30,7 +30,7 @@ PING_SECONDS = 15.0
 MOST_STREAMS = 100  # each reads files twice a second
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def event_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/events?job=ID&cursor=..."""
 
     async def events(request: Request) -> Response:
@@ -115,7 +115,7 @@ def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[di
             continue
         read = read_lines(job.output / file, positions[name])
         after[name] = read.cursor
-        rows, broken = records.rows_of(read)
+        rows, broken = follow.rows_of(read)
         if rows or broken or read.reset:
             news[name] = {"rows": rows, "broken": broken, "reset": read.reset}
         has_more = has_more or len(read.content) > CHUNK // 2
@@ -127,7 +127,7 @@ def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[di
     if news:
         news |= {"job": job_id, "more": has_more}
         if job.output is not None:
-            news["checkpoints"] = records.checkpoints(job.output)
+            news["checkpoints"] = follow.checkpoints(job.output)
     return news, after
 
 

@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from meshtune.board import queue, records
+from meshtune.board import follow, queue
 from meshtune.board.answers import Answer, body_of
 from meshtune.board.devices import checked_choice
 from meshtune.board.follow import START, log_end, read_text
 from meshtune.board.job import RECIPE, Job, JobRequest
 from meshtune.board.kinds import KINDS
-from meshtune.board.kinds.train import command as command_of_recipe
-from meshtune.board.paths import checked_recipe
+from meshtune.board.kinds import train_command as command_of_recipe
 from meshtune.board.state import BoardState
+from meshtune.board.workspace import checked_recipe
 from meshtune.errors import UserError
 from meshtune.runs.branch import branch
 from meshtune.terminal import command
@@ -32,7 +32,7 @@ from meshtune.train.report.page import report_html
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def job_routes(state: BoardState) -> list[BaseRoute]:
     """POST /api/jobs starts one, /api/check says what is wrong before, /api/jobs/attach shows a run that was started
     without the board; GET /api/jobs/ID and what is below it."""
     workspace = state.workspace
@@ -77,9 +77,9 @@ def routes(state: BoardState) -> list[BaseRoute]:
         fields = state.describe(job) | {
             "command": command(*job.request.arguments),
             "reason": log_end(job.log) if job.state in ("failed", "lost") else None,
-            "report": output is not None and records.is_run(output),
-            "run": {} if output is None else records.run_json(output),
-            "checkpoints": [] if output is None else records.checkpoints(output),
+            "report": output is not None and follow.is_run(output),
+            "run": {} if output is None else follow.run_json(output),
+            "checkpoints": [] if output is None else follow.checkpoints(output),
         }
         return Answer(fields)
 
@@ -97,9 +97,9 @@ def routes(state: BoardState) -> list[BaseRoute]:
         return Answer({"text": news.content.decode("utf-8", "replace"), "next": end})
 
     def report(job: Job, _: Request) -> Response:
-        if job.output is None or not records.is_run(job.output):
+        if job.output is None or not follow.is_run(job.output):
             raise UserError(f"job {job.id} has no run", fix="wait for its first update")
-        with records.reading_run(job.output):
+        with follow.reading_run(job.output):
             return HTMLResponse(report_html(job.output), headers={"content-security-policy": REPORT_POLICY})
 
     def branch_run(job: Job, body: dict[str, Any]) -> Job:
@@ -133,7 +133,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         def answer(job: Job, request: Request) -> Response:
             if job.output is None:
                 return Answer({"rows": [], "broken": 0, "cursor": START, "reset": False})
-            return Answer(records.all_rows(job.output, name, request.query_params.get("after", START)))
+            return Answer(follow.all_rows(job.output, name, request.query_params.get("after", START)))
 
         return answer
 

@@ -13,13 +13,13 @@ from starlette.routing import BaseRoute, Route
 
 from meshtune.board import recipe_text
 from meshtune.board.answers import Answer, body_of, problems_of
-from meshtune.board.kinds.model_argument import choice_of
-from meshtune.board.naming import free_output
-from meshtune.board.paths import check_foreign, checked_recipe
+from meshtune.board.catalogue import propose_output
+from meshtune.board.kinds import choice_of
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
 from meshtune.board.state import BoardState
+from meshtune.board.workspace import check_foreign, checked_recipe
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.foreign.importer import translate
 from meshtune.config.foreign.trl import OTHER_TRAINERS, TRAINERS
@@ -38,7 +38,7 @@ MAX_PRICE = 10**6
 MAX_TEXT = 2**20  # characters of a recipe
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def recipe_routes(state: BoardState) -> list[BaseRoute]:
     """/api/recipe and what is below it, and /api/plan."""
     workspace, planner = state.workspace, state.planner
 
@@ -60,7 +60,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
             values = written_out(with_current_names(content, silent))
             if body.get("name_output") and "output" not in content and not is_foreign(content):
                 model = values.get("model")
-                output = free_output(workspace, model if isinstance(model, dict) else {})
+                output = propose_output(workspace, model if isinstance(model, dict) else {})
                 text, values["output"] = changed(text, [Change(("output",), output)]), output
         except UserError as error:
             return {"recipe": text, "values": None, "problems": problems_of(error)}

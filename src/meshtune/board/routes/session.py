@@ -1,14 +1,23 @@
-"""Signing in: a token becomes a cookie, so that links, streams and pictures need no header."""
+"""Routes of signing in, of the machine and of the page's files."""
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
+import importlib.metadata
+import pathlib
+import platform
+import shutil
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
+from meshtune.board import slurm
 from meshtune.board.answers import Answer, body_of
+from meshtune.board.devices import devices
 from meshtune.board.state import BoardState
 from meshtune.serve.errors import ApiError
 from meshtune.serve.guard import cookie_of
@@ -17,7 +26,7 @@ SESSION = "/api/session"
 MONTH = 30 * 24 * 3600
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def session_routes(state: BoardState) -> list[BaseRoute]:
     """POST /api/session {token}, and /sign-in?token=..., the link that the command prints."""
 
     def check(token: object) -> None:
@@ -40,3 +49,31 @@ def routes(state: BoardState) -> list[BaseRoute]:
         return signed_in(RedirectResponse("./", 303))
 
     return [Route(SESSION, sign_in, methods=["POST"]), Route("/sign-in", follow_link)]
+
+
+def machine_routes(state: BoardState) -> list[BaseRoute]:
+    """GET /api/machine."""
+
+    async def machine(_: Request) -> Response:
+        usage = shutil.disk_usage(state.workspace.root)
+        return Answer(
+            {
+                "version": importlib.metadata.version("meshtune"),
+                "host": platform.node(),
+                "root": str(state.workspace.root),
+                "readable": [str(path) for path in state.workspace.readable],
+                "devices": [dataclasses.asdict(device) for device in await run_in_threadpool(devices)],
+                "slurm": slurm.available(),
+                "free_bytes": usage.free,
+            }
+        )
+
+    return [Route("/api/machine", machine)]
+
+
+PAGE = pathlib.Path(__file__).parents[1] / "page"
+
+
+def page_routes(_: BoardState) -> list[BaseRoute]:
+    """Every path that is no other's."""
+    return [Mount("/", StaticFiles(directory=PAGE, html=True))]

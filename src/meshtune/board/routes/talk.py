@@ -1,9 +1,11 @@
-"""Talking: which models are loaded, and their OpenAI API through the board, which alone knows their tokens."""
+"""Routes of conversations with a model that a job serves."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,12 +20,37 @@ from meshtune.board.answers import Answer
 from meshtune.board.catalogue import catalogue
 from meshtune.board.follow import log_end
 from meshtune.board.job import Job, read_jobs
-from meshtune.board.served import Address, address_of
+from meshtune.board.kinds import TOKEN_FILE
 from meshtune.board.state import BoardState
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 from meshtune.serve.body import json_body
 from meshtune.serve.errors import ApiError
+
+HEAD = 1 << 20  # bytes of a log in which the address stands
+_ADDRESS = re.compile(rb"^address  (http://127\.0\.0\.1:(\d{1,5}))/v1\r?$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where a model listens, as http://127.0.0.1:PORT, and what it asks for."""
+
+    url: str
+    token: str
+
+
+def address_of(job: Job) -> Address | None:
+    """Where the model of a running job listens; None before it answers, and after it has ended."""
+    if job.request.kind != "serve" or job.state != "running":
+        return None
+    try:
+        with job.log.open("rb") as file:
+            match = _ADDRESS.search(file.read(HEAD))
+        token = (job.folder / TOKEN_FILE).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Address(match[1].decode(), token) if match and token else None
+
 
 MAX_BODY = 16 * 2**20  # bytes
 ASKING = httpx.Timeout(5.0)
@@ -31,7 +58,7 @@ ANSWERING = httpx.Timeout(None, connect=5.0)
 PATHS = ("chat/completions", "completions", "score/evaluation")
 
 
-def routes(state: BoardState) -> list[BaseRoute]:
+def talk_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/catalogue; GET /api/talk; and below /api/talk/JOB/v1/ the API of a model, for any client of OpenAI's."""
     workspace = state.workspace
 
