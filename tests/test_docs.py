@@ -12,7 +12,9 @@ from cli.test_fixes import commands, known_keys
 from meshtune.adapters.weighted import METHODS as COMBINATIONS
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import section_fields
+from meshtune.data.chat_templates import template_names
 from meshtune.data.formats import FORMATS_BY_TYPE
+from meshtune.kernels.attention import BACKENDS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +31,7 @@ spec.loader.exec_module(generate)
 REGISTRIES = {
     "adapter": set(generate.ADAPTERS),
     "axis": set(generate.AXES),
+    "backend": {backend.name for backend in BACKENDS},
     "format": {
         *generate.FORMATS,
         *generate.WRITERS,
@@ -41,6 +44,7 @@ REGISTRIES = {
     "optimizer.name": set(generate.OPTIMIZERS),
     "quant_method": set(generate.PUBLISHED),
     "stage": set(generate.STAGES),
+    "template": set(template_names()),
 }
 # Modules of models and attributes in Python that look like keys.
 OTHERS = (
