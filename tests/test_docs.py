@@ -67,7 +67,7 @@ def prose(page: pathlib.Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def named(page: pathlib.Path) -> str:
+def page_name(page: pathlib.Path) -> str:
     return page.name
 
 
@@ -81,7 +81,7 @@ def test_every_table_of_the_generator_is_used_once():
     assert sorted(found) == sorted(generate.TABLES)
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_names_in_tables_are_registered(page):
     registry, wrong = None, []
     for line in prose(page).splitlines():
@@ -96,17 +96,34 @@ def test_names_in_tables_are_registered(page):
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def false_claims(text: str) -> list[str]:
+    """Sentences that call something missing that a registry has."""
+    sentences = [sentence for sentence in re.split(r"(?<=[.:;|])\s+", text) if MISSING.search(sentence)]
+    return [
+        sentence
+        for sentence in sentences
+        if set(re.findall(r"`([\w-]+)`", sentence)) & REGISTERED or re.search(rf"\b({WORDS})\b", sentence)
+    ]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "The weights of experts cannot have adapters yet: targets that include them are an error.",
+        "`ep` | experts are split; no supported family has experts yet",
+        "`kto` and `rm` are planned.",
+    ],
+)
+def test_a_false_claim_is_found(claim):
+    assert false_claims(claim)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_nothing_that_is_registered_is_called_missing(page):
-    wrong = []
-    for sentence in re.split(r"(?<=[.:;|])\s+", prose(page)):
-        if MISSING.search(sentence):
-            names = set(re.findall(r"`([\w-]+)`", sentence)) & REGISTERED
-            wrong += [sentence] if names or re.search(rf"\b({WORDS})\b", sentence) else []
-    assert wrong == []
+    assert false_claims(prose(page)) == []
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_keys_of_recipes_exist(page):
     sections = "|".join(section_fields(Recipe))
     keys = re.findall(rf"(?<![\w./-])((?:{sections})(?:\.[a-z0-9_]+)+)(?![\w.]*[(/])", page.read_text(encoding="utf-8"))
@@ -117,7 +134,7 @@ def test_keys_of_recipes_exist(page):
     assert [key for key in unknown if not key.startswith(OTHERS)] == []
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_commands_and_their_options_exist(page):
     wrong = []
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -142,7 +159,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=named)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=page_name)
 def test_links_lead_to_files_and_headings(page):
     wrong = []
     for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
