@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not config.option.markexpr.startswith("not slow"):
         return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other where every core has a worker
     if PROGRAMS.is_dir() and sum(path.stat().st_size for path in PROGRAMS.iterdir()) > MOST_BYTES:
         shutil.rmtree(PROGRAMS, ignore_errors=True)
     before = os.environ.get("XLA_FLAGS")

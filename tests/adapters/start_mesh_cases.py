@@ -24,8 +24,8 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
-from meshtune.model.init import init_params
 from meshtune.model.sharding import layout_for
+from meshtune.model.spec import init_params
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig

@@ -11,8 +11,8 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.targets import Module, adapter_targets, modules
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import named_leaves
 from meshtune.errors import UserError
 
 

@@ -15,7 +15,7 @@ import pytest
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraOptions
 from meshtune.config import section
 from meshtune.config.fields import keys
-from meshtune.config.foreign import FOREIGN_KEYS
+from meshtune.config.foreign.keys import suggestions
 from meshtune.config.load import load_recipe
 from meshtune.config.problems import RecipeError
 from meshtune.config.recipe import Recipe
@@ -432,9 +432,9 @@ def test_a_rule_between_keys_is_located_at_the_keys_it_names(written):
     )
 
 
-@pytest.mark.parametrize("key", FOREIGN_KEYS)
+@pytest.mark.parametrize("key", suggestions())
 def test_a_key_of_another_tool_suggests_the_one_that_does_it_here(key):
-    meant = FOREIGN_KEYS[key]
+    meant = suggestions()[key]
     sections = {name.rsplit(".", 1)[0] for name in (entry.name for entry in keys()) if "." in name}
     assert meant in {entry.name for entry in keys()} | sections
     assert f"did you mean '{meant}'?" in refused({"model": "m", "data": "d", "output": "o", key: 1}).what
@@ -557,3 +557,11 @@ def test_options_that_an_objective_refuses_together_are_named_with_their_lines(w
         "label_smoothing out"
     )
     assert error.where == f"{path}, lines 6 and 7"
+
+
+def test_a_removed_key_with_the_only_value_left_is_read_in_old_recipes():
+    fields = {"model": "m", "data": "d.jsonl", "output": "o"}
+    old = load_recipe(fields | {"evaluate": {"tasks": {"mmlu": "mmlu"}, "protocol": "lm-eval"}})
+    assert old == load_recipe(fields | {"evaluate": {"tasks": {"mmlu": "mmlu"}}})
+    with pytest.raises(UserError, match=r"protocol is not a key"):
+        load_recipe(fields | {"evaluate": {"protocol": "llama-factory"}})

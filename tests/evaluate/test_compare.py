@@ -1,11 +1,10 @@
-"""Before and after on a small run: same base, same prompts; what the report says; LLaMA-Factory's protocol."""
+"""Before and after on a small run: same base, same prompts; what the report says."""
 
 from __future__ import annotations
 
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval", reason="the extra evaluate is not installed")
@@ -14,9 +13,7 @@ import published
 
 import meshtune
 from meshtune.errors import UserError
-from meshtune.evaluate.choice_letters import prompt_text, read_subjects, run_protocol
 from meshtune.evaluate.compare import Outcome, read_results
-from meshtune.evaluate.harness import Suite
 from meshtune.evaluate.identity import default_output, identity
 from meshtune.evaluate.predict import Predictions, PredictOptions
 from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data, variants
@@ -192,43 +189,13 @@ def test_an_evaluation_set_that_is_the_training_set_is_refused(run, tmp_path):
     assert "THE EVALUATION DATA ARE TRAINING DATA" in (tmp_path / "out/report.md").read_text().splitlines()[2]
 
 
-def test_nothing_to_evaluate_and_unknown_protocols_are_refused(run, tmp_path):
+def test_nothing_to_evaluate_is_refused(run, tmp_path):
     with pytest.raises(UserError, match="there is nothing to evaluate"):
         evaluate_model(Subject(str(run), None, None, LOADING), make_evaluation([], (), {}), tmp_path, console=QUIET)
-    with pytest.raises(UserError, match="there is no protocol 'opencompass'"):
-        make_evaluation([], (), {}, protocol="opencompass")
 
 
 def test_results_of_a_run_go_into_the_run(run):
     assert default_output(str(run), "evaluation", "base") == run / "evaluation/base"
-
-
-def test_llama_factorys_protocol_is_the_likeliest_of_four_letters_after_five_turns(stories260k, tmp_path):
-    model = meshtune.load(stories260k, chat_template="plain")
-    folder = published.mmlu(tmp_path)
-    suite = Suite(("mmlu",), {"mmlu": folder}, shots=2, limit=3)
-    benchmarks = read_subjects(suite)
-    results = run_protocol(model, suite, benchmarks, console=QUIET)
-    assert [(result.name, result.category) for result in results] == [
-        ("mmlu_astronomy", "STEM"),
-        ("mmlu_philosophy", "Humanities"),
-    ]
-    files = benchmarks["mmlu"]["mmlu_astronomy"]
-    text = prompt_text(model, suite, "mmlu", "mmlu_astronomy", files, 1, files.test[1])
-    assert text == results[0].samples[1].prompt
-    assert text.count("\nAnswer:") == 3
-    head = "The following are multiple choice questions (with answers) about astronomy.\n\nWhat is "
-    assert head in text
-    assert text.index(head) < text.index("Answer:")
-    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-    letters = [model.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABCD"]
-    best = int(np.argmax(model.logits(ids)[0, -1][letters]))
-    assert results[0].samples[1].answer == "ABCD"[best]
-    assert results[0].samples[1].metrics["acc,letters"] == float("ABCD"[best] == results[0].samples[1].target)
-    with pytest.raises(UserError, match="LLaMA-Factory's protocol is for mmlu, ceval, cmmlu from files"):
-        read_subjects(Suite(("hellaswag",)))
-    with pytest.raises(UserError, match="mmlu_astronomy has 5 examples to show, and 6 are asked for"):
-        read_subjects(Suite(("mmlu",), {"mmlu": folder}, shots=6))
 
 
 def test_results_belong_to_every_byte_of_the_weights(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 
 from meshtune.errors import UserError
 from meshtune.evaluate import metrics
-from meshtune.evaluate.llama_factory import similarity
 from meshtune.evaluate.metrics import check_metrics, record_metrics, total_metrics
 
 ENGLISH = ["the cat sat on the mat", "Paris"], ["A cat sat on a mat.", "Paris "]
@@ -55,16 +54,6 @@ def test_rouge_is_rouge_scores_and_reads_chinese():
     assert english["rougeL"] == pytest.approx(100 * expected["rougeL"].fmeasure, abs=1e-3)
     # 北京 是 中国 (的) 首都: four words of five and four in common.
     assert record_metrics(("rouge",), *CHINESE)[0]["rouge1"] == pytest.approx(100 * 8 / 9, abs=1e-3)
-
-
-def test_llama_factorys_definitions_have_their_known_oddities():
-    pytest.importorskip("rouge_chinese", reason="the extra evaluate is not installed")
-    score = similarity()
-    # Measured with LLaMA-Factory's own code: equal answers of one character are not 100, letters' case counts.
-    assert score("a", "a")["llamafactory_bleu-4"] == pytest.approx(35.36, abs=0.005)
-    assert score("Hello world", "hello world")["llamafactory_rouge-1"] == pytest.approx(50.0, abs=1e-3)
-    assert score("", "something")["llamafactory_rouge-l"] == 0.0
-    assert score("我喜欢喝茶", "我喜欢喝茶")["llamafactory_bleu-4"] == pytest.approx(100.0)
 
 
 def test_an_unknown_metric_is_refused_with_a_near_name():

@@ -1,4 +1,4 @@
-"""Differences against scipy's permutation, t and binomial tests; overlap and LLaMA-Factory's protocol."""
+"""Differences against scipy's permutation, t and binomial tests; overlap."""
 
 from __future__ import annotations
 

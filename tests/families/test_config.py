@@ -26,8 +26,7 @@ from meshtune.errors import UserError
 from meshtune.families import FAMILIES, description, model_spec, module_names, tensors
 from meshtune.families.family import GROUPS
 from meshtune.families.unsupported import KNOWN
-from meshtune.model.patterns import fewest_bodies, grouped, shortest_first
-from meshtune.model.spec import Stack, abstract_params, stacks_of
+from meshtune.model.spec import Stack, abstract_params, fewest_bodies, grouped, shortest_first, stacks_of
 from model_specs import llama_layer, split_stacks
 
 LLAMA = {

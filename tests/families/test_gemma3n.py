@@ -20,7 +20,7 @@ from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.families.gguf import config_of, gguf_layout
 from meshtune.json_text import read_json
-from meshtune.model.activations import gaussian_topk
+from meshtune.model.mlp import gaussian_topk
 from meshtune.weights.export import export_model
 from meshtune.weights.inspect import inspect_model
 from meshtune.weights.load import load_params, load_spec

@@ -16,7 +16,7 @@ from families.case import SMALL, torch_model, written
 from families.cases import CASES
 from families.published_configs import PUBLISHED
 from meshtune.families import model_spec
-from meshtune.model.init import init_params
+from meshtune.model.spec import init_params
 from meshtune.weights.export import export_model
 
 

@@ -18,7 +18,7 @@ from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import length_bucket
 from meshtune.model.compute import Compute
-from meshtune.model.init import init_params
+from meshtune.model.spec import init_params
 from meshtune.weights.load import load_params, load_spec
 
 torch.set_num_threads(1)  # the cores are shared, and torch's threads spin while they wait for each other

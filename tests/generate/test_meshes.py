@@ -24,9 +24,8 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import shardings
 from meshtune.model.compute import Compute
-from meshtune.model.init import init_params
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.spec import ModelSpec, abstract_params, init_params
 
 Answers = list[tuple[list[int], list[float | None]]]  # of each request its tokens and their log-probabilities
 

@@ -10,9 +10,7 @@ import shutil
 import pytest
 import yaml
 
-from meshtune.hub.base_model import Base
-from meshtune.hub.card import Subject, model_card
-from meshtune.hub.facts import run_facts
+from meshtune.hub.card import Base, Subject, model_card, run_facts
 from meshtune.runs.output import RECIPE
 
 BASE = Base("stories", "org/stories", "org/stories", None, None, None)

@@ -227,7 +227,7 @@ def test_a_refusal_is_one_message_and_nothing_is_packed(hub, finished, monkeypat
     hub.repositories["ann/open"] = Repository(private=False)
     hub.repositories["ann/other"] = Repository(files={"model.bin": b"x"})
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr("meshtune.hub.package.export", lambda *_, **__: pytest.fail("it was packed"))
+    monkeypatch.setattr("meshtune.hub.push.export", lambda *_, **__: pytest.fail("it was packed"))
     with pytest.raises(UserError) as error:
         push(finished, name, merge=True)
     assert what in error.value.what
@@ -266,17 +266,11 @@ def test_without_a_token_or_with_a_run_under_way_nothing_is_asked_of_the_hub(hub
     assert hub.sent == []
 
 
-def test_the_progress_of_a_push_rises_by_the_files_that_arrived(hub, finished, monkeypatch):
-    monkeypatch.setattr("meshtune.hub.push.LARGE", 1000)
-    seen: list[tuple[str, int, int]] = []
-    push(finished, "ann/whole", merge=True, base_model="org/s", progress=lambda *report: seen.append(report))
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["reading", "writing", "checking", "sending"]
-    sending = [(done, total) for stage, done, total in seen if stage == "sending"]
+def test_the_progress_of_an_export_is_reported_and_each_large_file_is_sent_once(hub, finished):
+    reports: list[tuple[str, int, int]] = []
+    push(finished, "ann/whole", merge=True, base_model="org/s", progress=lambda *report: reports.append(report))
+    assert list(dict.fromkeys(stage for stage, _, _ in reports)) == ["reading", "writing", "checking"]
     files = hub.repositories["ann/whole"].files
-    sizes = sum(len(content) for name, content in files.items() if name != ".gitattributes")
-    assert {total for _, total in sending} == {sizes}
-    assert sorted(done for done, _ in sending) == [done for done, _ in sending]
-    assert sending[-1] == (sizes, sizes)
     large = [name for name in files if name.endswith(".safetensors")]
-    assert len(hub.paths("PUT")) == len(large) + sum(name.endswith(".png") for name in files)  # each is sent once
+    assert len(hub.paths("PUT")) == len(large) + sum(name.endswith(".png") for name in files)
     assert commits(hub) == 1

@@ -68,6 +68,18 @@ def test_segments_and_positions_may_be_in_any_order(backend):
     assert_equals_torch(BACKENDS[backend](*arrays), *arrays)
 
 
+@pytest.mark.parametrize("name", ["packed", "padded", "odd length", "softcap"])
+@pytest.mark.parametrize("backend", XLA_BACKENDS)
+def test_without_causality_tokens_see_their_whole_segment(backend, name):
+    """The definition and torch, for tokens of which none is later than another."""
+    *arrays, tokens, options = case(name)
+    results = BACKENDS[backend](*arrays, tokens, options | {"causal": False})
+    simultaneous = {key: np.zeros_like(array) if "positions" in key else array for key, array in tokens.items()}
+    np.testing.assert_allclose(results[0], reference(*arrays[:3], **simultaneous, **options), **CLOSE)
+    assert_equals_torch(results, *arrays, simultaneous, options)
+    assert np.abs(results[0] - reference(*arrays[:3], **tokens, **options)).max() > 0.1, "the mask changes nothing"
+
+
 @pytest.mark.parametrize("backend", XLA_BACKENDS)
 def test_the_promise_of_aligned_rows_does_not_change_results(backend):
     arrays = case("window and softcap")

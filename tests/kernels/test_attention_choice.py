@@ -72,6 +72,16 @@ def test_on_a_cpu_direct_is_chosen_for_short_rows_and_decoding(T, S, name):
     assert reason
 
 
+@pytest.mark.parametrize(
+    ("platform", "chip", "backend"),
+    [("cuda", "sm_90a", "triton"), ("cuda", "sm_90a", "cudnn"), ("tpu", "v5e", "splash")],
+)
+def test_kernels_that_hide_later_tokens_refuse_rows_without_causality(platform, chip, backend):
+    request = request_of(platform, chip, causal=False, aligned=backend != "triton", packed=False)
+    assert "hide later tokens" in str({entry.name: entry for entry in BACKENDS}[backend].refusal(request))
+    assert choose_backend(request)[0].name == "blockwise"
+
+
 def test_triton_can_be_forced_for_float32():
     assert choose_backend(request_of("cuda", "sm_90a", dtype="float32"), "triton")[1] == "asked for"
 

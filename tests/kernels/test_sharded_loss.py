@@ -17,7 +17,7 @@ import jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshtune.kernels.attention import AttentionSharding, attention
 from meshtune.kernels.cross_entropy import cross_entropy
-from meshtune.kernels.loss_sharding import LossSharding
+from meshtune.kernels.cross_entropy import LossSharding
 
 DP, TP = SIZES
 sizes, names = ((DP, TP), ("dp", "tp")) if TP > 1 else ((DP,), ("dp",))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from families.cases import CASES
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
-from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import named_leaves
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.config import AXES, MeshConfig

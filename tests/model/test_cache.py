@@ -12,9 +12,9 @@ import pytest
 from meshtune.model.cache import LayerCache, grown
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.model_cache import cache_specs, init_cache
+from meshtune.model.spec import init_params
 from model_specs import llama_layer, llama_spec
 
 LAYER = llama_layer(48, 4, 2, 8)

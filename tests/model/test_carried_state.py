@@ -13,13 +13,12 @@ from meshtune.arrays.tree import flatten
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.delta_net import DeltaNetSpec
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Rows
-from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.layer_chunks import layer_by_chunks
+from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
 from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.norm import NormSpec
 from meshtune.model.short_conv import ShortConvSpec
+from meshtune.model.spec import init_params
 from model_specs import llama_layer, llama_spec
 
 NORM = NormSpec(1e-5)

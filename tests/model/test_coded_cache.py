@@ -19,10 +19,9 @@ from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.coded_cache import decode, encode
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.model_cache import cache_specs, check_cache, describe_cache, init_cache
-from meshtune.model.spec import ModelSpec, stacks_of
+from meshtune.model.spec import ModelSpec, init_params, stacks_of
 from model_specs import llama_layer, llama_spec
 
 LAYER = llama_layer(48, 4, 2, 8)

@@ -19,7 +19,7 @@ import torch
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.embedding import embedded
+from meshtune.model.inputs import embed_tokens
 
 # The columns of the table are split over fsdp, its rows over tp; of the tokens the rows over fsdp, the length over cp.
 MESHES = [{"fsdp": 4}, {"fsdp": 2, "tp": 2}, {"tp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2}]
@@ -49,7 +49,7 @@ def ours(axes):
         )
 
     def total(table):
-        rows = embedded(table, tokens, layout)
+        rows = embed_tokens(table, tokens, layout)
         return jnp.sum(rows * COTANGENT), rows
 
     gradient, rows = jax.jit(jax.grad(total, has_aux=True))(table)

@@ -25,7 +25,6 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.expert_exchange import choose_exchange, round_slots
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs, Rows
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
@@ -33,13 +32,12 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.sums import layers_loss
+from meshtune.model.spec import ModelSpec, Stack, init_params
+from meshtune.model.stacks import layers_loss
 from meshtune.objectives.score import metric_means, with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.train.evaluation.evaluate import evaluate
-from meshtune.train.step.accumulate import mean_gradient
-from meshtune.train.step.build import make_eval_step
+from meshtune.train.step.build import make_eval_step, mean_gradient
 from model_specs import llama_layer, llama_spec
 
 EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3

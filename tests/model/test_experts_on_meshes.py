@@ -20,8 +20,7 @@ import pytest
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.arrays.tree import flatten, merge, named_leaves, unflatten
 from meshtune.families.quantised import quantised_leaves
 from meshtune.kernels.attention import zigzag_order
 from meshtune.kernels.grouped import grouped_matmul
@@ -33,14 +32,13 @@ from meshtune.model.compute import Compute
 from meshtune.model.config import ExchangeName
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.init import init_params
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import ModelSpec, Stack, abstract_params
+from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
 from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig

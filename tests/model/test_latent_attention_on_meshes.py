@@ -17,7 +17,6 @@ from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import shardings
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.layer import LayerSpec
@@ -26,7 +25,7 @@ from meshtune.model.model_cache import init_cache
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import abstract_params
+from meshtune.model.spec import abstract_params, init_params
 from model_specs import llama_spec
 
 LATENT = LatentAttentionSpec(4, 8, 12, 16, RopeSpec(1e4, 4), NormSpec(1e-6), 12**-0.5, query_latent=8)

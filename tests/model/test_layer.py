@@ -11,11 +11,10 @@ import pytest
 
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs, rows_of
-from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.layer_chunks import layer_by_chunks
+from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
 from meshtune.model.norm import NormSpec
+from meshtune.model.spec import init_params
 from model_specs import llama_layer, llama_spec
 
 EMBED, NORM = 16, NormSpec(1e-5)

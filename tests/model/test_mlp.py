@@ -9,11 +9,10 @@ import torch
 from transformers.activations import ACT2FN
 
 from meshtune.arrays.tree import flatten, unflatten
-from meshtune.model.activations import ACTIVATIONS, XIELU
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs, rows_of
-from meshtune.model.mlp import MlpSpec
+from meshtune.model.mlp import ACTIVATIONS, XIELU, MlpSpec
 
 EMBED = 16
 INPUTS = Inputs(jnp.zeros((2, 7), jnp.int32), jnp.tile(jnp.arange(7), (2, 1)), jnp.ones((2, 7), jnp.int32))

@@ -13,11 +13,10 @@ from meshtune.arrays.tree import flatten, merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter
 from meshtune.model.decoder import forward as model_forward
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.reverse import backward, forward, layer_functions, row_of, with_row
-from meshtune.model.spec import Stack
-from meshtune.model.sums import no_sums
+from meshtune.model.spec import Stack, init_params
+from meshtune.model.stacks import no_sums
 from model_specs import llama_layer, llama_spec
 
 PLAIN = llama_layer(24, 4, 2, 4)
@@ -64,7 +63,7 @@ def explicit(params, selected=None, lowest=0):
     """(the stream after the layers, the cotangent of their input, gradients by layer, zero where none was computed)."""
     rows, x, side = enter(params, SPEC, COMPUTE, INPUTS)
     layer, nodes = layer_functions(SPEC, COMPUTE)(0), [params["layers"][key] for key in KEYS]
-    out, _, layer_inputs, side = forward(layer, STACK, nodes, x, rows, side, no_sums(SPEC), COMPUTE)
+    out, _, layer_inputs, side = forward(layer, STACK, nodes, x, rows, side, no_sums(SPEC.stacks), COMPUTE)
 
     def node(_, place, row):
         return row_of(nodes[place], row), {}
@@ -73,7 +72,7 @@ def explicit(params, selected=None, lowest=0):
         return gradients | {KEYS[place]: with_row(gradients[KEYS[place]], gradient, row)}
 
     zeros = jax.tree.map(jnp.zeros_like, params["layers"])
-    cotangents = COTANGENT, jax.tree.map(jnp.zeros_like, side), jax.tree.map(jnp.zeros_like, no_sums(SPEC))
+    cotangents = COTANGENT, jax.tree.map(jnp.zeros_like, side), jax.tree.map(jnp.zeros_like, no_sums(SPEC.stacks))
     (d_x, _, _), gradients = backward(
         layer, STACK, node, layer_inputs, cotangents, rows, side, visit, zeros,
         merged=merge, selected=selected, lowest=lowest,

@@ -38,14 +38,13 @@ from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Mixer, Output, RowParams
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
-from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import ModelSpec, Stack, abstract_params
-from meshtune.model.sums import layers_loss
+from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
+from meshtune.model.stacks import layers_loss
 from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
@@ -136,8 +135,7 @@ class SideMlpSpec(FeedForward):
         sums = {"toy/active": active, "toy/tokens": jnp.sum(real)}
         return Output(linear(wide, node["down"], site_key(key, "down")), cache, sums)
 
-    def side_inputs(self):
-        return frozenset(["token"])
+    side_inputs = frozenset(["token"])
 
     def sums(self):
         return {"toy/active": (), "toy/tokens": ()}

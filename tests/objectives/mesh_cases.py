@@ -21,8 +21,8 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
-from meshtune.model.init import init_params
 from meshtune.model.sharding import layout_for
+from meshtune.model.spec import init_params
 from meshtune.objectives.score import metric_means
 from meshtune.objectives.stages import STAGES
 

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import torch
 
-from meshtune.arrays.paths import path_name
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import flatten, unflatten
+from meshtune.arrays.tree import flatten, path_name, unflatten
 from meshtune.families import model_spec
 from meshtune.optim.build import make_optimizer
 

@@ -26,7 +26,7 @@ from transformers.optimization import Adafactor
 
 from meshtune.errors import UserError
 from meshtune.optim.build import OPTIMIZERS, OptimizerConfig, OptimizerType, decay_mask, make_optimizer
-from meshtune.optim.param_optimizer import from_optax
+from meshtune.optim.optimizer import from_optax
 
 
 # Float32 on both sides; parameters of order 1 moved by up to 20 * 1e-2, so a few units in the last place a step.

@@ -25,12 +25,11 @@ from meshtune.mesh.placement import offload_arrays
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.compute import Compute
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.init import init_params
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
-from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.spec import ModelSpec, Stack, init_params
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step

@@ -14,9 +14,8 @@ from optimizer_problems import SPEC, abstract_of
 from peft.optimizers import create_loraplus_optimizer
 
 from meshtune.adapters.peft_format import load_adapter
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import unflatten
+from meshtune.arrays.tree import named_leaves, unflatten
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.optim.build import make_optimizer

@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.optim.apollo import random_projector
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.galore import main_directions
-from meshtune.optim.param_optimizer import UpdateContext
+from meshtune.optim.optimizer import UpdateContext
 
 TALL, WIDE = "layers/0.0/mlp/gate/weight", "layers/0.0/mlp/down/weight"
 SHAPES = {TALL: (3, 12, 8), WIDE: (3, 6, 10), "layers/0.0/attn_norm/weight": (3, 6), "embed/weight": (11, 6)}

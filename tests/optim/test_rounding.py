@@ -14,7 +14,7 @@ from optimizer_problems import CONSTANT, abstract_of, tree_of
 
 from meshtune.arrays.tree import flatten
 from meshtune.optim.build import OPTIMIZERS, OptimizerConfig, make_optimizer
-from meshtune.optim.rounding import add_updates, round_stochastically
+from meshtune.optim.optimizer import add_updates, round_stochastically
 
 SHAPES = {"layers/0.0/mlp/up/weight": (2, 48, 32), "norm/weight": (32,)}
 STEPS = 30
@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_the_mesh():
     program = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from meshtune.optim.rounding import add_updates, stochastic
+from meshtune.optim.optimizer import add_updates, stochastic
 mesh = jax.make_mesh((2, 2), ("a", "b"))
 tree = {"layers": jnp.ones((3, 8, 16), jnp.bfloat16)}
 updates = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e-3, jnp.float32), tree)

@@ -8,7 +8,7 @@ from transformers import get_scheduler
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.schedules import SCHEDULES, make_schedule
+from meshtune.optim.optimizer import SCHEDULES, make_schedule
 
 PEAK = 3e-4
 # float32 here against float64 there, relative to the peak.

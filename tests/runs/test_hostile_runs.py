@@ -9,7 +9,7 @@ import pytest
 
 from meshtune.digests import FILE, DamagedError, read_digests
 from meshtune.errors import UserError
-from meshtune.hub.base_model import front_matter
+from meshtune.hub.card import front_matter
 from meshtune.json_text import token_ids
 from meshtune.runs.states import best_step
 from meshtune.train.report.page import _recipe

@@ -13,7 +13,7 @@ import pytest
 from meshtune.arrays.tree import merge
 from meshtune.config.load import load_recipe
 from meshtune.model.compute import Compute
-from meshtune.optim.schedules import make_schedule
+from meshtune.optim.optimizer import make_schedule
 from meshtune.setup.choices import optimizer_of, precision_of
 from meshtune.setup.stage import evaluation_objective_of, objective_of
 from meshtune.train.run_setup import baseline_warning, warm_up_warning

@@ -102,8 +102,8 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.mesh.config import MeshConfig
     from meshtune.mesh.placement import place_batch, shardings
     from meshtune.model.compute import Compute
-    from meshtune.model.init import init_params
     from meshtune.model.sharding import layout_for
+    from meshtune.model.spec import init_params
     from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step

@@ -81,8 +81,8 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
     from meshtune.model.compute import Compute
-    from meshtune.model.init import init_params
     from meshtune.model.sharding import layout_for
+    from meshtune.model.spec import init_params
     from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.quantize.config import QuantizeConfig

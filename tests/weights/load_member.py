@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import named_leaves
 from meshtune.errors import UserError
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig

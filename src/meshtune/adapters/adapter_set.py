@@ -16,7 +16,7 @@ from meshtune.adapters.multi_lora import MultiLoRA, select
 from meshtune.adapters.peft_format import LoadedAdapter, check_copies
 from meshtune.adapters.placement import placed
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.tree import Tree, flatten, stack_path, unflatten
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 
@@ -89,11 +89,11 @@ def _factors(adapter: LoadedAdapter) -> dict[_Place, _Factors]:
     for path, leaf in flatten(adapter.trainable).items():
         node = path.rpartition("/")[0]
         a, b = np.asarray(leaf.a), np.asarray(leaf.b)
-        if a.ndim == 2:
+        if (place := stack_path(node)) is None:
             factors[None, node] = _Factors(a, b, leaf.scale)
             continue
-        _, key, site = node.split("/", 2)
-        factors |= {(layer, site): _Factors(a[n], b[n], leaf.scale) for n, layer in enumerate(numbers[key])}
+        rows = enumerate(numbers[place.key])
+        factors |= {(layer, place.site): _Factors(a[n], b[n], leaf.scale) for n, layer in rows}
     return factors
 
 

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from meshtune.adapters.kind import Adapter
 from meshtune.adapters.method import SHARED, used_up
 from meshtune.arrays.tree import Tree, unflatten
-from meshtune.model.token_rows import ROWS, TokenRows
+from meshtune.model.inputs import ROWS, TokenRows
 from meshtune.quantize.weight import QuantisedWeight
 
 

@@ -31,8 +31,8 @@ from meshtune.errors import UserError
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.model.buffers import adjusted_buffers
+from meshtune.model.inputs import ROWS
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.model.token_rows import ROWS
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from meshtune.adapters.kind import Weight
-from meshtune.adapters.widen import widen
+from meshtune.adapters.lora import widen
 from meshtune.arrays.tree import Tree
 from meshtune.model.linear import matmul
 

@@ -26,7 +26,8 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.refusals import no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.linear import matmul, precision
+from meshtune.kernels.attention.backend import matmul_precision
+from meshtune.model.linear import matmul
 
 PARAMETRISED_SINCE = "0.18.0"  # the version of PEFT whose series this is
 
@@ -119,7 +120,8 @@ class OFT:
     ) -> Float[Array, "*B o"]:
         """The adapted linear layer without its bias, in `out` or x's dtype."""
         blocks = x.reshape(*x.shape[:-1], -1, self.block)
-        turned = jnp.einsum("...nk,nkc->...nc", blocks, self.rotations().astype(x.dtype), precision=precision(x.dtype))
+        rotations, precision = self.rotations().astype(x.dtype), matmul_precision(x.dtype)
+        turned = jnp.einsum("...nk,nkc->...nc", blocks, rotations, precision=precision)
         return matmul(turned.reshape(x.shape), weight, out)
 
     def rotations(self) -> Float[Array, "*L n b b"]:

@@ -27,8 +27,8 @@ from meshtune.errors import UserError
 from meshtune.families.composite import module_name
 from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
+from meshtune.model.inputs import ROWS
 from meshtune.model.spec import ModelSpec
-from meshtune.model.token_rows import ROWS
 from meshtune.weights.file_tensors import Tensor
 
 

@@ -12,8 +12,8 @@ from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
+from meshtune.model.inputs import ROWS, TokenRows
 from meshtune.model.spec import ModelSpec
-from meshtune.model.token_rows import ROWS, TokenRows
 
 # In PEFT: the tensor of a module's rows, and the field of an adapter_config.json that says which they are.
 TENSOR, FIELD = "token_adapter.trainable_tokens_delta", "trainable_token_indices"

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
 from meshtune.adapters.expert_targets import check_experts
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
-from meshtune.arrays.spec import ArraySpec, Role
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.spec import PARAMETER_ROLES, ArraySpec, Role, unknown_role
+from meshtune.arrays.tree import flatten, layer_site, stack_path
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
 from meshtune.families.composite import module_name
@@ -67,7 +66,7 @@ class Module:
     @property
     def site(self) -> str:
         """Where in a layer it is ("attn/q"), the same in every layer."""
-        return self.node if self.layer is None else self.node.split("/", 2)[2]
+        return layer_site(self.node)
 
 
 def modules(spec: ModelSpec) -> dict[str, Module]:
@@ -90,12 +89,13 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
         }
 
     for node, weights in leaves.items():
-        if not any(leaf.is_stacked for leaf in weights.values()):
+        place = stack_path(node)
+        if place is None:
             plain = not (spec.norm_head and node == "head")
             within = views_of("embed" if spec.tied and node == "head" else node, ())
             by_name[named[node][0]] = Module(named[node][0], node, None, None, weights, plain, within)
             continue
-        rows = numbers[node.split("/", 2)[1]]
+        rows = numbers[place.key]
         one_layer = {name: leaf.layer for name, leaf in weights.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
             in_peft = not (spec.family in REFUSED_IN_PEFT and name.endswith(REFUSED_MODULE))

@@ -24,7 +24,7 @@ from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.heads import PACKED
+from meshtune.model.attention import PACKED
 from meshtune.model.linear import NARROW, matmul
 from meshtune.model.short_conv import INNER
 

@@ -1,11 +1,13 @@
-"""An array before it exists: its shape, dtype, logical axes and initialiser."""
+"""An array before it exists: its shape, dtype, logical axes, initialiser and role."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
+
+from meshtune.errors import UserError
 
 # What an array is to a model, which decides how it is optimised, quantised, adapted, gathered and counted:
 #   matrix   the weight of a linear layer: [out, in]
@@ -75,3 +77,12 @@ class ArraySpec:
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return self.size * jnp.dtype(self.dtype).itemsize
+
+
+# Roles of parameters: all but optimizer state, statistics and counts.
+PARAMETER_ROLES: frozenset[Role] = frozenset(get_args(Role)) - {"state"}
+
+
+def unknown_role(consumer: str, path: str, array: ArraySpec, *, where: str, fix: str) -> UserError:
+    """The error of a consumer ("muon", "quantize") that has no rule for the role of the array at `path`."""
+    return UserError(f"{consumer} has no rule for arrays of role '{array.role}', such as {path}", where=where, fix=fix)

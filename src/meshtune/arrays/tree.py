@@ -1,9 +1,12 @@
-"""Trees of parameters: nested dicts with string keys, whose leaves are anything that is not a dict."""
+"""Trees of parameters: nested dicts with string keys, and the names of their leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import PyTree
 
 Tree = dict[str, Any]
 Leaves = dict[str, Any]  # a tree without branches: {path: leaf}
@@ -60,3 +63,41 @@ def merge(first: Tree, second: Tree) -> Tree:
         else:
             raise KeyError(f"both trees have a leaf at '{key}'")
     return merged
+
+
+KeyPath = tuple[jax.tree_util.KeyEntry, ...]
+
+
+def path_name(path: KeyPath) -> str:
+    """A jax key path in the form of the parameter tree's own paths: layers/0.0/attn/q/adapter/a."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in the tree's order."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+class StackPath(NamedTuple):
+    """Where an array of stacked layers is: under which root ("" for the decoder, else such as "vision"), in which stack
+    and position of its pattern ("0.1"), and where in a layer ("attn/q/weight")."""
+
+    root: str
+    key: str
+    site: str
+
+
+def stack_path(path: str) -> StackPath | None:
+    """Takes the path of a node or leaf of stacked layers apart, "layers/0.1/attn/q" or "vision/layers/0.0/mlp/up"; None
+    outside of layers."""
+    parts = path.split("/")
+    at = parts.index("layers") if "layers" in parts[:2] else len(parts)
+    if at + 1 >= len(parts):
+        return None
+    return StackPath("/".join(parts[:at]), parts[at + 1], "/".join(parts[at + 2 :]))
+
+
+def layer_site(path: str) -> str:
+    """Where in a layer a node or leaf is, the same in every layer; outside of layers the path itself."""
+    place = stack_path(path)
+    return path if place is None else place.site

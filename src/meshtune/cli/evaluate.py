@@ -30,7 +30,6 @@ Tasks = Annotated[
 class SuiteOptions:
     """How tasks are run."""
 
-    protocol: str = option("lm-eval", "lm-eval, or llama-factory: its prompts for mmlu, ceval and cmmlu.")
     num_fewshot: int | None = option(None, "Examples shown before each question; default: the task's own.", ge=0)
     chat: bool = option(False, "Prompts in the chat template, examples as turns.", flags=("--chat/--no-chat",))
     system: str | None = option(None, "System prompt; of records, for those that have none.")
@@ -93,7 +92,6 @@ def evaluate(
         records[: suite.limit],
         names,
         files,
-        protocol=suite.protocol,
         predicting=PredictOptions(metrics=metrics, max_tokens=suite.max_tokens, rows=suite.rows),
         shots=suite.num_fewshot,
         chat=suite.chat,

@@ -18,7 +18,6 @@ REFUSED = 2
 TITLES = {
     "translated": "translated",
     "differs": "translated, with a difference",
-    "no effect": "no effect here",
     "unknown": "unknown",
     "refused": "refused",
 }
@@ -29,7 +28,7 @@ def import_recipe(
         str,
         typer.Argument(
             metavar="FILE",
-            help="A recipe of LLaMA-Factory (v0 or v1), axolotl or torchtune, or arguments of TRL (YAML, or a script).",
+            help="A recipe of LLaMA-Factory or axolotl, or arguments of TRL (YAML, or a script).",
             show_default=False,
         ),
     ],
@@ -46,9 +45,9 @@ def import_recipe(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --to names.")] = False,
 ) -> None:
-    """Translate another tool's recipe: training to a recipe, export, chat and predictions to a command.
+    """Translate another tool's recipe.
 
-    Reports key by key what became of it. Exits with 2, and writes nothing, where a key is refused or unknown.
+    Reports what became of each key. Exits with 2, and writes nothing, if a key is refused or unknown.
     """
     from meshtune import terminal
     from meshtune.config.foreign.importer import translate
@@ -70,25 +69,26 @@ def import_recipe(
         else:
             _write(path, text, overwrite)
     if target is not None:
-        verb = f"meshtune train {target}" if translation.verb == "train" else f"sh {target}"
-        console.print(f"written: {', '.join(map(str, files))}; run it: {verb}", markup=False, soft_wrap=True)
+        run = f"meshtune train {target}"
+        console.print(f"written: {', '.join(map(str, files))}; run it: {run}", markup=False, soft_wrap=True)
 
 
 def _report(translation: Translation, console: Console) -> None:
     from meshtune.config.foreign.detect import TITLES as TOOLS
 
-    console.print(f"{translation.source}: {TOOLS[translation.tool]}, {translation.verb}", markup=False, style="bold")
+    console.print(f"{translation.source}: {TOOLS[translation.tool]}", markup=False, style="bold")
     for verdict, title in TITLES.items():
         findings = [finding for finding in translation.findings if finding.verdict == verdict]
         if findings:
             console.print(f"{title}:", style="bold")
         for finding in findings:
             line = translation.lines.get(finding.key)
-            where = f" (line {line})" if line and verdict in ("refused", "unknown") else ""
-            parts = [f" -> {finding.to}" * bool(finding.to), finding.note, f"{finding.fix}" * bool(finding.fix)]
-            text = "; ".join(part for part in parts if part).replace(" -> ", "", 1) if not finding.to else None
-            text = text or f"-> {finding.to}" + "".join(f"; {part}" for part in parts[1:] if part)
+            where = f" (line {line})" if line and finding in translation.refused else ""
+            result = f"-> {finding.to}" if finding.to else ""
+            text = "; ".join(filter(None, (result, finding.note, finding.fix)))
             console.print(f"  {finding.key or 'the recipe'}{where}: {text}", markup=False, soft_wrap=True)
+    if unused := [finding.key for finding in translation.findings if finding.verdict == "no effect"]:
+        console.print(f"without effect here: {', '.join(unused)}", markup=False, soft_wrap=True)
     for remark in translation.draft.remarks:
         console.print(f"  note: {remark}", markup=False, soft_wrap=True)
 

@@ -24,8 +24,8 @@ def predict(
     data: DataOptions,
     writing: Writing,
     metrics: Annotated[
-        str, typer.Option("--metrics", help="exact_match, f1, bleu, chrf, rouge, llamafactory; separated by commas.")
-    ] = "exact_match,f1,bleu,chrf,rouge,llamafactory",
+        str, typer.Option("--metrics", help="exact_match, f1, bleu, chrf, rouge; separated by commas.")
+    ] = "exact_match,f1,bleu,chrf,rouge",
     loss: Annotated[bool, typer.Option("--loss/--no-loss", help="Also the loss on the data's own answers.")] = True,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Records computed at once.")] = 16,
     limits: Limits,

@@ -12,14 +12,14 @@ def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="A list for people instead of JSON schema.")] = False,
     commands: Annotated[bool, typer.Option("--commands", help="Every command with its options, as Markdown.")] = False,
     other_tools: Annotated[
-        bool, typer.Option("--other-tools", help="Keys of other tools and what they come to here, as Markdown.")
+        bool, typer.Option("--other-tools", help="The keys of other tools and ours, as Markdown.")
     ] = False,
 ) -> None:
     """Print the recipe's JSON schema, a list of every key, or a reference of the command line."""
     if other_tools:
-        from meshtune.config.foreign import tables
+        from meshtune.config.foreign.keys import markdown as other_keys
 
-        print(tables.markdown(), end="")
+        print(other_keys(), end="")
         return
     if commands:
         from meshtune.cli import main, reference

@@ -17,9 +17,6 @@ class EvaluateSection(Section):
         description="Tasks with the path of their files, {mmlu: data/mmlu}; null: a task of lm-eval's hub or cache.",
     )
     held_out: bool = Field(default=True, description="Also the records of data.validation: loss, answers, metrics.")
-    protocol: Literal["lm-eval", "llama-factory"] = Field(
-        default="lm-eval", description="Whose prompts mmlu, ceval and cmmlu have."
-    )
     prompts: Literal["plain", "chat"] = Field(
         default="plain", description="chat: the tasks' prompts in the chat template, examples as turns."
     )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from meshtune.config import overrides as command_line
 from meshtune.config import yaml_text
 from meshtune.config.beside import beside_recipe
-from meshtune.config.foreign.detect import is_foreign
+from meshtune.config.foreign.detect import import_fix, is_foreign
 from meshtune.config.problems import as_user_error
 from meshtune.config.recipe import Recipe
 from meshtune.config.renamed import current_path, with_current_names
@@ -78,7 +78,7 @@ def load_recipe(
         raise UserError(
             f"this is a recipe of {tool}",
             where=name,
-            fix=f"translate it: meshtune import {name} --to recipe.yaml, then: meshtune train recipe.yaml",
+            fix=import_fix(content, name),
         )
     raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
     _settle_alternatives(raw, origins, notify)

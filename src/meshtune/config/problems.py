@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
-from meshtune.config.foreign import FOREIGN_KEYS
+from meshtune.config.foreign.keys import suggestions
 from meshtune.config.method import METHODS
 from meshtune.config.section import SectionType, section_fields
 from meshtune.config.stage import STAGES
@@ -175,8 +175,8 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
     if key in by_last:
         hint = f"did you mean '{by_last[key]}'? "
-    elif key in FOREIGN_KEYS:
-        hint = f"did you mean '{FOREIGN_KEYS[key]}'? "
+    elif key in suggestions():
+        hint = f"did you mean '{suggestions()[key]}'? "
     elif not (hint := nearest(key, valid)) and (match := difflib.get_close_matches(key, list(by_last), n=1)):
         hint = f"did you mean '{by_last[match[0]]}'? "
     owner = ".".join(map(str, path[:-1])) or "a recipe"

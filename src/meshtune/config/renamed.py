@@ -9,6 +9,8 @@ from meshtune.errors import UserError
 
 # Old key -> new key of the same section. Remove an entry one release after the one that adds it.
 RENAMED: dict[Path, str] = {("optimizer", "fused"): "in_backward"}
+# Keys that are gone, with the value under which they are still read in recipes of earlier runs.
+REMOVED: dict[Path, object] = {("evaluate", "protocol"): "lm-eval"}
 
 
 def current_path(path: Path) -> Path:
@@ -22,6 +24,10 @@ def with_current_names(raw: Mapping[str, object], notify: Callable[[str], None] 
     Raises UserError where both names are given.
     """
     raw = dict(raw)
+    for (name, old), value in REMOVED.items():
+        section = raw.get(str(name))
+        if isinstance(section, dict) and section.get(old) == value:
+            raw[str(name)] = {key: entry for key, entry in section.items() if key != old}
     for (name, old), new in RENAMED.items():
         section = raw.get(str(name))
         if not isinstance(section, dict) or old not in section:

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from meshtune.evaluate.choice_letters import read_subjects, run_protocol
 from meshtune.evaluate.folder import TASKS, read_json, read_lines, write_json, write_lines
 from meshtune.evaluate.harness import Suite, prepare, run_tasks
 from meshtune.evaluate.predict import Predictions, PredictOptions, make_prompts, predict_into
@@ -23,12 +22,11 @@ LOWER_IS_BETTER = ("loss", "word_perplexity", "byte_perplexity", "bits_per_byte"
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is measured: the answers to `records` and the tasks of `suite`, by lm-eval's protocol or LLaMA-Factory's."""
+    """An evaluation: the answers to `records`, and lm-eval's tasks in `suite`."""
 
     records: Sequence[Record]
     predicting: PredictOptions
     suite: Suite
-    llama_factory: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +44,7 @@ def evaluate(
 
     Tasks are prepared and checked before the first model is loaded. What a folder has already is not computed again.
     """
-    subjects = read_subjects(evaluation.suite) if evaluation.llama_factory else {}
-    tasks = None
-    if evaluation.suite.tasks and not evaluation.llama_factory:
-        tasks = prepare(evaluation.suite, folder / "tasks")
+    tasks = prepare(evaluation.suite, folder / "tasks") if evaluation.suite.tasks else None
     outcomes = {}
     for name, load in models.items():
         console.print(f"[bold]{name}[/]")
@@ -63,8 +58,6 @@ def evaluate(
             results = []
             if tasks is not None:
                 results, facts = run_tasks(model, evaluation.suite, tasks, console=console)
-            elif subjects:
-                results = run_protocol(model, evaluation.suite, subjects, console=console)
             write_results(own, results, facts)
         outcomes[name] = Outcome(predictions, results)
     return outcomes
@@ -123,7 +116,7 @@ def general_differences(
                 continue
             higher = first.higher_is_better.get(short, short not in LOWER_IS_BETTER)
             sides = ([_weighted(pair[side]) for pair in pairs] for side in (0, 1))
-            label = short if filter_ in ("none", "letters", "") else f"{short} ({filter_})"
+            label = short if filter_ in ("none", "") else f"{short} ({filter_})"
             paired = difference(short, *sides, higher_is_better=higher, seed=seed)
             table.setdefault(name, []).append(dataclasses.replace(paired, metric=label))
     return table

@@ -20,7 +20,7 @@ from meshtune.errors import UserError, nearest
 from meshtune.evaluate.extras import optional
 from meshtune.evaluate.folder import replace, write_lines
 from meshtune.evaluate.results import Sample, TaskResult
-from meshtune.evaluate.subjects import subject_of
+from meshtune.evaluate.subjects import category_of
 from meshtune.evaluate.task_files import FROM_FILES, SPLITS, TaskFiles, read_task
 from meshtune.generate.api import Model
 
@@ -192,7 +192,7 @@ def _write_task(
         file = installed / CONFIGS[benchmark].format(subject)
         if not file.is_file():
             file = installed / TEMPLATES[benchmark]
-            config["description"] = DESCRIPTIONS[benchmark].format(subject_of(benchmark, subject).name)
+            config["description"] = DESCRIPTIONS[benchmark].format(subject.replace("_", " "))
         config["include"] = str(file)
     shots = suite.shots if suite.shots is not None else SHOTS.get(benchmark)
     if benchmark == "perplexity":
@@ -268,7 +268,7 @@ def run_tasks(model: Model, suite: Suite, tasks: Tasks, *, console: Console) -> 
     for name, samples in outcome["samples"].items():
         values = {key: value for key, value in outcome["results"][name].items() if key not in ("alias", "name")}
         benchmark, subject = tasks.subjects.get(name, (name, ""))
-        category = subject_of(benchmark, subject).category if benchmark in SPLITS else ""
+        category = category_of(benchmark, subject) if benchmark in SPLITS else ""
         results.append(
             TaskResult(
                 name=name,

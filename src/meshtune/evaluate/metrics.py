@@ -6,6 +6,7 @@ Percentages are from 0 to 100, as their authors' packages have them; exact_match
 from __future__ import annotations
 
 import collections
+import logging
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from meshtune.errors import UserError, nearest
-from meshtune.evaluate import llama_factory
 from meshtune.evaluate.extras import optional
 
 CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u3040-\u30ff"
@@ -69,7 +69,8 @@ class _ChineseWords:
     """A tokenizer of rouge_score, whose own keeps nothing but Latin letters and digits."""
 
     def __init__(self):
-        self._jieba = llama_factory.jieba()
+        self._jieba = optional("jieba", "cutting Chinese into words", otherwise=OTHERWISE)
+        self._jieba.setLogLevel(logging.WARNING)  # quiet about its dictionary
 
     def tokenize(self, text: str) -> list[str]:
         return [word.lower() for word in self._jieba.cut(text) if WORD.search(word)]
@@ -87,9 +88,8 @@ RECORD_METRICS: Mapping[str, Callable[[bool], RecordMetric]] = {
     "f1": lambda _: f1,
     "chrf": chrf,
     "rouge": rouge,
-    "llamafactory": lambda _: llama_factory.similarity(),
 }
-METRICS = ("exact_match", "f1", "bleu", "chrf", "rouge", "llamafactory")
+METRICS = ("exact_match", "f1", "bleu", "chrf", "rouge")
 
 
 def check_metrics(names: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.evaluate.choice_letters import read_subjects
 from meshtune.evaluate.compare import Evaluation
 from meshtune.evaluate.harness import prepare
 from meshtune.evaluate.identity import default_output
@@ -32,9 +31,7 @@ def check_evaluation(recipe: Recipe) -> None:
     if section.held_out and recipe.data.validation is not None:
         check_metrics(section.metrics)
     evaluation = _evaluation(recipe, [])
-    if evaluation.llama_factory:
-        read_subjects(evaluation.suite)
-    elif evaluation.suite.tasks:
+    if evaluation.suite.tasks:
         with tempfile.TemporaryDirectory() as folder:
             prepare(evaluation.suite, pathlib.Path(folder))
 
@@ -64,7 +61,6 @@ def _evaluation(recipe: Recipe, records: list[Record]) -> Evaluation:
         records[: section.most_samples],
         tuple(section.tasks),
         files,
-        protocol=section.protocol,
         predicting=PredictOptions(metrics=tuple(section.metrics), max_tokens=section.new_tokens),
         shots=section.num_fewshot,
         chat=section.prompts == "chat",

@@ -110,12 +110,11 @@ def _evaluated(
     resume: bool,
     overwrite: bool,
 ) -> dict[str, Outcome]:
-    protocol = "LLaMA-Factory's" if evaluation.llama_factory else "lm-eval's"
     with results_folder(output, settings(subject, evaluation), resume=resume, overwrite=overwrite):
         outcomes = evaluate(models, evaluation, output, console)
-        chat = "prompts in the chat template" if evaluation.suite.chat or evaluation.llama_factory else "plain prompts"
+        chat = "prompts in the chat template" if evaluation.suite.chat else "plain prompts"
         title = f"Evaluation of {pathlib.Path(subject.path).name}"
-        report = write_report(output, title, outcomes, overlap=common, protocol=f"{protocol}, {chat}")
+        report = write_report(output, title, outcomes, overlap=common, protocol=f"lm-eval's, {chat}")
     for text in (*report.warnings, *report.findings):
         console.print(text, soft_wrap=True, markup=False)
     return outcomes
@@ -130,7 +129,7 @@ def settings(subject: Subject, evaluation: Evaluation) -> dict[str, Any]:
         "data": digest(evaluation.records),
         "predicting": dataclasses.asdict(evaluation.predicting),
         "suite": suite,
-        "protocol": "llama-factory" if evaluation.llama_factory else "lm-eval",
+        "protocol": "lm-eval",
         "loading": {name: subject.loading.get(name) for name in ("dtype", "quantize", "chat_template", "tokenizer")},
     }
 
@@ -200,11 +199,8 @@ def make_evaluation(
     tasks: tuple[str, ...],
     files: Mapping[str, pathlib.Path],
     *,
-    protocol: str = "lm-eval",
     predicting: PredictOptions = PredictOptions(),
     **suite: Any,
 ) -> Evaluation:
-    """An evaluation from options. Raises UserError for an unknown protocol."""
-    if protocol not in ("lm-eval", "llama-factory"):
-        raise UserError(f"there is no protocol '{protocol}'", where="--protocol", fix="give lm-eval or llama-factory")
-    return Evaluation(records, predicting, Suite(tasks, files, **suite), protocol == "llama-factory")
+    """Makes an evaluation from options."""
+    return Evaluation(records, predicting, Suite(tasks, files, **suite))

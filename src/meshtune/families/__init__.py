@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families.composite import TEXT, module_name, read_composite, tensor_name, text_config
+from meshtune.families.composite import TEXT, WRAPPERS, module_name, read_composite, tensor_name, text_config
 from meshtune.families.config_fields import HARMLESS, recorded_fields
-from meshtune.families.experts import experts_of, has_experts, stored_as
+from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
@@ -25,7 +25,6 @@ from meshtune.quantize.published import FIELD, read_scheme
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
-MOST_EXPERTS = 200_000  # of all layers; published models have up to 25,000
 BARE = frozenset({"gpt2"})  # families of which checkpoints were published as the base model alone
 # model_type -> the module that implements it, imported when a config asks for it.
 FAMILIES: dict[str, str] = {
@@ -114,12 +113,14 @@ def model_spec(
     is not implemented; `where` names the config in the message.
     """
     check_kind(config, where)
-    published, config = read_scheme(config, where)
-    composite = read_composite(config, where, names)
-    if composite is not None and composite[0]["model_type"] in FAMILIES:
-        spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")
-        return dataclasses.replace(spec, composite=composite[1], published=published)
-    kind = config.get("model_type")
+    kind, published = config.get("model_type"), None
+    if FIELD in config or TEXT in config:
+        published, config = read_scheme(config, where)
+    if kind in WRAPPERS:
+        composite = read_composite(config, where, names)
+        if composite is not None and composite[0]["model_type"] in FAMILIES:
+            spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")
+            return dataclasses.replace(spec, composite=composite[1], published=published)
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
@@ -134,7 +135,6 @@ def model_spec(
             where=where,
             fix="give the config.json that was published with the model",
         ) from error
-    _check_size(spec, where)
     spec = dataclasses.replace(spec, dtype=dtype, published=published)
     return scored_spec(spec) if scored else spec
 
@@ -146,17 +146,6 @@ def check_kind(config: dict[str, Any], where: str) -> None:
         raise UserError(f"model_type is {kind!r}, not text", where=f"{where}, field model_type")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise UserError(f"architectures is {named!r}, not a list of names", where=f"{where}, field architectures")
-
-
-def _check_size(spec: ModelSpec, where: str) -> None:
-    """Raises UserError for more experts than any file holds, a table of which would take all memory."""
-    experts = sum(stack.repeats * experts_of(layer) for stack in spec.stacks for layer in stack.pattern)
-    if experts > MOST_EXPERTS:
-        raise UserError(
-            f"the layers of this {spec.family} have {experts:,} experts, and at most {MOST_EXPERTS:,} can be",
-            where=where,
-            fix="give the config.json that was published with the model",
-        )
 
 
 def mathematics(config: dict[str, Any], where: str = "config.json") -> dict[str, object]:

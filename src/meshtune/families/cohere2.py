@@ -8,10 +8,9 @@ from typing import Any
 
 from meshtune.families import cohere
 from meshtune.families.cohere import tensors
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec
 

@@ -7,12 +7,11 @@ import dataclasses
 import math
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_fields import CORRECTION, are_sparse, read_groups, sigmoid_experts, with_shared
 from meshtune.families.experts import expert_modules, experts_spec, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.latent_attention import LatentAttentionSpec

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, tensors
-from meshtune.families.rope_fields import read_rope
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec

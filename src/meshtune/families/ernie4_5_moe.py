@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_fields import with_shared
 from meshtune.families.experts import expert_modules, experts_spec, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, stack_path
 from meshtune.errors import UserError
 from meshtune.families import model_spec, tensors
 from meshtune.families.composite import text_config, with_text_fields
@@ -101,8 +101,8 @@ def silent_modules(spec: ModelSpec, blocks: int) -> set[str]:
     silent: set[str] = set()
     for entry in tensors(spec):
         node, _, leaf = entry.path.rpartition("/")
-        adds = leaf == "weight" and _adds_to_residual(node, leaves[entry.path])
-        if adds and layers[node.split("/")[1]][entry.index[0]] in new:
+        adds, place = leaf == "weight" and _adds_to_residual(node, leaves[entry.path]), stack_path(node)
+        if adds and place is not None and layers[place.key][entry.index[0]] in new:
             silent.add(entry.module)
     return silent
 

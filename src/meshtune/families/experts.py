@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.families.activations import read_activation
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.tensors import Shape, Stored, View
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.spec import ModelSpec
 
+MOST_EXPERTS = 200_000  # of all layers, a table of which would take all memory; published models have up to 25,000
 NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 # The parameters of transformers' experts modules, with all experts of a layer in each.
 PARAMETERS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
@@ -47,6 +47,12 @@ def experts_spec(
             top_k,
             f"{top_k} is {chosen}, and there are {experts} experts",
             f"give a number from 1 to {experts}, as the model was trained",
+        )
+    if (total := experts * fields.integer("num_hidden_layers")) > MOST_EXPERTS:
+        raise fields.error(
+            "num_hidden_layers",
+            f"the layers have {total:,} experts, and at most {MOST_EXPERTS:,} can be",
+            "give the config.json that was published with the model",
         )
     fields.get("output_router_logits")
     fields.get("router_aux_loss_coef")
@@ -168,11 +174,6 @@ def transposed(shape: Shape) -> View:
 def has_experts(spec: ModelSpec) -> bool:
     """Whether any layer of a model is a mixture of experts."""
     return any(isinstance(kind.ffn, ExpertsSpec) for kind in spec.layer_kinds)
-
-
-def experts_of(layer: LayerSpec) -> int:
-    """The number of experts of a layer; 0 for a dense one."""
-    return layer.ffn.router.experts if isinstance(layer.ffn, ExpertsSpec) else 0
 
 
 def with_aux_loss(spec: ModelSpec, coefficient: float | None) -> ModelSpec:

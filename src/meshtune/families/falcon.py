@@ -13,10 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshtune.families.baichuan import alibi_slopes
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import FUSED_ROWS, Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.attention import AlibiSpec
 from meshtune.model.layer import LayerSpec, Placement

@@ -8,22 +8,27 @@ import dataclasses
 from typing import Any
 
 from meshtune.families import gemma2, gemma4, qwen3
-from meshtune.families.activations import read_activation
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.family import Family
 from meshtune.families.gemma4 import FULL, SLIDING, shared_layers, with_shared_memory
 from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
-from meshtune.model.around import Surroundings
 from meshtune.model.attention import AttentionSpec
-from meshtune.model.laurel import LaurelSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.layer_extras import (
+    ENTER,
+    LEAVE,
+    AltUpSpec,
+    LaurelSpec,
+    LayerExtras,
+    PerLayerEmbedding,
+    PerLayerSpec,
+    StreamsSpec,
+)
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.per_layer import PerLayerEmbedding, PerLayerSpec
 from meshtune.model.spec import ModelSpec
-from meshtune.model.streams import ENTER, LEAVE, AltUpSpec, StreamsSpec
 
 # Gemma3nTextConfig's; the configs of published models leave out what equals them.
 DEFAULTS = {
@@ -84,9 +89,9 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     attentions = with_shared_memory(_attentions(fields, norm), kinds, shared_layers(fields, kinds))
     mlps, streams = _mlps(fields), _streams(fields, norm)
     laurel, width = LaurelSpec(fields.integer("laurel_rank"), norm), fields.integer("hidden_size_per_layer_input")
-    around = Surroundings(laurel, streams, PerLayerSpec(width, norm, mlps[0].activation))
+    extras = LayerExtras(laurel, streams, PerLayerSpec(width, norm, mlps[0].activation))
     layers = [
-        LayerSpec(attention, mlp, norm, "both", around=around) for attention, mlp in zip(attentions, mlps, strict=True)
+        LayerSpec(attention, mlp, norm, "both", extras=extras) for attention, mlp in zip(attentions, mlps, strict=True)
     ]
     return decoder_spec(
         fields,

@@ -14,12 +14,11 @@ from meshtune.families.family import Family
 from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
-from meshtune.model.around import Surroundings
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.layer_extras import LayerExtras, PerLayerEmbedding, PerLayerSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.per_layer import PerLayerEmbedding, PerLayerSpec
 from meshtune.model.spec import ModelSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -99,12 +98,12 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     wide = 2 if fields.get("use_double_wide_mlp", False) else 1
     mlp, width = mlp_spec(fields, "hidden_activation"), int(fields.get("hidden_size_per_layer_input", 0))
     experts = _experts(fields, norm)
-    around = Surroundings(per_layer=PerLayerSpec(width, norm, mlp.activation) if width else None, scalar=True)
+    extras = LayerExtras(per_layer=PerLayerSpec(width, norm, mlp.activation) if width else None, scalar=True)
     for attention in attentions:
         ffn = mlp if attention.reads is None else dataclasses.replace(mlp, width=wide * mlp.width)
         if experts is not None:
             ffn = dataclasses.replace(experts, shared=ffn)
-        layer = LayerSpec(attention, ffn, norm, "both", ffn_norm=experts is None, around=around)
+        layer = LayerSpec(attention, ffn, norm, "both", ffn_norm=experts is None, extras=extras)
         layers.append(layer)
     rows = fields.integer("vocab_size_per_layer_input", fields.integer("vocab_size"))
     return decoder_spec(

@@ -7,12 +7,11 @@ import dataclasses
 from typing import Any
 
 from meshtune.families import qwen3
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_fields import CORRECTION, are_sparse, sigmoid_experts
 from meshtune.families.experts import expert_modules, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec

@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_layout import ExpertLayout
 from meshtune.families.experts import experts_spec, transposed
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec

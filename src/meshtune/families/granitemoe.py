@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.experts import experts_spec, fused_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, norm_spec
 from meshtune.families.packed import with_gate_up_in_halves
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.experts import experts_spec
 from meshtune.families.family import Family
 from meshtune.families.granitemoe import SHARED, routed_modules
@@ -14,7 +14,6 @@ from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, head_sizes, norm_spec
 from meshtune.families.packed import with_gate_up_in_halves
 from meshtune.families.recurrent import LIMITS, bounds, layer_kinds, with_mamba_groups
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.block import FeedForward
 from meshtune.model.layer import LayerSpec

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
-from meshtune.families.rope_fields import normalised_rope, read_rope
+from meshtune.families.config_fields import ConfigFields, normalised_rope, read_rope
 from meshtune.model.rope import RopeSpec
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes
 from meshtune.families.recurrent import LIMITS, with_filters
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
 from meshtune.model.block import FeedForward
 from meshtune.model.layer import LayerSpec

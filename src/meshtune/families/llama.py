@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshtune.families.activations import read_activation
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_activation, read_rope
 from meshtune.families.family import Family
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec

@@ -7,13 +7,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_layout import ExpertLayout
 from meshtune.families.experts import experts_spec, shared_modules, transposed
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec

@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec, tensors
-from meshtune.families.rope_fields import read_rope
 from meshtune.model.attention import LongQuerySpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.arrays.roles import unknown_role
-from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.spec import ArraySpec, unknown_role
+from meshtune.arrays.tree import flatten, layer_site
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -122,7 +121,7 @@ def _check_rows(chosen: Mapping[str, ArraySpec], config: QuantizeConfig) -> None
         if row % config.block_size:
             common = math.gcd(*(array.shape[-1] for array in chosen.values()))
             fitting = [size for size in BLOCK_SIZES if common % size == 0]
-            site = path.removesuffix("/weight").split("/", 2)[-1]
+            site = layer_site(path.removesuffix("/weight"))
             raise UserError(
                 f"blocks of {config.block_size} do not divide the rows of {site}, which have {row} numbers",
                 where="quantize.block_size",

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtune.families import qwen3
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
 from meshtune.families.recurrent import LIMITS, with_head_groups
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.block import FeedForward
 from meshtune.model.delta_net import DeltaNetSpec

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
-from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Stored, TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec

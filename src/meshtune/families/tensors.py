@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, stack_path
 from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
 from meshtune.families.refinement import Shape, groups_of, split_dimensions
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -266,15 +266,16 @@ def one_to_one(
     place = -1.0  # of leaves outside the layers: before all layers, or after
     for path, array in flatten(abstract_params(spec)).items():
         node, _, leaf = path.rpartition("/")
-        if not array.is_stacked:
+        stacked = stack_path(node)
+        if stacked is None:
             name = f"{outside[node]}.{leaf}"
             ordered.append((place, TensorMap(name, path, (), array, View.identity(array.shape))))
             continue
         place = float(spec.layers)
-        _, key, inner = node.split("/", 2)
         view = View.identity(array.shape[1:])
-        for row, number in enumerate(numbers[key]):
-            layer, stored = f"{layers}.{number}", modules.get(f"{inner}/{leaf}") or modules[inner]
+        for row, number in enumerate(numbers[stacked.key]):
+            stored = modules.get(f"{stacked.site}/{leaf}") or modules[stacked.site]
+            layer = f"{layers}.{number}"
             if isinstance(stored, Stored):
                 ordered += [(float(number), entry) for entry in stored.entries(layer, path, row, array)]
                 continue

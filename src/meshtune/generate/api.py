@@ -33,9 +33,9 @@ from meshtune.generate.variants import base_quantisation, generation_layout, rea
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
+from meshtune.model.inputs import folded
 from meshtune.model.model_cache import check_cache
 from meshtune.model.spec import ModelSpec
-from meshtune.model.token_rows import folded
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.runs.sources import Source, find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec

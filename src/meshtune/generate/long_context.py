@@ -11,8 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from meshtune.model.rope import RopeSpec
-from meshtune.model.rope_scaling import LONGROPE_FACTORS
+from meshtune.model.rope import LONGROPE_FACTORS, RopeSpec
 from meshtune.model.spec import ModelSpec
 
 

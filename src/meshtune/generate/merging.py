@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtune.adapters.merge import merged
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 from meshtune.quantize.weight import QuantisedWeight
@@ -77,9 +77,9 @@ def merged_copy(params: Tree) -> Tree:
 
 def _copied_bytes(adapter: LoadedAdapter, params: Tree) -> int:
     """Bytes on each device of the weights that an adapter adapts, however its layers are stacked: of all layers."""
-    sites = {path.rpartition("/")[0].split("/", 2)[-1] for path in flatten(adapter.trainable)}
+    sites = {layer_site(path.rpartition("/")[0]) for path in flatten(adapter.trainable)}
     leaves = {path: leaf for path, leaf in flatten(params).items() if path.endswith("/weight")}
-    adapted = [leaf for path, leaf in leaves.items() if path.removesuffix("/weight").split("/", 2)[-1] in sites]
+    adapted = [leaf for path, leaf in leaves.items() if layer_site(path.removesuffix("/weight")) in sites]
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in adapted)
 
 

@@ -10,14 +10,13 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError
 from meshtune.weights.modelscope import modelscope_id
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
 RECORD = "meshtune.json"  # in a repository: what the last push wrote
 CARD = "README.md"
@@ -126,9 +125,25 @@ def _pushed(api: HfApi, name: str, revision: str | None) -> frozenset[str]:
             return frozenset()
 
 
+# HTTP status -> what it means and what to do, with {name} for the repository.
+REFUSALS = {
+    401: (
+        "the hub does not accept this token",
+        "set HF_TOKEN to a valid token with write access (or run `hf auth login`)",
+    ),
+    403: (
+        "this token may not write to '{name}'",
+        "push to your own name, or use a token with write access of an account that may write there",
+    ),
+    409: ("the repository was changed during this push", "look at it, and push again"),
+    412: ("the repository was changed during this push", "look at it, and push again"),
+}
+OTHER_REFUSAL = "the hub refused the push", "push again later: the files that arrived are not sent a second time"
+
+
 @contextlib.contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Turns what the hub refuses and what breaks on the way there into one UserError."""
+    """Turns a refusal of the hub and a broken connection into one UserError."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     try:
@@ -136,47 +151,26 @@ def hub_errors(name: str) -> Iterator[None]:
     except UserError:
         raise
     except (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError) as error:
-        chain = list(_causes(error))
-        refusal = next((cause for cause in chain if isinstance(cause, HfHubHTTPError)), None)
+        causes = list(_causes(error))
+        refusal = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
+        broken = next((cause for cause in causes if isinstance(cause, HTTPError | OSError)), None)
+        text = (str(broken or error).splitlines() or [type(broken).__name__])[0]
         if refusal is not None:
-            raise _refused(name, refusal) from error
-        broken = next((cause for cause in chain if isinstance(cause, HTTPError | OSError)), None)
-        if broken is None:
-            raise UserError(f"the hub did not take the push: {error}", where=name, fix="see its message") from error
-        text = str(broken).splitlines()[0] if str(broken) else type(broken).__name__
-        if "xet" in text and "404" in text:  # a mirror, or a hub of one's own
+            status = getattr(refusal.response, "status_code", None)
+            problem, fix = REFUSALS.get(status or 0, OTHER_REFUSAL)
+            message = (refusal.server_message or "").strip()
+            problem = f"{problem.format(name=name)} (HTTP {status}{f': {message}' if message else ''})"
+        elif broken is None:
+            problem, fix = f"the hub did not take the push: {error}", "see its message"
+        elif "xet" in text and "404" in text:  # a mirror, or a hub of one's own
             problem, fix = f"this hub has no Xet storage: {text}", "set HF_HUB_DISABLE_XET=1 and push again"
-            raise UserError(problem, where=name, fix=fix) from error
-        raise UserError(
-            f"the connection to the hub broke: {text}",
-            where=name,
-            fix="push again: the files that arrived are not sent a second time",
-        ) from error
+        else:
+            problem = f"the connection to the hub broke: {text}"
+            fix = "push again: the files that arrived are not sent a second time"
+        raise UserError(problem, where=name, fix=fix) from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _refused(name: str, error: HfHubHTTPError) -> UserError:
-    response: Any = error.response
-    status = getattr(response, "status_code", None)
-    problem, fix = {
-        401: (
-            "the hub does not accept this token",
-            "set HF_TOKEN to a valid token with write access (or run `hf auth login`)",
-        ),
-        403: (
-            f"this token may not write to '{name}'",
-            "push to your own name, or use a token with write access of an account that may write there",
-        ),
-        409: ("the repository was changed while this was pushed", "look at it, and push again"),
-        412: ("the repository was changed while this was pushed", "look at it, and push again"),
-    }.get(
-        status or 0,
-        ("the hub refused the push", "push again later: the files that arrived are not sent a second time"),
-    )
-    said = (error.server_message or "").strip()
-    return UserError(f"{problem} (HTTP {status}{f': {said}' if said else ''})", where=name, fix=fix)

@@ -1,27 +1,174 @@
-"""Next-token cross-entropy that holds the logits of only one chunk of each row at a time.
-
-The loss is a scalar, so its gradient is known up to one factor as soon as the logits are. The forward pass computes the
-logits of a chunk of positions and turns them at once into the loss and into the gradients of the hidden states and of
-those head weights that are differentiated. The backward pass only multiplies by the cotangent. As in Liger
-(arXiv:2410.10989) and Cut Cross-Entropy (arXiv:2411.09009), but for any head function.
-
-Positions of weight 0 cost nothing: the supervised positions of all rows are sorted to the front, and only the chunks
-that contain some are computed. On a mesh each device does this with its own rows. If the vocabulary is sharded too, a
-device computes its shard of the logits, and only sums over the vocabulary are exchanged.
-"""
+"""Next-token cross-entropy that holds the logits of only one chunk of each row at a time."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from meshtune.kernels.loss_chunks import ChunkSchedule, Head, flatten_rows, score_targets
-from meshtune.kernels.loss_sharding import LossSharding, over_mesh
+# A function of (head params, hidden [..,D]) that returns float32 logits [..,V].
+Head = Callable[[PyTree, jax.Array], jax.Array]
+
+
+class ChunkSchedule(NamedTuple):
+    """The order in which positions are computed: those with weight 0 last, so that only `count` chunks have any weight.
+
+    order int32 and sorted_weights are [n * chunk]; entries past the last position have position 0 and weight 0. count
+    is an int32 scalar, at most n.
+    """
+
+    order: jax.Array
+    sorted_weights: jax.Array
+    count: jax.Array
+
+    @staticmethod
+    def of(weights: jax.Array, chunk: int) -> ChunkSchedule:
+        """The schedule for weights [positions], in chunks of `chunk` positions."""
+        is_zero = weights == 0.0
+        order = jnp.argsort(is_zero, stable=True)
+        padding = (0, -order.shape[0] % chunk)
+        return ChunkSchedule(jnp.pad(order, padding), jnp.pad(weights[order], padding), -(-(~is_zero).sum() // chunk))
+
+    def chunk(self, c: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """The positions of chunk c and their weights, [size] each."""
+        start = c * size
+        return (
+            jax.lax.dynamic_slice_in_dim(self.order, start, size),
+            jax.lax.dynamic_slice_in_dim(self.sorted_weights, start, size),
+        )
+
+    def unsort(self, x: jax.Array, count: int) -> jax.Array:
+        """Results [n * chunk, ..] in the schedule's order, as [count, ..] in the order of the positions."""
+        return x[jnp.argsort(self.order[:count])]
+
+
+def flatten_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[B, T, ..] as [B * T, ..]."""
+    return tuple(jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in arrays)
+
+
+class TargetScores(NamedTuple):
+    """-log p(target) [..] of a chunk of logits [..,V], with the values it was computed from.
+
+    `correct` [..] says whether the target is the first of the largest logits. `exponentials` [..,V] are
+    exp(logits - maximum) and `total` [..,1] their sum over the whole vocabulary. `sum_over_vocab` sums over the devices
+    that share the vocabulary, whose size is `vocab_size`.
+    """
+
+    losses: jax.Array
+    target_logits: jax.Array
+    correct: jax.Array
+    is_target: jax.Array
+    exponentials: jax.Array
+    total: jax.Array
+    sum_over_vocab: Callable[[jax.Array], jax.Array]
+    vocab_size: int
+
+
+def score_targets(logits: jax.Array, targets: jax.Array, vocab_axis: str | None) -> TargetScores:
+    """`vocab_axis` is the mesh axis over which the vocabulary of logits [..,V] is sharded, or None."""
+    ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    if vocab_axis is None:
+        max_over_vocab, sum_over_vocab, shards = lambda x: x, lambda x: x, 1
+    else:
+        max_over_vocab = functools.partial(jax.lax.pmax, axis_name=vocab_axis)
+        sum_over_vocab = functools.partial(jax.lax.psum, axis_name=vocab_axis)
+        shards = jax.lax.axis_size(vocab_axis)
+        ids = ids + (jax.lax.axis_index(vocab_axis) * logits.shape[-1]).astype(ids.dtype)
+    maximum = max_over_vocab(logits.max(-1, keepdims=True))
+    exponentials = jnp.exp(logits - maximum)
+    total = sum_over_vocab(exponentials.sum(-1, keepdims=True))
+    is_target = ids == targets[..., None]
+    target_logits = sum_over_vocab(jnp.where(is_target, logits, 0.0).sum(-1))
+    losses = (maximum + jnp.log(total))[..., 0] - target_logits
+    # What argmax == targets says, of which compilers for CPUs make a reduction that takes several times as long.
+    largest_before = max_over_vocab(jnp.where(ids < targets[..., None], logits, -jnp.inf).max(-1))
+    correct = (target_logits == maximum[..., 0]) & (largest_before < target_logits)
+    vocab_size = shards * logits.shape[-1]
+    return TargetScores(losses, target_logits, correct, is_target, exponentials, total, sum_over_vocab, vocab_size)
+
+
+# What a result is: "sum" (a scalar), "token" (a number per position), "hidden" (like the hidden states), or ("head", n)
+# (the gradient of leaf n of the head).
+ResultKind = str | tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSharding:
+    """The sharding of a loss's arrays. `rows` is the spec of [B, T], `head` those of the head's leaves in order.
+
+    `vocab` is the mesh axis that splits the vocabulary, or None.
+    """
+
+    mesh: Mesh | AbstractMesh
+    rows: PartitionSpec
+    head: tuple[PartitionSpec, ...]
+    vocab: str | None = None
+
+    def reduction_axes(self, kind: ResultKind) -> tuple[str, ...]:
+        """The axes over which a result is a partial sum on each device."""
+        vocab = () if self.vocab is None else (self.vocab,)
+        if kind == "sum":
+            return _axes(self.rows)
+        if kind == "token":
+            return ()
+        if kind == "hidden":
+            return vocab
+        return _axes(self.rows) + tuple(axis for axis in vocab if axis not in _axes(self.head[_leaf(kind)]))
+
+    def spec(self, kind: ResultKind) -> PartitionSpec:
+        """The sharding of a result."""
+        if kind == "sum":
+            return PartitionSpec()
+        return self.rows if kind in ("token", "hidden") else self.head[_leaf(kind)]
+
+
+def run_over_mesh(
+    function: Callable[..., Any], sharding: LossSharding | None, results: PyTree, *arguments: PyTree
+) -> Any:
+    """Calls `function(vocab axis, *arguments)`, on a mesh for every device's rows and shard of the vocabulary.
+
+    The arguments are the head's leaves, hidden states, targets and weights; `results` is the tree of the kinds of the
+    results (None for no result). Without a mesh the vocab axis is None.
+    """
+    return function(None, *arguments) if sharding is None else _over_mesh(function, sharding, results)(*arguments)
+
+
+def _over_mesh(function: Callable[..., Any], sharding: LossSharding, results: PyTree) -> Callable[..., Any]:
+    """Maps `function` over devices and sums its partial results."""
+
+    def local(*arguments: PyTree) -> PyTree:
+        return jax.tree.map(sum_over_axes, results, function(sharding.vocab, *arguments), is_leaf=_is_kind)
+
+    def sum_over_axes(kind: ResultKind | None, partial: jax.Array) -> jax.Array:
+        axes = () if kind is None else sharding.reduction_axes(kind)
+        return jax.lax.psum(partial, axes) if axes else partial
+
+    specs = jax.tree.map(lambda kind: None if kind is None else sharding.spec(kind), results, is_leaf=_is_kind)
+    in_specs = (list(sharding.head), sharding.rows, sharding.rows, sharding.rows)
+    # Each result is summed over exactly the axes over which it is partial; the check cannot verify that through loops.
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+
+
+def _is_kind(x: object) -> bool:
+    return x is None or isinstance(x, str) or (isinstance(x, tuple) and len(x) == 2 and x[0] == "head")
+
+
+def _leaf(kind: ResultKind) -> int:
+    assert not isinstance(kind, str), kind
+    return kind[1]
+
+
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return tuple(axis for entry in entries for axis in entry)
 
 
 def cross_entropy(
@@ -79,7 +226,7 @@ def _cross_entropy(
 
         return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
 
-    return over_mesh(local_sums, sharding, ("sum", "sum"))(leaves, hidden, targets, weights)
+    return run_over_mesh(local_sums, sharding, ("sum", "sum"), leaves, hidden, targets, weights)
 
 
 def _cross_entropy_forward(
@@ -129,9 +276,8 @@ def _cross_entropy_forward(
 
     values = [leaf.value for leaf in leaves]
     results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
-    loss, correct, d_params, d_hidden = over_mesh(local_sums_and_grads, sharding, results)(
-        values, hidden.value, targets.value, weights.value
-    )
+    arguments = values, hidden.value, targets.value, weights.value
+    loss, correct, d_params, d_hidden = run_over_mesh(local_sums_and_grads, sharding, results, *arguments)
     d_leaves: list[jax.Array | None] = [None] * len(leaves)
     for n, grad in zip(trainable, d_params, strict=True):
         d_leaves[n] = grad.astype(values[n].dtype)

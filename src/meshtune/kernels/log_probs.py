@@ -14,9 +14,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from meshtune.kernels.cross_entropy import cross_entropy
-from meshtune.kernels.loss_chunks import ChunkSchedule, Head, flatten_rows, score_targets
-from meshtune.kernels.loss_sharding import LossSharding, over_mesh
+from meshtune.kernels.cross_entropy import (
+    ChunkSchedule,
+    Head,
+    LossSharding,
+    cross_entropy,
+    flatten_rows,
+    run_over_mesh,
+    score_targets,
+)
 
 
 def log_probs(
@@ -57,7 +63,7 @@ def _log_probs(head: Head, chunk: int, sharding: LossSharding | None, head_param
         results = jax.lax.fori_loop(0, schedule.count, add_chunk, results)
         return schedule.unsort(results, mask.shape[0]).reshape(shape)
 
-    return over_mesh(local_log_probs, sharding, "token")(leaves, hidden, targets, mask)
+    return run_over_mesh(local_log_probs, sharding, "token", leaves, hidden, targets, mask)
 
 
 def _forward(head: Head, chunk: int, sharding: LossSharding | None, head_params, hidden, targets, mask):

@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.mesh.layout import Layout
 
 HOST = "pinned_host"  # JAX's memory kind

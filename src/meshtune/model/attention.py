@@ -1,4 +1,6 @@
-"""Grouped-query self-attention, for whole rows, for chunks of rows and over a cache."""
+"""Grouped-query self-attention, for whole rows, for chunks of rows and over a cache; and what other mixers that attend
+share with it.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,165 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.attend import attend, recalled
-from meshtune.model.attention_cost import attention_activations, request
-from meshtune.model.block import Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
+from meshtune.kernels.attention import AttentionRequest, attention
+from meshtune.model.block import SHARED, Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import LayerCache
 from meshtune.model.coded_cache import BY_HEAD
 from meshtune.model.compute import Compute
-from meshtune.model.heads import PACKED, Heads, NormOver, clipped, head_norm_params, normalised, projected, unpacked
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.positions import AlibiSpec, LongQuerySpec
 from meshtune.model.rope import RopeSpec, rotate
-from meshtune.model.side import SHARED
+
+MOST_CHUNKS = 1 << 16  # of a document, where attention is chunked: segments are counted in int32
+
+# The positions and segments [B, S] of the tokens that are attended to.
+Past = tuple[Int[Array, "B S"], Int[Array, "B S"]]
+
+
+def attend(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    rows: Rows,
+    past: Past | None,
+    compute: Compute,
+    *,
+    chunk: int | None = None,
+    **scores: Any,
+) -> Float[Array, "B T H h"]:
+    """Attention of the tokens `rows` to those of `past`, None for themselves.
+
+    With `chunk` a token sees only its own part of its document, each of that many tokens. `scores` are arguments of the
+    kernels: scale, window, softcap, causal, slopes, sinks.
+    """
+    kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
+    q_segments = rows.segment_ids
+    if chunk is not None:
+        q_segments = chunked_segment_ids(rows.positions, q_segments, chunk)
+        kv_segments = chunked_segment_ids(kv_positions, kv_segments, chunk)
+    return attention(
+        q,
+        k.astype(q.dtype),
+        v.astype(q.dtype),
+        q_positions=rows.positions,
+        kv_positions=kv_positions,
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        backend=compute.attention,
+        aligned=past is None and scores.get("causal", True),
+        sharding=None if compute.layout is None else compute.layout.attention_sharding(),
+        platform=compute.platform,
+        chip=compute.chip,
+        packed=compute.packed or chunk is not None,
+        **scores,
+    )
+
+
+def recall(
+    cache: LayerCache, new: dict[str, Array], rows: Rows, reach: int | None
+) -> tuple[dict[str, Array], Past, LayerCache]:
+    """(arrays of all tokens that the new ones may see, their positions and segments, the next cache)."""
+    past_arrays, positions, following = cache.recall(new, rows.positions, rows.segment_ids > 0, reach)
+    return past_arrays, (jnp.maximum(positions, 0), (positions >= 0).astype(jnp.int32)), following
+
+
+def chunked_segment_ids(positions: Array, segments: Array, chunk: int) -> Array:
+    """Gives every chunk of a document its own segment id."""
+    return jnp.where(segments > 0, segments * MOST_CHUNKS + positions // chunk, 0)
+
+
+def attention_activations(
+    queries: tuple[int, int], keys: tuple[int, int] | None, axis: str, gates: int = 0
+) -> tuple[Activation, ...]:
+    """The arrays of a token: queries, `gates` as wide as they, keys, values, the result and its log-sum-exp.
+
+    `queries` and `keys` are (numbers of all heads, heads); values are as wide as keys, and `axis` is theirs. `keys` is
+    None where keys and values are those of another layer.
+    """
+    H, heads = queries
+    past = () if keys is None else (Activation(axis, *keys, kept=True, elementwise=2, whole_rows=True),) * 2
+    return (
+        Activation("heads", H, heads, kept=True, elementwise=2),
+        *(Activation("heads", H, heads, kept=True, elementwise=1),) * gates,
+        *past,
+        Activation("heads", H, heads, kept=True),
+        # The log-sum-exp of every head's scores, in float32.
+        Activation("heads", heads, heads, kept=True, products=0, itemsize=4),
+    )
+
+
+def kernel_request(
+    rows: tuple[int, int, int],
+    heads: tuple[int, int, int],
+    compute: Compute,
+    *,
+    chunk: int | None = None,
+    **scores: Any,
+) -> AttentionRequest:
+    """The kernels' request for `rows` (their number, tokens that attend and tokens that are attended to in each) with
+    `heads` (of queries, of keys and values, numbers in each).
+
+    `chunk` is that of `attend`; `scores` are fields of AttentionRequest.
+    """
+    batch, q_length, kv_length = rows
+    count, kv_heads, head_dim = heads
+    return AttentionRequest(
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=count,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=compute.dtype,
+        platform=compute.platform or jax.default_backend(),
+        chip=compute.chip,
+        packed=compute.packed or chunk is not None,
+        aligned=q_length == kv_length and scores.get("causal", True),
+        **scores,
+    )
+
+
+PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
+
+Heads = Float[Array, "B T H h"]
+
+# What a norm of queries and keys extends over: a head, all with the same weights or each with its own, or all heads.
+NormOver = Literal["head", "own_head", "vector"]
+
+
+def unpack_heads(qkv: Float[Array, "B T n"], group: int, head_dim: int, parts: tuple[str, ...]) -> dict[str, Heads]:
+    """Takes `parts` of "q", "k" and "v" out of `qkv`, which has `group` queries, a key and a value a key-value head."""
+    flat = (*qkv.shape[:2], -1)
+    qkv = qkv.reshape(*flat, group + 2, head_dim)
+    q = qkv[:, :, :, :group].reshape(*flat, head_dim)
+    heads = {"q": q, "k": qkv[:, :, :, group], "v": qkv[:, :, :, group + 1]}
+    return {part: heads[part] for part in parts}
+
+
+def head_norm_params(norm: NormSpec, over: NormOver, heads: tuple[int, str], head_dim: int) -> Tree:
+    """The parameters of the norm of queries or keys; `heads` is their number with its logical axis."""
+    count, axis = heads
+    match over:
+        case "head":
+            return norm.params(head_dim, "head_dim")
+        case "own_head":
+            return norm.params(head_dim, "head_dim", heads)
+        case "vector":
+            return norm.params(count * head_dim, axis)
+
+
+def normalise_heads(norm: NormSpec, over: NormOver, heads: Heads, params: Tree) -> Heads:
+    """Normalises queries, keys or values over a head, or over all heads."""
+    if over != "vector":
+        return norm(heads, params)
+    return norm(heads.reshape(*heads.shape[:2], -1), params).reshape(heads.shape)
+
 
 ROTATED = "rotated"  # what a rematerialisation policy may keep: queries and keys, rotated
 
@@ -45,7 +189,8 @@ class AttentionSpec(Mixer):
     rows of its queries, of keys and of values, so that tp, which splits the rows, gives every device whole heads.
     With `v_of_k` values are the result of the keys' projection, neither normalised nor rotated as keys are; `v_norm`
     normalises values. A layer `stores` its keys and values under a name for later layers, each of which `reads` them in
-    place of computing keys and values, and has a cache of none.
+    place of computing keys and values, and has a cache of none. With `causal` False tokens see the later ones of their
+    segment too, as in a vision tower.
     """
 
     heads: int
@@ -71,6 +216,7 @@ class AttentionSpec(Mixer):
     v_norm: NormSpec | None = None
     stores: str | None = None
     reads: str | None = None
+    causal: bool = True
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
@@ -97,17 +243,20 @@ class AttentionSpec(Mixer):
                 "k": linear_params((K, "kv_heads"), d, self.qkv_bias, self.head_dim),
                 "v": linear_params((K, "kv_heads"), d, self.qkv_bias),
             }
-            tree = {name: params for name, params in tree.items() if name == "q" or name in self._kv_projections}
+            absent = ("k", "v") if self.reads is not None else ("v",) if self.v_of_k else ()
+            tree = {name: params for name, params in tree.items() if name not in absent}
         tree["o"] = linear_params(d, (H, "heads"), self.out_bias)
         if self.gate == "input":
             tree["gate"] = linear_params((H, "heads"), d, bias=False)
         if self.sinks:
             tree["sinks"] = {"weight": ArraySpec((self.heads,), "float32", ("heads",), "zeros", role="vector")}
-        tree["q_norm"] = head_norm_params(self.qk_norm, self.qk_norm_over, (self.heads, "heads"), self.head_dim)
+        norms = {"q": (self.qk_norm, self.qk_norm_over, (self.heads, "heads"))}
         if self.reads is None:
             kv_heads = (self.kv_heads, "kv_heads")
-            tree["k_norm"] = head_norm_params(self.qk_norm, self.qk_norm_over, kv_heads, self.head_dim)
-            tree["v_norm"] = head_norm_params(self.v_norm, "head", kv_heads, self.head_dim)
+            norms |= {"k": (self.qk_norm, self.qk_norm_over, kv_heads), "v": (self.v_norm, "head", kv_heads)}
+        for part, (norm, over, heads) in norms.items():
+            if norm is not None:
+                tree[f"{part}_norm"] = head_norm_params(norm, over, heads, self.head_dim)
         return {name: node for name, node in tree.items() if node}
 
     @property
@@ -116,42 +265,47 @@ class AttentionSpec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        rows, past, stored = context.rows, None, {}
-        if context.memory is not None:
-            memory, memory_rows = context.memory
-            heads = self._heads(x, node, context, "q") | memory
-            past = memory_rows.positions, memory_rows.segment_ids
-        elif self.reads is not None:
-            memory = context.side[SHARED][self.reads]
-            heads, past = self._heads(x, node, context, "q") | memory, memory.get("past")
+        past, stored = None, {}
+        if context.memory is not None or self.reads is not None:
+            qkv, past = self._read_memory(x, node, context)
         else:
-            heads = self._heads(x, node, context, "qkv")
+            qkv = self.project(x, node, context, ("q", "k", "v"))
             if cache is not None:
-                past_kv, past, cache = recalled(cache, {name: heads[name] for name in "kv"}, rows, self._reach)
-                heads |= past_kv
+                past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.rows, self._reach)
+                qkv |= past_kv
             if self.stores is not None:
-                memory = {"k": heads["k"], "v": heads["v"]}
+                memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
         mixed = attend(
-            heads["q"],
-            heads["k"],
-            heads["v"],
-            rows,
+            qkv["q"],
+            qkv["k"],
+            qkv["v"],
+            context.rows,
             past,
             context.compute,
             chunk=self.chunk,
             slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
             sinks=node["sinks"]["weight"] if self.sinks else None,
-            **self._scores(),
+            **self._score_options(),
         )
         if self.gate is not None:
-            mixed = mixed * jax.nn.sigmoid(heads["gate"].astype(jnp.float32)).astype(mixed.dtype)
+            mixed = mixed * jax.nn.sigmoid(qkv["gate"].astype(jnp.float32)).astype(mixed.dtype)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {}, stored)
 
+    def _read_memory(self, x: Hidden, node: Tree, context: Context) -> tuple[dict[str, Any], Past | None]:
+        """(queries, with keys and values of whole rows or of an earlier layer; the tokens of these)."""
+        queries = self.project(x, node, context, ("q",))
+        if context.memory is not None:
+            memory, rows = context.memory
+            return queries | memory, (rows.positions, rows.segment_ids)
+        assert self.reads is not None
+        memory = context.side[SHARED][self.reads]
+        return queries | memory, memory.get("past")
+
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
         """Keys and values [B, T, K, h]."""
-        return self._heads(x, node, context, "kv")
+        return self.project(x, node, context, ("k", "v"))
 
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """Keys and values of `slots` tokens a row, or of a window; nothing where they are another layer's."""
@@ -180,14 +334,14 @@ class AttentionSpec(Mixer):
         return Cost(weights, activations, pairs=4 * queries[0], window=self._reach)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
-        return request(
+        return kernel_request(
             (rows, q_length, kv_length),
             (self.heads, self.kv_heads, self.head_dim),
             compute,
             chunk=self.chunk,
             alibi=self.alibi is not None,
             sinks=self.sinks,
-            **self._scores(),
+            **self._score_options(),
         )
 
     @property
@@ -195,35 +349,56 @@ class AttentionSpec(Mixer):
         """The greatest number of tokens that one sees; None without a limit."""
         return min((limit for limit in (self.window, self.chunk) if limit is not None), default=None)
 
-    def _scores(self) -> dict[str, Any]:
-        """How scores are computed: the same for the kernel that runs and for the request that is asked about."""
+    def _score_options(self) -> dict[str, Any]:
+        """Options of scores, for the kernel that runs and for the request that is asked about."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return {"scale": scale, "window": self.window, "softcap": self.softcap}
+        return {"scale": scale, "window": self.window, "softcap": self.softcap, "causal": self.causal}
 
-    def _heads(self, x: Hidden, node: Tree, context: Context, names: Literal["q", "kv", "qkv"]) -> dict[str, Heads]:
-        """Queries [B, T, H, h], keys and values [B, T, K, h], ready for the kernels; beside queries their gate."""
+    def project(self, x: Hidden, node: Tree, context: Context, parts: tuple[str, ...]) -> dict[str, Heads]:
+        """Queries "q" [B, T, H, h], keys "k" and values "v" [B, T, K, h] for the kernels; with "q" their gate."""
+        key, heads = context.key, (*x.shape[:2], -1, self.head_dim)
         if self.packed:
-            qkv = linear(x, node["qkv"], site_key(context.key, "qkv"))
-            heads = unpacked(qkv, self.heads // self.kv_heads, self.head_dim, names)
+            packed = linear(x, node["qkv"], site_key(key, "qkv"))
+            qkv = unpack_heads(packed, self.heads // self.kv_heads, self.head_dim, parts)
+        elif self.gate is not None or self.v_of_k:
+            qkv = self._project_gated(x, node, key, parts)
         else:
-            heads = projected(x, node, context.key, names, self.head_dim, v_of_k=self.v_of_k, gate=self.gate)
-        if "q" in heads:
-            heads["q"] = self._rotated(heads["q"], node, "q", context.rows)
-        if "k" in heads:
-            v = normalised(self.v_norm, "head", heads["v"], node.get("v_norm", {}))
-            heads |= {"k": self._rotated(heads["k"], node, "k", context.rows), "v": clipped(v, self.clip)}
-        return heads
+            qkv = {part: linear(x, node[part], site_key(key, part)).reshape(heads) for part in parts}
+        if "v" in qkv and self.v_norm is not None:
+            qkv["v"] = normalise_heads(self.v_norm, "head", qkv["v"], node.get("v_norm", {}))
+        if "v" in qkv and self.clip is not None:
+            qkv["v"] = jnp.clip(qkv["v"], -self.clip, self.clip)
+        rotated = {part: self._rotate(qkv[part], node, part, context.rows) for part in ("q", "k") if part in qkv}
+        return qkv | rotated
 
-    def _rotated(self, heads: Heads, node: Tree, name: Literal["q", "k"], rows: Rows) -> Heads:
-        """Queries or keys, normalised where the model does that, and rotated."""
-        norm, params = self.qk_norm, node.get(f"{name}_norm", {})
-        if not self.qk_norm_after_rope:
-            heads = normalised(norm, self.qk_norm_over, heads, params)
-        heads = clipped(heads, self.clip)
+    def _project_gated(self, x: Hidden, node: Tree, key: Array | None, parts: tuple[str, ...]) -> dict[str, Heads]:
+        """Projects queries with their gate, which has a projection or the second half of the rows of each head's
+        queries; keys; and values, which may be the keys as they are projected."""
+
+        def heads_of(name: str, size: int) -> Heads:
+            return linear(x, node[name], site_key(key, name)).reshape(*x.shape[:2], -1, size)
+
+        # Queries first: in the order of these products their gradients of x are added, which decides the last bits.
+        qkv: dict[str, Heads] = {}
+        if "q" in parts and self.gate == "query":
+            qkv["q"], qkv["gate"] = jnp.split(heads_of("q", 2 * self.head_dim), 2, axis=-1)
+        elif "q" in parts:
+            qkv["q"] = heads_of("q", self.head_dim)
+            qkv |= {"gate": heads_of("gate", self.head_dim)} if self.gate == "input" else {}
+        qkv |= {part: heads_of(part, self.head_dim) for part in parts if part in self._kv_projections}
+        return qkv if "v" not in parts or not self.v_of_k else qkv | {"v": qkv["k"]}
+
+    def _rotate(self, heads: Heads, node: Tree, part: str, rows: Rows) -> Heads:
+        """Rotates queries or keys; normalises and limits them where the model does that."""
+        params = node.get(f"{part}_norm", {})
+        if self.qk_norm is not None and not self.qk_norm_after_rope:
+            heads = normalise_heads(self.qk_norm, self.qk_norm_over, heads, params)
+        if self.clip is not None:
+            heads = jnp.clip(heads, -self.clip, self.clip)
         if self.rope is not None:
             heads = rotate(heads, *rows.angles[self.rope], interleaved=self.rope.interleaved)
-        if self.qk_norm_after_rope:
-            heads = normalised(norm, self.qk_norm_over, heads, params)
-        if name == "q" and self.long_query is not None:
+        if self.qk_norm is not None and self.qk_norm_after_rope:
+            heads = normalise_heads(self.qk_norm, self.qk_norm_over, heads, params)
+        if part == "q" and self.long_query is not None:
             heads = self.long_query(heads, rows.positions)
         return checkpoint_name(heads, ROTATED)

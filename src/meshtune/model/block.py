@@ -1,8 +1,5 @@
-"""What a layer is made of: a mixer (attention, a recurrence, a convolution) and a feed-forward network, both blocks.
-
-A block is a frozen dataclass of numbers with its code beside it in one file. It lists its parameters, computes, keeps a
-cache for decoding, and says what it costs and what a mesh must divide. Nothing outside `model/` and `families/` knows
-what is inside one.
+"""The interface of the blocks of a layer (a mixer and a feed-forward network), and the side inputs that a layer is
+given beside the residual stream.
 """
 
 from __future__ import annotations
@@ -10,15 +7,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import jax
+from jax import lax
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
+from meshtune.errors import UserError
 from meshtune.kernels.attention import AttentionRequest
 from meshtune.model.cache import LayerCache, MixerState
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
+from meshtune.model.linear import fold, site_key
 from meshtune.model.rope import RopeSpec
 
 Hidden = Float[Array, "B T D"]
@@ -31,9 +32,9 @@ class Context:
 
     `rows` describes the tokens of the input; `side` holds what is computed outside the layer and is differentiated:
     arrays [B, T, ..] that the model computes once for its layers (ModelSpec.side), and memories of earlier layers
-    (model.side). `index` is the number of the layer in the model, `key` the source of
-    dropout (None: no dropout). `memory` is what `Mixer.memory` returned for whole rows, with a description of these
-    rows, where the input is only a chunk of each.
+    (see SharedMemory). `index` is the number of the layer in the model, `key` the source of dropout (None: no dropout).
+    `memory` is what `Mixer.memory` returned for whole rows, with a description of these rows, where the input is only a
+    chunk of each; `chunk` is the number of the chunk that a feed-forward network computes.
     """
 
     compute: Compute
@@ -42,6 +43,11 @@ class Context:
     index: Array | int = 0
     key: Array | None = None
     memory: tuple[Tree, Rows] | None = None
+    chunk: Array | None = None
+
+    def keyed(self, name: str) -> Context:
+        """The context of the block called `name`, whose dropout is the same whatever other blocks exist."""
+        return dataclasses.replace(self, key=fold(site_key(self.key, name), self.chunk), chunk=None)
 
 
 class Output(NamedTuple):
@@ -139,12 +145,14 @@ class BlockChoice(NamedTuple):
 
 
 class Block(Protocol):
-    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer.
+    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer, `side_inputs` are
+    the names of the side inputs that `apply` reads.
 
     Blocks inherit from `Mixer` or `FeedForward` and define what has no default here.
     """
 
     name: ClassVar[str]
+    side_inputs: ClassVar[frozenset[str]] = frozenset()
 
     def params(self, embed: int) -> Tree:
         """Its parameters as ArraySpecs of one layer, without the axis of stacked layers, in float32."""
@@ -159,10 +167,6 @@ class Block(Protocol):
         ...
 
     def cost(self, embed: int) -> Cost: ...
-
-    def side_inputs(self) -> frozenset[str]:
-        """The names of the side inputs that `apply` reads."""
-        return frozenset()
 
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the sums that `apply` returns; padding (segment 0) must have no part in them."""
@@ -246,3 +250,37 @@ class SharedMemory(Protocol):
 
 class FeedForward(Block, Protocol):
     """A block that treats every token by itself."""
+
+
+BY_LAYER, SHARED = "by_layer", "shared_memory"
+
+
+def layer_side(side: Tree, index: Array | int) -> Tree:
+    """The side inputs of layer number `index`."""
+    parts = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), side.get(BY_LAYER, {}))
+    return {name: array for name, array in side.items() if name != BY_LAYER} | parts
+
+
+def with_stored(side: Tree, stored: Mapping[str, Any]) -> Tree:
+    """Adds the memories that a layer has stored."""
+    return side | {SHARED: {**side.get(SHARED, {}), **stored}} if stored else side
+
+
+def without_memories(side: Tree) -> Tree:
+    """Side inputs that belong to the tokens of a layer's input: those that enter the first layer."""
+    return {name: array for name, array in side.items() if name != SHARED}
+
+
+def without_memory(side: Tree, name: str) -> Tree:
+    """The side inputs of the layer that stored the memory `name`."""
+    memories = {stored: memory for stored, memory in side[SHARED].items() if stored != name}
+    return without_memories(side) | ({SHARED: memories} if memories else {})
+
+
+def check_side(side: Tree, read: frozenset[str], family: str) -> None:
+    """Raises: UserError where what enters the first layer is not what layers `read`, by name."""
+    given = (side.keys() - {BY_LAYER}) | side.get(BY_LAYER, {}).keys()
+    if given != read:
+        unread, missing = sorted(given - read), sorted(read - given)
+        problem = f"side input '{unread[0]}' is read by no layer" if unread else f"side input '{missing[0]}' is missing"
+        raise UserError(f"{problem} of this {family}", where="Inputs.side", fix=f"it takes: {sorted(read) or 'none'}")

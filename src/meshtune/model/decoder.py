@@ -9,20 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Hidden, Sums, check_side
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
-from meshtune.model.embedding import embedded
 from meshtune.model.gather import to_device, with_shared
-from meshtune.model.inputs import Inputs, Rows, rows_of
+from meshtune.model.inputs import ROWS, Inputs, Rows, embed_tokens, rows_of, table
+from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.linear import linear
 from meshtune.model.norm_head import row_scale
 from meshtune.model.reverse import LayerRunner, layer_functions
-from meshtune.model.side import check_side
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import through_layers
-from meshtune.model.streams import ENTER, LEAVE
-from meshtune.model.token_rows import ROWS, table
 
 
 class Forward(NamedTuple):
@@ -50,11 +47,14 @@ def forward(
     adapters' dropout on; `perturb` changes the embeddings.
     """
     rows, x, side = enter(params, spec, compute, inputs, perturb)
-    if isinstance(params["layers"], dict):
-        x, caches, sums = through_layers(params, spec, compute, x, rows, side, rng, cache)
+    layers: Tree | LayerRunner = params["layers"]
+    if isinstance(layers, dict):
+        shared = params.get("shared")
+        x, caches, sums = through_layers(
+            layers, spec.stacks, spec.embed, compute, x, rows, side, shared=shared, rng=rng, cache=cache
+        )
     else:  # one of train.step's: without adapters, and so without dropout
-        runner: LayerRunner = params["layers"]
-        (x, sums), caches = runner.apply(layer_functions(spec, compute), spec, compute, x, rows, side), {}
+        (x, sums), caches = layers.apply(layer_functions(spec, compute), spec, compute, x, rows, side), {}
     if cache is not None:
         cache = Cache(caches, cache.lengths + jnp.sum(inputs.segment_ids > 0, axis=1, dtype=jnp.int32))
     x = x if spec.streams is None else spec.streams.leave(x, to_device(params[LEAVE]), compute.layout)
@@ -77,19 +77,21 @@ def enter(
     rows = rows_of(inputs, spec.ropes)
     x = inputs.embeds
     if x is None:
-        x = embedded(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
+        x = embed_tokens(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
-        x = x + embedded(
+        x = x + embed_tokens(
             table(to_device(params["positions"], inputs.positions)), inputs.positions, compute.layout
         ).astype(x.dtype)
     x = x if perturb is None else perturb(x)
     side = dict(inputs.side or {})
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
-    check_side(side, frozenset(name for block in spec.blocks for name in block.side_inputs()), spec.family)
+    read = frozenset(name for block in spec.blocks for name in block.side_inputs)
+    if side or read:
+        check_side(side, read, spec.family)
     return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side
 
 
@@ -102,7 +104,8 @@ def head_params(params: Tree, spec: ModelSpec, after: Array | None = None) -> Tr
     head = params.get("head", {})
     head = to_device({**params["embed"], **head} if spec.tied else head, after)
     head = {"weight": table(head), **{name: leaf for name, leaf in head.items() if name not in ("weight", ROWS)}}
-    head = with_shared(head, params.get("shared"))
+    if (shared := params.get("shared")) is not None:
+        head = with_shared(head, shared)
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
 
 

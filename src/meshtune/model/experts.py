@@ -18,14 +18,13 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.layout import Layout
-from meshtune.model.activations import ACTIVATIONS, ActivationName
 from meshtune.model.block import Activation, BlockChoice, Context, Cost, Divisor, FeedForward, Hidden, Output, Sums
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.expert_exchange import choose_exchange
 from meshtune.model.linear import Groups, grouped_linear, linear, linear_params, site_key
-from meshtune.model.mlp import MlpSpec
+from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.router import RouterSpec, Routing
 from meshtune.quantize.weight import QuantisedWeight
@@ -176,13 +175,13 @@ class ExpertsSpec(FeedForward):
     def _sums(self, routing: Routing, real: Array, index: Array | int) -> Sums:
         at = (jnp.arange(self.layers) == index).astype(jnp.float32)
         chosen = jnp.sum(routing.experts[..., None] == jnp.arange(self.router.experts), axis=-2, dtype=jnp.float32)
-        of_layer = {
+        layer_sums = {
             TOKENS: jnp.einsum("bte,bt->e", chosen, real.astype(jnp.float32)),
             ROUTED: jnp.sum(real, dtype=jnp.float32),
         }
         if self.aux_loss:
-            of_layer[SCORES] = jnp.einsum("bte,bt->e", routing.scores.astype(jnp.float32), real.astype(jnp.float32))
-        return {name: at.reshape(-1, *(1,) * value.ndim) * value for name, value in of_layer.items()}
+            layer_sums[SCORES] = jnp.einsum("bte,bt->e", routing.scores.astype(jnp.float32), real.astype(jnp.float32))
+        return {name: at.reshape(-1, *(1,) * value.ndim) * value for name, value in layer_sums.items()}
 
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         of_experts = (self.layers, self.router.experts)

@@ -1,14 +1,20 @@
-"""What goes into a model: tokens or embeddings, where they stand in their documents, and side inputs."""
+"""The inputs of a model (tokens, positions, segments), and the lookup of their embeddings."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
+from meshtune.mesh.layout import Layout
 from meshtune.model.rope import RopeSpec, angles
 
 
@@ -55,3 +61,90 @@ def rows_of(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> Rows:
     order, segments = inputs.positions, inputs.segment_ids
     turns = order if inputs.rope_positions is None else inputs.rope_positions
     return Rows(order, segments, {rope: angles(rope, turns, order, segments) for rope in ropes})
+
+
+def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:
+    """Every token's row of the table, in the table's dtype."""
+    return jnp.take(table, tokens, axis=0) if layout is None else _embed_sharded(table, tokens, layout)
+
+
+def _embed_sharded(table: Array, tokens: Array, layout: Layout) -> Array:
+    """Looks tokens up in a table that is split over devices.
+
+    Where the table's columns are split, each device looks up its columns for its neighbours' tokens too, and the
+    results change places; where its rows are, every token is found on one device of tp and summed with zeros. The table
+    itself, gigabytes in large models, never moves.
+    """
+    rows, columns = (_axes(layout.spec(("vocab", "embed"), table.shape), place) for place in (0, 1))
+    where = layout.spec(("batch", "length"), tokens.shape)
+    look_up = partial(_look_up, rows=rows, columns=columns, split={*_axes(where, 0), *_axes(where, 1)})
+    in_specs = layout.spec(("vocab", "embed"), table.shape), where
+    # Columns gathered from devices that looked up the same tokens are the same on all, which the check cannot see.
+    return jax.shard_map(look_up, mesh=layout.mesh, in_specs=in_specs, out_specs=where, check_vma=False)(table, tokens)
+
+
+def _look_up(table: Array, tokens: Array, *, rows: tuple[str, ...], columns: tuple[str, ...], split: set[str]) -> Array:
+    """On one device: mesh axes `rows` and `columns` split the table, those in `split` the tokens."""
+    for axis in columns:
+        if axis in split:
+            tokens = lax.all_gather(tokens, axis)
+    if rows:
+        first = lax.axis_index(rows) * table.shape[0]
+        is_local = (tokens >= first) & (tokens < first + table.shape[0])
+        local_rows = jnp.take(table, jnp.where(is_local, tokens - first, 0), axis=0)
+        x = lax.psum(jnp.where(is_local[..., None], local_rows, jnp.zeros((), table.dtype)), rows)
+    else:
+        x = jnp.take(table, tokens, axis=0)
+    for axis in reversed(columns):  # the innermost first: its blocks of columns are neighbours
+        if axis in split:
+            x = lax.all_to_all(x, axis, split_axis=0, concat_axis=x.ndim - 1, tiled=True)[0]
+        else:
+            x = lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+    return x
+
+
+def _axes(spec: jax.sharding.PartitionSpec, place: int) -> tuple[str, ...]:
+    part = spec[place] if place < len(spec) else None
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+ROWS = "rows"  # their place in the node of the weight they belong to
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """`values` [n, D] stand in the place of the rows `ids` of the weight [V, D] beside them."""
+
+    values: Any
+    ids: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def abstract(cls, weight: ArraySpec, ids: tuple[int, ...], dtype: str) -> TokenRows:
+        """With an ArraySpec for the array."""
+        return cls(ArraySpec((len(ids), weight.shape[1]), dtype, ("whole", weight.axes[1]), role=weight.role), ids)
+
+    def of(self, weight: Float[Array, "V D"]) -> Array:
+        """The rows as the weight has them, in this one's dtype."""
+        return weight[jax.numpy.asarray(self.ids)].astype(self.values.dtype)
+
+    def merge(self, weight: Float[Array, "V D"]) -> Float[Array, "V D"]:
+        """The weight with these rows, in its own dtype."""
+        values = self.values.astype(weight.dtype)
+        first = self.ids[0]
+        if self.ids == tuple(range(first, first + len(self.ids))):
+            return jax.lax.dynamic_update_slice(weight, values, (first, 0))
+        return weight.at[jax.numpy.asarray(self.ids)].set(values)
+
+
+def table(node: Tree) -> Array:
+    """The weight of an embedding's or a head's node, with the rows that are trained apart."""
+    rows = node.get(ROWS)
+    return node["weight"] if rows is None else rows.merge(node["weight"])
+
+
+def folded(params: Tree) -> Tree:
+    """Parameters whose tables hold the rows that were trained apart: for many forward passes."""
+    nodes = {name: node for name, node in params.items() if isinstance(node, dict) and ROWS in node}
+    tables = {name: node | {"weight": jax.jit(table)(node)} for name, node in nodes.items()}
+    return params | {name: {key: leaf for key, leaf in node.items() if key != ROWS} for name, node in tables.items()}

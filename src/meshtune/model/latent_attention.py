@@ -21,16 +21,14 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
+from meshtune.kernels.attention.backend import matmul_precision
 from meshtune.kernels.attention.direct import DIRECT, FEW_QUERIES
-from meshtune.model.attend import Past, attend, recalled
-from meshtune.model.attention import ROTATED
-from meshtune.model.attention_cost import attention_activations, request
+from meshtune.model.attention import ROTATED, Heads, Past, attend, attention_activations, kernel_request, recall
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.heads import Heads
 from meshtune.model.inputs import Rows
-from meshtune.model.linear import linear, linear_params, precision, site_key
+from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec, rotate
 from meshtune.model.tiled import TiledWeight
@@ -106,7 +104,7 @@ class LatentAttentionSpec(Mixer):
         else:
             latents = self._latents(x, node, context)
             if cache is not None:
-                latents, past, cache = recalled(cache, latents, rows, None)
+                latents, past, cache = recall(cache, latents, rows, None)
                 latents = {name: array.astype(x.dtype) for name, array in latents.items()}
                 if self.absorbs(q.shape[0], q.shape[1], latents["latent"].shape[1], node, context.compute):
                     mixed = self._absorbed(q, latents, node, rows, past, context.compute)
@@ -142,7 +140,7 @@ class LatentAttentionSpec(Mixer):
     ) -> Array:
         """What the heads' queries [B, T, H, kernel_dim] read of the latents, [B, T, H v]."""
         weight = self._weight(node["kv_heads"], q.dtype)
-        product = functools.partial(jnp.einsum, precision=precision(q.dtype), preferred_element_type=q.dtype)
+        product = functools.partial(jnp.einsum, precision=matmul_precision(q.dtype), preferred_element_type=q.dtype)
         into = product("bthn,hnl->bthl", q[..., : self.head_dim], weight[:, : self.head_dim])
         into = jnp.concatenate([into, q[..., self.head_dim : self.query_dim]], axis=-1)
         # One head of keys, which are values too: the sum of their rotated part is not read.
@@ -195,7 +193,7 @@ class LatentAttentionSpec(Mixer):
         return Cost(weights, (queries, latents, *others), pairs=4 * wide)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
-        return request(
+        return kernel_request(
             (rows, q_length, kv_length), (self.heads, self.heads, self.kernel_dim), compute, scale=self.scale
         )
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
+from meshtune.kernels.attention.backend import matmul_precision
 from meshtune.kernels.chips import Chip
 from meshtune.kernels.grouped import cast, grouped_matmul
 from meshtune.mesh.layout import Layout
@@ -55,17 +56,12 @@ def with_gathered_columns(node: Tree, layout: Layout | None) -> Tree:
     return node | {"weight": lax.with_sharding_constraint(weight, sharding)}
 
 
-def precision(dtype: jnp.dtype) -> lax.Precision | None:
-    """float32 means float32 on every chip: TPUs and newer GPUs would otherwise round the factors."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
 def matmul(x: Float[Array, "*B i"], weight: LinearWeight, out: DTypeLike | None = None) -> Float[Array, "*B o"]:
     """x times the transposed weight: factors in x's dtype, accumulated and given in `out` (default: x's dtype)."""
     if isinstance(weight, QuantisedWeight):
         return _quantised(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
     if isinstance(weight, TiledWeight):
-        return weight.product(x, out or x.dtype, precision(x.dtype))
+        return weight.product(x, out or x.dtype, matmul_precision(x.dtype))
     if out is not None and jnp.dtype(out) != x.dtype:
         return _widened(x, weight, jnp.dtype(out))
     return _product(x, weight.astype(x.dtype), x.dtype)
@@ -73,7 +69,7 @@ def matmul(x: Float[Array, "*B i"], weight: LinearWeight, out: DTypeLike | None 
 
 def _product(x: Array, weight: Array, out: DTypeLike) -> Array:
     over = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, over, precision=precision(x.dtype), preferred_element_type=out)
+    return lax.dot_general(x, weight, over, precision=matmul_precision(x.dtype), preferred_element_type=out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -92,7 +88,7 @@ def _widened_backward(out: jnp.dtype, factors: tuple[Array, Array], cotangent: A
     cotangent, rows = cotangent.astype(x.dtype), tuple(range(x.ndim - 1))
     d_x = _product(cotangent, weight.astype(x.dtype).T, x.dtype)
     d_weight = lax.dot_general(
-        cotangent, x, ((rows, rows), ((), ())), precision=precision(x.dtype), preferred_element_type=weight.dtype
+        cotangent, x, ((rows, rows), ((), ())), precision=matmul_precision(x.dtype), preferred_element_type=weight.dtype
     )
     return d_x, d_weight
 
@@ -122,7 +118,7 @@ def _quantised_backward(
         cotangent.astype(factors),
         numbers,
         (((cotangent.ndim - 1,), (0,)), ((), ())),
-        precision=precision(factors),
+        precision=matmul_precision(factors),
         preferred_element_type=factors,
     )
     return d_x, None

@@ -32,14 +32,12 @@ class NormSpec:
         """Whether one is added to the weight."""
         return self.kind in ("rms_offset", "layer_offset")
 
-    def params(self, width: int, axis: str) -> Tree:
-        """Its parameters for vectors of `width` numbers; none of a plain norm."""
-        return self.params_of((width,), (axis,))
-
-    def params_of(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> Tree:
-        """Its parameters for arrays [.., *shape], of which the last axis is normalised."""
+    def params(self, width: int, axis: str, heads: tuple[int, str] | None = None) -> Tree:
+        """Its parameters for vectors of `width` numbers, separate ones for each of `heads` (their number, the logical
+        axis); none of a plain norm."""
         if self.kind in ("rms_plain", "layer_plain"):
             return {}
+        shape, axes = ((width,), (axis,)) if heads is None else ((heads[0], width), (heads[1], axis))
         init = "zeros" if self.has_offset else "ones"
         tree = {"weight": ArraySpec(shape, "float32", axes, init, role="vector")}
         if self.kind in ("layer", "layer_offset"):

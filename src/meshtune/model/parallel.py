@@ -64,8 +64,9 @@ class ParallelSpec(Mixer):
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         return {mixer.name: mixer.cache(batch, slots, dtype) for mixer in self.mixers}
 
+    @property
     def side_inputs(self) -> frozenset[str]:
-        return frozenset(name for mixer in self.mixers for name in mixer.side_inputs())
+        return frozenset(name for mixer in self.mixers for name in mixer.side_inputs)
 
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for mixer in self.mixers for name, shape in mixer.sums().items()}

@@ -17,16 +17,13 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Context, Hidden, Sums
+from meshtune.model.block import SHARED, Context, Hidden, Sums, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.gather import gather_layer_params, is_offloaded, to_device
 from meshtune.model.inputs import Rows
-from meshtune.model.layer import layer
-from meshtune.model.layer_chunks import layer_by_chunks
-from meshtune.model.remat import RESIDUAL
-from meshtune.model.side import SHARED, of_layer, with_stored
+from meshtune.model.layer import layer, layer_by_chunks
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.sums import add_sums, no_sums
+from meshtune.model.stacks import RESIDUAL, add_sums, no_sums
 
 # (x, one layer's parameters as they are stored, place in the pattern, row in the stack, rows, side inputs)
 # -> (x, sums, memories for later layers)
@@ -54,10 +51,10 @@ def single_layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
     compute_layer = layer if compute.attention_chunk is None else layer_by_chunks
 
     def apply(x: Hidden, node: Tree, place: int, row: Array, rows: Rows, side: Tree) -> tuple[Hidden, Sums, Tree]:
-        node = gather_layer_params(node, spec, f"{stack}.{place}", compute)
+        node = gather_layer_params(node, pattern[place], spec.embed, compute)
         number = first + row * len(pattern) + place
-        output = compute_layer(x, node, pattern[place], Context(compute, rows, of_layer(side, number), number))
-        return output.y, add_sums(no_sums(spec), output.sums), dict(output.stored)
+        output = compute_layer(x, node, pattern[place], Context(compute, rows, layer_side(side, number), number))
+        return output.y, add_sums(no_sums(spec.stacks), output.sums), dict(output.stored)
 
     return apply
 

@@ -3,84 +3,176 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Context, Hidden, Sums
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.row_order import ORDER
+from meshtune.model.attention import ROTATED
+from meshtune.model.block import BY_LAYER, Context, Hidden, Measured, Sums, with_stored
 from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.gather import gather_layer_params
+from meshtune.model.gather import GATHERED, gather_layer_params, is_any_offloaded
 from meshtune.model.inputs import Rows
-from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.layer_chunks import layer_by_chunks
-from meshtune.model.linear import fold
-from meshtune.model.remat import RESIDUAL, rematerialised
-from meshtune.model.side import by_groups, for_all, with_stored
-from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import add_sums, no_sums
+from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
+from meshtune.model.linear import NARROW, PRODUCT, fold
+from meshtune.model.router import CHOICE
+from meshtune.model.spec import ModelSpec, Stack
 
-# What runs through the layers: the residual stream, the caches by key, and the sums so far.
-Stream = tuple[Hidden, dict[str, Tree], Sums]
+RESIDUAL = "residual"  # the stream that enters a layer
+
+# The results of matrix products (with LoRA the sum, not its parts) and of attention, and which experts compute a token.
+SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP, CHOICE, ORDER)
+
+
+def rematerialise(layer: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
+    """Wraps a layer so that its backward pass keeps only what compute.remat says.
+
+    "full" keeps the residual stream between layers; "selective" also what `SAVED` names. "none" leaves it to JAX, which
+    keeps whatever any derivative reads: between two products several arrays as wide as either. Computing those again
+    from the products costs less than storing and loading them. Weights that are fetched for a layer, from other devices
+    or from the host, are fetched again in the backward pass. `nodes` are the parameters of the layers of a scan's body.
+    """
+    policies = jax.checkpoint_policies
+    if compute.remat == "none":
+        policy = policies.save_anything_except_these_names(GATHERED)
+    elif RESIDUAL in compute.offload:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=SAVED if compute.remat == "selective" else (),
+            names_which_can_be_offloaded=(RESIDUAL,),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*SAVED)
+    # A barrier makes a layer wait for its cotangent: those of one body would otherwise all be computed again at once.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not compute.scan or len(nodes) > 1)
+
+
+def no_sums(stacks: Sequence[Stack]) -> dict[str, Array]:
+    """Zeros for all sums of the layers of some stacks."""
+    blocks = (block for stack in stacks for kind in stack.pattern for block in kind.blocks)
+    shapes = {name: shape for block in blocks for name, shape in block.sums().items()}
+    return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def add_sums(total: Sums, sums: Sums) -> dict[str, Array]:
+    """Adds the sums of one more layer to `total`."""
+    return {name: value + sums[name] if name in sums else value for name, value in total.items()}
+
+
+class LayersResult(NamedTuple):
+    """The layers' part of the mean loss (None: they have none), and their metrics, each a total and its weight."""
+
+    loss: Float[Array, ""] | None
+    metrics: Mapping[str, tuple[Array, Array]]
+
+
+def layers_result(spec: ModelSpec, sums: Sums) -> LayersResult:
+    """The loss and the metrics of the layers, from the sums of a whole batch."""
+    measured = [block for block in spec.blocks if isinstance(block, Measured)]
+    metrics = {name: metric for block in measured for name, metric in block.metrics(sums).items()}
+    return LayersResult(layers_loss(spec, sums), jax.lax.stop_gradient(metrics))
+
+
+def layers_loss(spec: ModelSpec, sums: Sums) -> Array | None:
+    """The layers' part of the mean loss, from the sums of a whole batch; None where they have none."""
+    losses = [loss for block in spec.blocks if (loss := block.loss(sums)) is not None]
+    return sum(losses[1:], losses[0]) if losses else None
+
+
+# The residual stream, the caches by key, and the sums so far.
+Carry = tuple[Hidden, dict[str, Tree], Sums]
 
 
 def through_layers(
-    params: Tree,
-    spec: ModelSpec,
+    layers: Tree,
+    stacks: Sequence[Stack],
+    embed: int,
     compute: Compute,
     x: Hidden,
     rows: Rows,
     side: Tree,
-    rng: Array | None,
-    cache: Cache | None,
-) -> Stream:
-    """(x after all layers, their caches, their sums).
+    *,
+    shared: PyTree = None,
+    rng: Array | None = None,
+    cache: Cache | None = None,
+) -> Carry:
+    """(x after all layers of `stacks`, their caches, their sums); x is [B, T, embed].
 
-    A memory that a layer stores is there for all layers behind it; each stack closes over those of earlier stacks.
-    A node of params["layers"] holds stacked arrays, or is a tuple of each layer's node, and its stack is then unrolled.
+    A node of `layers` holds stacked arrays, or is a tuple of each layer's node: its stack is unrolled. `shared` are
+    arrays that the adapters of all layers have in common, `rng` is the source of dropout. A memory that a layer stores
+    is there for all later layers.
     """
-    first, shared = 0, params.get("shared")
     apply = layer if compute.attention_chunk is None else layer_by_chunks
-    stream = x, {} if cache is None else cache.layers, no_sums(spec)
 
-    def of_layer(stream: Stream, node: Tree, row: Array, number: Array, given: Tree, key: str, kind: LayerSpec) -> Any:
-        (x, caches), sums = checkpoint_name(stream[:2], RESIDUAL), stream[2]
-        context = Context(compute, rows, given, number, fold(rng, number))
-        before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
-        x, after, new, left = apply(x, gather_layer_params(node, spec, key, compute, shared), kind, context, before)
-        return (x, caches if after is None else caches | {key: after.arrays}, add_sums(sums, new)), dict(left)
+    def run(key: str, kind: LayerSpec, carry: Carry, node: Tree, row: Array, index: Array, side: Tree) -> Any:
+        """Row `row` of the layers at `key`, the model's layer number `index`: (carry, memories that it stores)."""
+        (x, caches), sums = checkpoint_name(carry[:2], RESIDUAL), carry[2]
+        context = Context(compute, rows, side, index, fold(rng, index))
+        past = None if cache is None else LayerCache(caches[key], row, cache.lengths)
+        node = gather_layer_params(node, kind, embed, compute, shared)
+        x, after, layer_sums, stored = apply(x, node, kind, context, past)
+        return (x, caches if after is None else caches | {key: after.arrays}, add_sums(sums, layer_sums)), dict(stored)
 
-    for s, stack in enumerate(spec.stacks):
-        nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(len(stack.pattern))}
-        by_layer = by_groups(side, first, stack.repeats, len(stack.pattern))
-        of_stack = first, s, stack.pattern, for_all(side)
-
-        def group(stream: Stream, at: tuple[Tree, Array, Tree], of_stack: Any = of_stack) -> Any:
-            (first, s, pattern, side), (nodes, row, by_place) = of_stack, at
-            stored: dict[str, Tree] = {}
-            for p, kind in enumerate(pattern):
-                given = with_stored(side, stored) | {name: array[p] for name, array in by_place.items()}
-                step = rematerialised(functools.partial(of_layer, key=f"{s}.{p}", kind=kind), compute, nodes)
-                stream, left = step(stream, nodes[f"{s}.{p}"], row, first + row * len(pattern) + p, given)
-                stored |= left
-            return stream, stored
-
-        if compute.scan and stack.repeats > 1 and not isinstance(nodes[f"{s}.0"], tuple):
-            stream, _ = lax.scan(group, stream, (nodes, jnp.arange(stack.repeats), by_layer))
-        else:
-            for row in range(stack.repeats):
-                node = {key: _of_layer(node, row) for key, node in nodes.items()}
-                stream, stored = group(stream, (node, jnp.int32(row), _of_layer(by_layer, row)))
-                side = with_stored(side, stored)
-        first += stack.layers
-    return stream
+    first, carry = 0, (x, {} if cache is None else cache.layers, no_sums(stacks))
+    for number, stack in enumerate(stacks):
+        keys = {f"{number}.{place}": kind for place, kind in enumerate(stack.pattern)}
+        carry, stored = _run_stack(run, stack, keys, {key: layers[key] for key in keys}, first, carry, side, compute)
+        side, first = with_stored(side, stored) if stored else side, first + stack.layers
+    return carry
 
 
-def _of_layer(nodes: Tree | tuple[Tree, ...], row: int) -> Tree:
+def _run_stack(
+    run: Callable[..., Any],
+    stack: Stack,
+    kinds: dict[str, LayerSpec],
+    nodes: Tree,
+    first: int,
+    carry: Carry,
+    side: Tree,
+    compute: Compute,
+) -> tuple[Carry, Tree]:
+    """(carry, memories that the layers store) after a stack, whose first layer is the model's number `first`."""
+    width, by_layer = len(stack.pattern), side.get(BY_LAYER, {})
+    by_layer = {
+        name: array[first : first + stack.layers].reshape(stack.repeats, width, *array.shape[1:])
+        for name, array in by_layer.items()
+    }
+    side = {name: array for name, array in side.items() if name != BY_LAYER}
+    recompute = compute.remat != "none" or compute.layout is not None or is_any_offloaded(nodes)
+
+    def run_pattern(carry: Carry, layers: tuple[Tree, Array, Tree]) -> tuple[Carry, Tree]:
+        """Runs one layer of each kind: row `row` of the stack."""
+        (nodes, row, by_place), stored = layers, {}
+        for place, (key, kind) in enumerate(kinds.items()):
+            layer_side = with_stored(side, stored) if stored else side
+            layer_side = layer_side | {name: array[place] for name, array in by_place.items()}
+            run_layer = functools.partial(run, key, kind)
+            run_layer = rematerialise(run_layer, compute, nodes) if recompute else run_layer
+            carry, memory = run_layer(carry, nodes[key], row, first + row * width + place, layer_side)
+            stored |= memory
+        return carry, stored
+
+    if compute.scan and stack.repeats > 1 and not isinstance(next(iter(nodes.values())), tuple):
+        carry, stored = lax.scan(run_pattern, carry, (nodes, jnp.arange(stack.repeats), by_layer))
+        assert not stored, "a layer of a scan would store its memory several times"
+        return carry, {}
+    memories: Tree = {}
+    for row in range(stack.repeats):
+        row_nodes = {key: _node_of(node, row) for key, node in nodes.items()}
+        carry, stored = run_pattern(carry, (row_nodes, jnp.int32(row), _node_of(by_layer, row)))
+        memories |= stored
+    return carry, memories
+
+
+def _node_of(nodes: Tree | tuple[Tree, ...], row: int) -> Tree:
     """The node of layer `row` of a stack."""
     return nodes[row] if isinstance(nodes, tuple) else jax.tree.map(lambda leaf: leaf[row], nodes)

@@ -96,7 +96,7 @@ def _log_probs(
     inputs = inputs_of(batch)
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     head = head_params(params, spec, hidden)
-    sharding = loss_sharding(head, spec, compute.layout, mask.shape)
+    sharding = None if compute.layout is None else loss_sharding(head, spec, compute.layout, mask.shape)
     options = {"chunk": compute.loss_chunk, "sharding": sharding}
     return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), sums
 

@@ -16,7 +16,7 @@ from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import head_logits
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import layers_result
+from meshtune.model.stacks import layers_result
 
 Batch = dict[str, Array]
 """tokens, targets, positions, segment_ids int32 [B, T]; weights float32 [B, T].

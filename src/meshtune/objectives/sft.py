@@ -33,7 +33,8 @@ def make(config: SftConfig) -> Objective:
         inputs = inputs_of(batch)
         hidden, _, sums = forward(params, spec, compute, inputs, rng=rng, perturb=perturb)
         head, weights = head_params(params, spec, hidden), batch["weights"]
-        sharding = loss_sharding(head, spec, compute.layout, weights.shape)
+        layout = compute.layout
+        sharding = None if layout is None else loss_sharding(head, spec, layout, weights.shape)
         loss, correct = cross_entropy(
             logits_of(spec),
             head,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import optax
 
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import ParamOptimizer, from_optax
+from meshtune.optim.optimizer import ParamOptimizer, from_optax
 
 DECAY_RATE = 0.8  # second moments decay by 1 - t^-0.8, the paper's schedule
 CLIP_RMS = 1.0  # the maximum root mean square of an update before the learning rate

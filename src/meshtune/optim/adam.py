@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import ParamOptimizer, State, UpdateContext, apply_decay, state_like
+from meshtune.optim.optimizer import ParamOptimizer, State, UpdateContext, apply_decay, state_like
 
 
 def adamw(config: OptimizerConfig) -> ParamOptimizer:
@@ -24,9 +24,14 @@ def adamw(config: OptimizerConfig) -> ParamOptimizer:
     return ParamOptimizer(specs, update, by_rows=True)
 
 
+def second_decay(config: OptimizerConfig) -> float:
+    """The decay of Adam's second moment."""
+    return 0.999 if config.beta2 is None else config.beta2
+
+
 def moments(config: OptimizerConfig, gradient: Array, state: State, square: Array | None = None) -> tuple[Array, Array]:
     """The next first and second moments; `square`, if given, replaces the square of the gradient in the second."""
-    b1, b2 = config.beta1, config.adam_beta2
+    b1, b2 = config.beta1, second_decay(config)
     m = b1 * state["m"] + (1 - b1) * gradient
     return m, b2 * state["v"] + (1 - b2) * (gradient * gradient if square is None else square)
 
@@ -40,4 +45,4 @@ def direction(config: OptimizerConfig, m: Array, v: Array, context: UpdateContex
 def bias_corrections(config: OptimizerConfig, context: UpdateContext) -> tuple[Array, Array]:
     """The divisors of the two moments at the t-th update: 1 - beta1^t and 1 - beta2^t."""
     t = (context.count + 1).astype(jnp.float32)
-    return 1 - config.beta1**t, 1 - config.adam_beta2**t
+    return 1 - config.beta1**t, 1 - second_decay(config) ** t

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import (
+from meshtune.optim.optimizer import (
     ChooseByRole,
     ParamOptimizer,
     State,

@@ -12,16 +12,13 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.errors import UserError
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.blocks import BlockSchedule
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, State, state_like
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer, Schedule, State, state_like
 
 
 def badam(

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves, stack_path
 from meshtune.optim.adam import direction, moments
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, State, UpdateContext, apply_decay
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Schedule, State, UpdateContext, apply_decay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,9 @@ class BlockSchedule:
         for (path, gradient), stacked in zip(
             named_leaves(gradients), jax.tree.leaves(trainable["layers"]), strict=True
         ):
-            chosen = apply & active.of(path.split("/")[1])
+            place = stack_path(path)
+            assert place is not None, path
+            chosen = apply & active.of(place.key)
             context = UpdateContext(path, active.row, turn, self.schedule(count), self.decay[path])
             parameter = lax.dynamic_index_in_dim(stacked, active.row, keepdims=False)
             before = state[PARAM_STATE][path]

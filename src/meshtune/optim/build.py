@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping
 import jax
 import optax
 
-from meshtune.arrays.paths import named_leaves, path_name
-from meshtune.arrays.roles import PARAMETER_ROLES
-from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.spec import PARAMETER_ROLES, ArraySpec
+from meshtune.arrays.tree import Tree, named_leaves, path_name
 from meshtune.errors import UserError, nearest
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.adafactor import adafactor
@@ -30,15 +28,24 @@ from meshtune.optim.galore import galore
 from meshtune.optim.lora_plus import rate_factors
 from meshtune.optim.muon import muon
 from meshtune.optim.optax_global import from_optax_global
-from meshtune.optim.optimizer import Optimizer, by_parameter
-from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer, State, from_optax
+from meshtune.optim.optimizer import (
+    SCHEDULES,
+    ChooseByRole,
+    Optimizer,
+    ParamOptimizer,
+    Schedule,
+    State,
+    by_parameter,
+    from_optax,
+    make_schedule,
+    stochastic,
+    to_nearest,
+)
 from meshtune.optim.per_expert import per_expert
 from meshtune.optim.prodigy import prodigy
 from meshtune.optim.projection import is_projected
 from meshtune.optim.roles import refuse_role
-from meshtune.optim.rounding import stochastic, to_nearest
 from meshtune.optim.schedule_free import averaged_params, schedule_free
-from meshtune.optim.schedules import SCHEDULES, Schedule, make_schedule
 from meshtune.optim.sophia import sophia
 
 __all__ = ["OPTIMIZERS", "Optimizer", "OptimizerConfig", "OptimizerType", "decay_mask", "make_optimizer"]

@@ -90,11 +90,6 @@ class OptimizerOptions:
         """Whether the backward pass goes layer by layer, recomputing each layer from its input."""
         return self.in_backward or self.name == "badam"
 
-    @property
-    def adam_beta2(self) -> float:
-        """The second moment's decay of Adam and its variants."""
-        return 0.999 if self.beta2 is None else self.beta2
-
     def warmup(self, total: int) -> int:
         """Warm-up steps of a run of `total` steps; a ratio never takes the whole run, so that one step also learns."""
         if self.warmup_steps is not None:

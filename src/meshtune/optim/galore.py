@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer, State, UpdateContext, apply_decay
+from meshtune.optim.optimizer import ChooseByRole, ParamOptimizer, State, UpdateContext, apply_decay
 from meshtune.optim.projection import (
     by_projection,
     project,

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from meshtune.arrays.paths import KeyPath, named_leaves, path_name
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
-from meshtune.optim.optimizer import Optimizer, to_float32
-from meshtune.optim.param_optimizer import State, state_spec
-from meshtune.optim.schedules import Schedule
+from meshtune.arrays.tree import KeyPath, Tree, named_leaves, path_name
+from meshtune.optim.optimizer import Optimizer, Schedule, State, state_spec, to_float32
 
 
 def from_optax_global(

@@ -3,21 +3,237 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, BFloat16, Float, Int, Key
 
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves, stack_path
 from meshtune.model.gather import to_device
-from meshtune.optim.blocks import BlockSchedule
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, ParamOptimizer, State, UpdateContext
-from meshtune.optim.rounding import Rounding, to_nearest
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.config import OptimizerConfig, share_of
+
+if TYPE_CHECKING:
+    from meshtune.optim.blocks import BlockSchedule
+
+# Keys of an optimizer's state, also in checkpoints: updates made, and the state of every parameter by path.
+COUNT, PARAM_STATE = "count", "kept"
+
+State = Any  # a pytree of arrays, or of their ArraySpecs; its structure is the optimizer's own
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateContext:
+    """Which update of which parameter.
+
+    `layer` is the parameter's index in its stack (0 outside of stacks), `count` the number of updates made before,
+    `rate` the learning rate, `decay` the weight decay of this parameter.
+    """
+
+    path: str
+    layer: Int[Array, ""]
+    count: Int[Array, ""]
+    rate: Float[Array, ""]
+    decay: float
+
+    def key(self, seed: int, period: Array) -> Key[Array, ""]:
+        """The random key of this parameter of this layer in a period; another period has another key."""
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(self.path.encode()))
+        return jax.random.fold_in(jax.random.fold_in(key, self.layer), period)
+
+
+# (gradient, state, parameter, context) -> (what is added to the parameter, the next state), all floats in float32
+Update = Callable[[Array, State, Array, UpdateContext], tuple[Array, State]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamOptimizer:
+    """The state and the update of one parameter.
+
+    `specs(parameter)` describes the state of one layer's parameter, with logical axes. The state starts as its specs
+    say (zeros or ones), or as `init(parameter)`. With `sequential` the layers of a stack are updated one after another,
+    because an update temporarily needs several times a parameter's memory. With `by_rows` some rows of a matrix can be
+    updated from the same rows of gradient and state, all of which have as many rows as the matrix.
+    """
+
+    specs: Callable[[ArraySpec], State]
+    update: Update
+    init: Callable[[Array], State] | None = None
+    sequential: bool = False
+    by_rows: bool = False
+
+
+# (path, the ArraySpec of one layer's parameter) -> its optimizer. The path is for error messages alone.
+ChooseByRole = Callable[[str, ArraySpec], ParamOptimizer]
+
+
+def state_like(parameter: ArraySpec, dtype: str | None = None) -> ArraySpec:
+    """Zeros in a parameter's shape, sharded like it, in `dtype` or the parameter's own."""
+    return dataclasses.replace(parameter, dtype=dtype or parameter.dtype, init="zeros", role="state")
+
+
+def apply_decay(context: UpdateContext, direction: Array, parameter: Array) -> Array:
+    """The change along a descent direction at the learning rate, with decoupled weight decay."""
+    return -context.rate * (direction + context.decay * parameter if context.decay else direction)
+
+
+def from_optax(
+    make: Callable[[UpdateContext], optax.GradientTransformation], dtype: str | None = None, *, final: bool = False
+) -> ParamOptimizer:
+    """A ParamOptimizer from an optax transformation.
+
+    `make(context)` is called for every parameter. Its updates are directions to descend along or, if `final`, the
+    changes themselves, with the context's learning rate and decay applied. State in the parameter's shape is sharded
+    like the parameter and stored in `dtype`.
+    """
+    empty = UpdateContext("", jnp.zeros((), "int32"), jnp.zeros((), "int32"), jnp.zeros(()), 0.0)
+
+    def init(parameter: Array) -> State:
+        return jax.tree.map(jnp.copy, make(empty).init(parameter))
+
+    def specs(parameter: ArraySpec) -> State:
+        shapes = jax.eval_shape(init, jax.ShapeDtypeStruct(parameter.shape, "float32"))
+        return jax.tree.map(lambda leaf: state_spec(leaf, parameter, dtype), shapes)
+
+    def update(gradient: Array, state: State, parameter: Array, context: UpdateContext) -> tuple[Array, State]:
+        result, state = make(context).update(gradient, state, parameter)
+        assert isinstance(result, jax.Array)
+        return result if final else apply_decay(context, result, parameter), state
+
+    return ParamOptimizer(specs, update, init)
+
+
+def state_spec(leaf: jax.ShapeDtypeStruct, parameter: ArraySpec, dtype: str | None = None) -> ArraySpec:
+    """ArraySpec of an optimizer-state array: sharded like its parameter if shapes match, otherwise replicated."""
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    name = str(leaf.dtype) if not floating or leaf.shape != parameter.shape else dtype or parameter.dtype
+    axes = parameter.axes if leaf.shape == parameter.shape else ("whole",) * len(leaf.shape)
+    return ArraySpec(tuple(leaf.shape), name, axes, "zeros")
+
+
+# (updated value in float32, dtype to store it in, path, layer, updates made before) -> the stored value
+Rounding = Callable[[Array, jnp.dtype, str, Int[Array, ""], Int[Array, ""]], Array]
+
+ROUNDS = 0x726E64  # folded into the key, so that its random numbers differ from those of projections
+
+
+def to_nearest(value: Array, dtype: jnp.dtype, path: str, layer: Array, count: Array) -> Array:
+    """The nearest number of the dtype."""
+    return value.astype(dtype)
+
+
+def stochastic(seed: int) -> Rounding:
+    """Rounds to bfloat16 up or down, with the probability that makes the expected value the exact one.
+
+    Random bits are a function of seed, path, layer and update, so that they depend neither on the mesh nor on where a
+    run was resumed. Other dtypes are rounded to nearest.
+    """
+
+    def round_value(value: Array, dtype: jnp.dtype, path: str, layer: Array, count: Array) -> Array:
+        if dtype != jnp.bfloat16:
+            return value.astype(dtype)
+        context = UpdateContext(path, layer, count, jnp.zeros(()), 0.0)
+        return round_stochastically(value, jax.random.fold_in(context.key(seed, count), ROUNDS))
+
+    return round_value
+
+
+def add_updates(
+    tree: Tree, updates: Tree, count: Int[Array, ""], stacked: Collection[str], rounding: Rounding = to_nearest
+) -> Tree:
+    """Adds float32 updates to parameters; `stacked` are the paths of those with a layers axis."""
+
+    def add(path: str, parameter: Array, update: Array) -> Array:
+        value, dtype = parameter.astype(jnp.float32) + update, parameter.dtype
+        if path not in stacked:
+            return rounding(value, dtype, path, jnp.int32(0), count)
+        round_layers = jax.vmap(lambda value, layer: rounding(value, dtype, path, layer, count))
+        return round_layers(value, jnp.arange(len(value)))
+
+    pairs = zip(named_leaves(tree), jax.tree.leaves(updates), strict=True)
+    added = [add(path, parameter, update) for (path, parameter), update in pairs]
+    return jax.tree.unflatten(jax.tree.structure(tree), added)
+
+
+def round_stochastically(value: Float[Array, "..."], key: Key[Array, ""]) -> BFloat16[Array, "..."]:
+    """A bfloat16 is the upper half of a float32: adding a random lower half carries with the probability of its share.
+    Infinities and NaN are returned unchanged."""
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    carried = bits + jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
+    upper = lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(value), upper, value.astype(jnp.bfloat16))
+
+
+Schedule = Callable[[jax.typing.ArrayLike], Float[Array, ""]]
+
+
+# Each takes (config, warm-up steps, total steps) and gives the share of the peak after warm-up at a float32 step.
+Decay = Callable[[Float[Array, ""]], Float[Array, ""]]
+
+
+def _linear(config: OptimizerConfig, warmup: int, total: int) -> Decay:
+    return lambda step: _floor(config, jnp.maximum(0.0, (total - step) / max(1, total - warmup)))
+
+
+def _cosine(config: OptimizerConfig, warmup: int, total: int) -> Decay:
+    def decay(step):
+        progress = jnp.minimum((step - warmup) / max(1, total - warmup), 1.0)
+        return _floor(config, 0.5 * (1.0 + jnp.cos(jnp.pi * progress)))
+
+    return decay
+
+
+def _constant(config: OptimizerConfig, warmup: int, total: int) -> Decay:
+    return lambda step: jnp.ones_like(step)
+
+
+def _wsd(config: OptimizerConfig, warmup: int, total: int) -> Decay:
+    """Warm-up, stable, decay (https://arxiv.org/abs/2404.06395), with a cosine as the decay."""
+    length = max(1, min(share_of(config.decay_ratio, total), total - warmup))
+
+    def decay(step):
+        progress = jnp.clip((step - (total - length)) / length, 0.0, 1.0)
+        return _floor(config, 0.5 * (1.0 + jnp.cos(jnp.pi * progress)))
+
+    return decay
+
+
+def _inverse_sqrt(config: OptimizerConfig, warmup: int, total: int) -> Decay:
+    timescale = warmup or 10_000
+    shift = timescale - warmup
+    return lambda step: jnp.maximum(config.min_lr_ratio, jnp.sqrt(timescale / jnp.maximum(step + shift, 1.0)))
+
+
+def _floor(config: OptimizerConfig, share: Array) -> Array:
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share
+
+
+SCHEDULES: dict[str, Callable[[OptimizerConfig, int, int], Decay]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "constant": _constant,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+}
+# Of these the value at a step does not depend on the length of the run, so that a finished run can go on.
+ENDLESS = frozenset({"constant", "inverse_sqrt"})
+
+
+def make_schedule(config: OptimizerConfig, total: int) -> Schedule:
+    """The schedule of a run of `total` updates: int32 step (0 is the first update) -> float32 learning rate."""
+    warmup = config.warmup(total)
+    decay = SCHEDULES[config.schedule](config, warmup, total)
+
+    def schedule(step: Int[Array, ""] | jax.typing.ArrayLike) -> Float[Array, ""]:
+        at = jnp.asarray(step, jnp.float32)
+        return config.learning_rate * jnp.where(at < warmup, at / max(1, warmup), decay(at))
+
+    return schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +368,11 @@ def _state_of(parameter: ArraySpec, optimizer: ParamOptimizer) -> State:
 
 
 def _largest_layer(arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-    """Of all stacked arrays, one layer of the largest kind; the first two parts of a path name a kind of layer."""
-    kinds: dict[str, dict[str, ArraySpec]] = {}
+    """Of all stacked arrays, one layer of the largest kind."""
+    kinds: dict[tuple[str, str], dict[str, ArraySpec]] = {}
     for path, leaf in arrays.items():
-        if leaf.is_stacked:
-            kinds.setdefault("/".join(path.split("/")[:2]), {})[path] = leaf.layer
+        if leaf.is_stacked and (place := stack_path(path)) is not None:
+            kinds.setdefault((place.root, place.key), {})[path] = leaf.layer
     return max(kinds.values(), key=lambda leaves: sum(leaf.size for leaf in leaves.values()), default={})
 
 

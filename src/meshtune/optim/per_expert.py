@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.optim.param_optimizer import ParamOptimizer, State, UpdateContext
+from meshtune.optim.optimizer import ParamOptimizer, State, UpdateContext
 
 
 def per_expert(matrix: ParamOptimizer) -> ParamOptimizer:

@@ -12,16 +12,16 @@ import optax
 from optax.contrib import prodigy as optax_prodigy
 
 from meshtune.arrays.tree import Tree
+from meshtune.optim.adam import second_decay
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import State
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import Schedule, State
 
 LEAST = 1e-8  # of the factor: at 0, where a warm-up begins, the estimate would be 0 / 0
 
 
 def prodigy(config: OptimizerConfig, schedule: Schedule, decayed: Tree) -> optax.GradientTransformation:
     """Changes, learning rate and decay included; `decayed` is a tree of bools, whether a parameter is decayed."""
-    b1, b2 = config.beta1, config.adam_beta2
+    b1, b2 = config.beta1, second_decay(config)
 
     def factor(count: jax.typing.ArrayLike) -> jax.Array:
         return jnp.maximum(schedule(count), LEAST)

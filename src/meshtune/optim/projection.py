@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer
+from meshtune.optim.optimizer import ChooseByRole, ParamOptimizer
 from meshtune.optim.roles import refuse_role
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.arrays.roles import unknown_role
-from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec, unknown_role
 from meshtune.errors import UserError
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import schedule_free as optax_schedule_free
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
+from meshtune.optim.adam import second_decay
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import PARAM_STATE, ParamOptimizer, State, UpdateContext, from_optax
+from meshtune.optim.optimizer import PARAM_STATE, ParamOptimizer, State, UpdateContext, from_optax
 
 
 def schedule_free(config: OptimizerConfig) -> ParamOptimizer:
@@ -23,7 +23,7 @@ def schedule_free(config: OptimizerConfig) -> ParamOptimizer:
 
     def make(context: UpdateContext) -> optax.GradientTransformation:
         adam = optax.chain(
-            optax.scale_by_rms(config.adam_beta2, config.eps, eps_in_sqrt=False, bias_correction=True),
+            optax.scale_by_rms(second_decay(config), config.eps, eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(context.decay),
             optax.scale_by_learning_rate(context.rate),
         )

@@ -14,8 +14,7 @@ from optax.contrib import sophia as optax_sophia
 
 from meshtune.arrays.tree import Tree
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.param_optimizer import State
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import Schedule, State
 
 
 def sophia(config: OptimizerConfig, schedule: Schedule, decayed: Tree) -> optax.GradientTransformationExtraArgs:

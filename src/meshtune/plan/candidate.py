@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.adapters.training_method import Method
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
-from meshtune.arrays.tree import flatten, merge
+from meshtune.arrays.tree import flatten, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig

@@ -9,8 +9,8 @@ from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.model.block import Activation, Block, Cost
 from meshtune.model.config import ExchangeName
 from meshtune.model.expert_exchange import HEADROOM, choose_exchange
+from meshtune.model.layer_extras import AltUpSpec
 from meshtune.model.spec import ModelSpec
-from meshtune.model.streams import AltUpSpec
 
 # The roles of weights by which tokens are multiplied in layers. Vectors and filters are too small to count.
 MATRICES = ("matrix", "router")
@@ -114,7 +114,7 @@ def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec]) -> tuple[L
         prefix = f"{LAYERS}/{key}/"
         mixer, ffn, *beside = (
             None if block is None else block_cost(block, prefix, repeats)
-            for block in (layer.mixer, layer.ffn, *layer.around.blocks, layer.around.streams)
+            for block in (layer.mixer, layer.ffn, *(() if layer.extras is None else layer.extras.parts))
         )
         costs.append(LayerCost(prefix, repeats, mixer, ffn, tuple(block for block in beside if block is not None)))
     return tuple(costs)

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig

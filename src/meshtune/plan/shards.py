@@ -10,8 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshtune.adapters.method import abstract
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh

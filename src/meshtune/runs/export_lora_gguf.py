@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_format import LoadedAdapter, check_base, load_adapter
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, stack_path
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families import module_names
@@ -124,7 +124,7 @@ def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.n
         alpha = leaf.scale * leaf.rank if alpha is None else alpha
         a, b = np.asarray(leaf.a, np.float32), np.asarray(leaf.b, np.float32)
         b = b * np.float32(leaf.scale * leaf.rank / alpha)
-        stacked = path.startswith("layers/")
+        stacked = stack_path(path) is not None
         for row in range(a.shape[0] if stacked else 1):
             row_a, row_b = (a[row], b[row]) if stacked else (a, b)
             for part in parts[f"{node}/weight", (row,) if stacked else ()]:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from meshtune.adapters.merge import merged
 from meshtune.adapters.peft_format import LoadedAdapter, attach, check_base, load_adapter
-from meshtune.arrays.tree import Leaves, flatten, unflatten
+from meshtune.arrays.tree import Leaves, flatten, layer_site, stack_path, unflatten
 from meshtune.families.quantised import quantised_leaves
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
@@ -49,10 +49,9 @@ class MergedNumbers:
                 self._leaves.clear()
                 self._group, self._leaves = group, self._merged(group)
             return np.asarray(self._leaves[path][index][start:stop], np.float32)
-        if index:
-            _, key, inner = path.split("/", 2)
-            base_key, row = self._base_rows[key, index[0]]
-            path, index = f"layers/{base_key}/{inner}", (row, *index[1:])
+        if (place := stack_path(path)) is not None:
+            base_key, row = self._base_rows[place.key, index[0]]
+            path, index = f"layers/{base_key}/{place.site}", (row, *index[1:])
         return self._base.rows(path, index, start, stop)
 
     def group(self, path: str) -> str:
@@ -94,7 +93,7 @@ def _quantised_paths(spec: ModelSpec, config: QuantizeConfig) -> list[str]:
 
 
 def _group(path: str) -> str:
-    if not path.startswith("layers/"):
+    if stack_path(path) is None:
         node = path.rpartition("/")[0]
         return f"{OUTSIDE}, {node}" if "/" in node else OUTSIDE  # a table of per-layer embeddings is large
-    return path.split("/", 2)[2].rpartition("/")[0]
+    return layer_site(path).rpartition("/")[0]

@@ -10,7 +10,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.placement import batch_axes, is_table, offload_frozen, offloaded_names, shardings
 from meshtune.model.compute import Compute
 from meshtune.optim.build import Optimizer, make_optimizer
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import Schedule
 from meshtune.setup.choices import optimizer_of
 from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import batch_arrays, draws, objective_of

@@ -21,8 +21,7 @@ from meshtune.mesh.placement import offload_arrays, place_batch
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import Optimizer, Schedule
 from meshtune.setup.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import jax
 
 from meshtune.adapters.method import PreparedModel
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, layer_site
 from meshtune.families import tensors
 from meshtune.families.quantised import is_quantised
 from meshtune.mesh.layout import Layout
@@ -63,7 +63,7 @@ def _read_wide(arrays: PreparedModel, coded: set[str], quantize: QuantizeConfig 
 
 
 def _sites(paths: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(path.removesuffix("/weight").split("/", 2)[2] for path in paths))
+    return ", ".join(dict.fromkeys(layer_site(path.removesuffix("/weight")) for path in paths))
 
 
 def _cut_short(weight: QuantisedWeight, layout: Layout) -> bool:

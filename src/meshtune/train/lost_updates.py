@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.model.gather import to_device
 
 UPDATES = 3  # that are watched together: the first one alone leaves some weights as they are, such as an adapter's A

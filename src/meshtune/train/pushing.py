@@ -21,8 +21,7 @@ from meshtune.config.hub import HubSection
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.hub.account import Repository, check_access, open_repository
-from meshtune.hub.package import Package, run_base
-from meshtune.hub.push import push, send
+from meshtune.hub.push import Package, push, run_base, send
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE

@@ -15,8 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.method import PreparedModel
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
 from meshtune.errors import counted
@@ -25,8 +24,7 @@ from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.objectives.score import Batch
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.schedules import Schedule
+from meshtune.optim.optimizer import Optimizer, Schedule
 from meshtune.plan.fit import MemoryCheck
 from meshtune.setup.assemble import step_for
 from meshtune.setup.memory import size_in_words

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
+from meshtune.arrays.tree import Leaves, Tree, flatten, stack_path, unflatten
 from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
 from meshtune.families.experts import without_balancing
@@ -23,15 +23,14 @@ from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.model.block import Context
+from meshtune.model.block import Context, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Rows, inputs_of
 from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.side import of_layer, with_stored
+from meshtune.model.layer_extras import LEAVE
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.streams import LEAVE
 from meshtune.weights.check import check
 from meshtune.weights.file_tensors import StoredTensor, tensors_of
 from meshtune.weights.load import load_spec
@@ -124,7 +123,7 @@ def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tupl
 def _step(
     x: jax.Array, node: Tree, rows: Rows, side: Tree, index: jax.Array, kind: LayerSpec, compute: Compute
 ) -> tuple[jax.Array, Tree]:
-    output = layer(x, node, kind, Context(compute, rows, of_layer(side, index), index))
+    output = layer(x, node, kind, Context(compute, rows, layer_side(side, index), index))
     return output.y, dict(output.stored)
 
 
@@ -247,8 +246,8 @@ def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.nd
     before: list[TensorMap] = []
     after: list[TensorMap] = []
     for entry in table:
-        if entry.array.is_stacked:
-            in_layer.setdefault((entry.path.split("/")[1], entry.index[0]), []).append(entry)
+        if (place := stack_path(entry.path)) is not None:
+            in_layer.setdefault((place.key, entry.index[0]), []).append(entry)
         else:
             (before if entry.path.partition("/")[0] in spec.before else after).append(entry)
     embedding = _read(before, infos, layout)

@@ -13,7 +13,7 @@ import re
 import pytest
 from files import AXOLOTL, LLAMA_FACTORY, finding_of
 
-from meshtune.config.foreign.model_layers import BY_TYPE, GATED, Layers, layers_of_model, named
+from meshtune.config.foreign.models import BY_TYPE, GATED, Layers, layers_of_model, named
 from meshtune.families import FAMILIES
 
 QUERIES = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -1,6 +1,6 @@
-"""Every published example of the four tools is translated, or refused for the keys that are filed.
+"""Every published example of the three tools is translated, or refused for the keys that are filed.
 
-Needs their repositories: MESHTUNE_EXAMPLES_LLAMA_FACTORY, _AXOLOTL, _TORCHTUNE and _TRL name checkouts. An example
+Needs their repositories: MESHTUNE_EXAMPLES_LLAMA_FACTORY, _AXOLOTL and _TRL name checkouts. An example
 whose verdict is not the filed one is listed, as are new examples.
 """
 
@@ -12,7 +12,7 @@ import pathlib
 import pytest
 from published_examples import expected, verdicts
 
-COUNTS = {"llama_factory": (95, 53), "axolotl": (252, 151), "torchtune": (198, 123), "trl": (24, 7)}
+COUNTS = {"llama_factory": (95, 31), "axolotl": (252, 151), "trl": (24, 7)}
 
 
 @pytest.mark.parametrize("tool", COUNTS)
@@ -29,4 +29,4 @@ def test_the_list_has_every_example_with_a_verdict(tool):
     files, translated = COUNTS[tool]
     assert len(filed) == files
     assert sum(not entry.startswith("refused") for entry in filed.values()) == translated
-    assert all(entry.split()[0] in ("train", "export", "chat", "predict", "refused") for entry in filed.values())
+    assert all(entry.split()[0] in ("train", "refused") for entry in filed.values())

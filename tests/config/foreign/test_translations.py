@@ -9,16 +9,9 @@ import pytest
 import yaml
 from files import AXOLOTL, LLAMA_FACTORY, QLORA, finding_of, verdicts
 
-from meshtune.config.foreign import (
-    axolotl,
-    llama_factory,
-    llama_factory_commands,
-    llama_factory_v1,
-    tables,
-    templates,
-    torchtune,
-    trl,
-)
+from meshtune.cli.main import main
+from meshtune.config.foreign import trainer
+from meshtune.config.foreign.keys import TABLES, markdown
 from meshtune.config.load import load_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Origin
@@ -53,8 +46,6 @@ def test_devices_that_share_a_row_have_one_batch_together(imported, recipe_of):
     assert (recipe.train.batch_size, recipe.train.micro_batch) == (12, 4)
     refused = imported(AXOLOTL | sizes | shared, devices=6).refused
     assert ["groups of 4" in finding.note for finding in refused] == [True]
-    recipe = recipe_of(TORCHTUNE.replace("${dir}", ".") + "tensor_parallel_dim: 2\n", devices=4)
-    assert recipe.train.batch_size == 64
 
 
 def test_axolotl_trains_all_weights_in_bfloat16_unless_they_are_sharded(recipe_of):
@@ -169,75 +160,6 @@ def test_a_command_of_trl_is_read(recipe_of):
     assert recipe_of("trl sft --model_name_or_path m --dataset_name d --completion_only_loss false").stage.kind == "sft"
 
 
-TORCHTUNE = """
-output_dir: out
-model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_attn_modules: [q_proj, output_proj],
-  apply_lora_to_mlp: true, lora_rank: 64, lora_alpha: 128}
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: "${dir}/tokenizer.model", max_seq_len: 512}
-checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: "${output_dir}/base"}
-dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: false}
-optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, fused: true}
-loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
-batch_size: 4
-gradient_accumulation_steps: 8
-epochs: 2
-dtype: bf16
-"""
-
-
-def test_a_torchtune_config_is_read(imported, recipe_of):
-    recipe = recipe_of(TORCHTUNE.replace("${dir}", "."))
-    assert recipe.model.path == "out/base"  # a reference between keys
-    assert recipe.method.targets == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    assert (recipe.train.batch_size, recipe.train.epochs, recipe.compute.precision) == (32, 2.0, "bfloat16")
-    assert (recipe.optimizer.schedule, recipe.optimizer.weight_decay, recipe.optimizer.no_decay) == (
-        "constant",
-        0.01,
-        (),
-    )
-    assert recipe.data.train_on_prompt
-    assert recipe.data.train[0].tags == {"turns": "chat"}
-    refused = imported(TORCHTUNE).refused
-    assert [finding.key for finding in refused] == ["tokenizer"]
-    assert "${dir}: the file has no such key" in refused[0].note
-
-
-def test_the_second_schema_of_llama_factory_reads_its_list_of_data(recipe_of, tmp_path):
-    listing = tmp_path / "sft.yaml"
-    listing.write_text("one: {path: a.json, source: local, converter: alpaca, size: 5}\ntwo: {path: org/b}\n")
-    content = {
-        "model": "m",
-        "train_dataset": str(listing),
-        "peft_config": {"name": "lora", "r": 4, "target_modules": "all"},
-        "quant_config": {"name": "bnb", "quantization_bit": 4},
-        "optim_config": {"name": "muon", "wd": 0.2, "momentum": 0.9, "adamw_betas": [0.8, 0.9]},
-        "output_dir": "o",
-        "max_steps": 10,
-    }
-    recipe = recipe_of(content, devices=2)
-    assert [(s.path, s.format, s.cap) for s in recipe.data.train] == [
-        ("a.json", "alpaca", 5),
-        ("org/b", "messages", None),
-    ]
-    assert (recipe.method.rank, recipe.method.alpha, recipe.method.dropout) == (4, 16.0, 0.05)
-    assert (recipe.optimizer.name, recipe.optimizer.weight_decay, recipe.optimizer.beta2) == ("muon", 0.2, 0.9)
-    assert (recipe.train.batch_size, recipe.optimizer.schedule, recipe.quantize.format) == (2, "constant", "nf4")
-
-
-def test_exports_and_chats_become_commands(imported):
-    base = {"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3", "trust_remote_code": True}
-    translation = imported(base | {"export_dir": "merged", "export_size": 5, "export_device": "cpu"})
-    (text,) = translation.written(None).values()
-    assert translation.verb == "export"
-    assert not translation.refused
-    assert text.splitlines()[-1] == "meshtune export a --merge --base m --to merged --max-shard-size 5GB"
-    translation = imported(base | {"infer_backend": "huggingface"})
-    (text,) = translation.written(None).values()
-    assert text.splitlines()[-1] == (
-        "meshtune chat m --adapter a --chat-template llama3 --temperature 0.95 --top-p 0.7 --top-k 50 --max-tokens 1024"
-    )
-
-
 def test_every_key_of_a_file_gets_one_verdict(imported):
     content = LLAMA_FACTORY | {"plot_loss": True, "ddp_timeout": 1, "packing": True, "bogus": 1, "shift_attn": True}
     translation = imported(content)
@@ -248,17 +170,8 @@ def test_every_key_of_a_file_gets_one_verdict(imported):
     assert verdict_of["plot_loss"] == "no effect"
     assert verdict_of["packing"] == "differs"
     assert {finding.key for finding in translation.refused} == {"bogus", "shift_attn"}
-    assert all(finding.note for finding in translation.findings if finding.verdict != "translated")
-
-
-TABLES = {
-    "LLaMA-Factory": llama_factory.TRAIN,
-    "its commands": llama_factory_commands.COMMAND,
-    "v1": llama_factory_v1.V1,
-    "axolotl": axolotl.AXOLOTL,
-    "torchtune": torchtune.TORCHTUNE,
-    "TRL": trl.TRL,
-}
+    explained = [finding for finding in translation.findings if finding.verdict not in ("translated", "no effect")]
+    assert all(finding.note for finding in explained)
 
 
 COMPUTED = {"compute_dtype", "model_max_length", "block_diag_attn"}  # fields that no file can give
@@ -277,14 +190,12 @@ def test_every_field_of_llama_factorys_arguments_has_a_rule(shared):
         for key in re.findall(r"^\| ([a-z]\w*) \| .*? \| \d+ \|", body, flags=re.MULTILINE)
     }
     assert len(fields) > 200
-    assert fields - COMPUTED <= set(llama_factory.TRAIN)
+    assert fields - COMPUTED <= set(TABLES["LLaMA-Factory"])
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
-def test_a_rule_without_an_effect_says_why(table):
-    silent_rules = [key for key, rule in table.items() if rule.kind in ("idle", "refused") and not rule.note]
-    assert silent_rules == []
-    assert [key for key, rule in table.items() if rule.kind == "refused" and not rule.fix] == []
+def test_a_refusal_says_why_and_what_to_do(table):
+    assert [key for key, rule in table.items() if rule.kind == "refused" and not (rule.note and rule.fix)] == []
 
 
 @pytest.mark.parametrize(
@@ -352,6 +263,8 @@ NOT_RECIPES = {
         "trl grpo --model_name_or_path m --dataset_name d",
         "no stage for TRL's trainer 'grpo'",
     ),
+    "torchtune": ("optimizer: {_component_: torch.optim.AdamW}\n", "recipes of torchtune are not translated"),
+    "LLaMA-Factory's v1": ("model: m\ntrain_dataset: d\n", "v1 format are not translated"),
     "a template": ("base_model: {{ model }}\n{% if x %}\nadapter: lora\n{% endif %}\n", "Jinja template"),
 }
 
@@ -402,29 +315,58 @@ def test_a_line_of_what_is_written_has_a_comment(imported):
         assert not is_value or "  # " in line or lines[number - 1].lstrip().startswith("#"), line
 
 
+@pytest.mark.parametrize(
+    ("more", "command"),
+    [
+        ({"export_dir": "out"}, "meshtune export a --merge --base m --to out"),
+        ({"adapter_name_or_path": None, "export_dir": "out"}, "meshtune export m --to out"),
+        ({"infer_backend": "huggingface"}, "meshtune chat m --adapter a"),
+        ({"do_predict": True, "dataset": "d"}, "meshtune predict m --adapter a --data FILE.json"),
+    ],
+)
+def test_a_file_that_does_not_train_names_our_command(imported, more, command):
+    with pytest.raises(UserError, match="trains nothing") as caught:
+        imported({"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3"} | more)
+    assert caught.value.fix == command
+
+
+def test_the_report_names_keys_without_effect_in_one_line(tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(LLAMA_FACTORY | {"plot_loss": True, "ddp_timeout": 1}))
+    with pytest.raises(SystemExit) as stopped:
+        main(["import", str(file)])
+    assert stopped.value.code == 0
+    assert "without effect here: ddp_timeout, do_train, plot_loss\n" in capsys.readouterr().err
+
+
 def test_training_with_a_file_of_another_tool_says_what_to_type(tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(AXOLOTL))
     with pytest.raises(UserError, match="this is a recipe of axolotl") as caught:
         load_recipe(str(file))
     assert "meshtune import" in (caught.value.fix or "")
+    file.write_text("optimizer: {_component_: torch.optim.AdamW}\n")
+    with pytest.raises(UserError, match="this is a recipe of torchtune") as caught:
+        load_recipe(str(file))
+    assert "write a recipe" in (caught.value.fix or "")
 
 
 def test_the_page_has_the_importers_own_tables():
     page = pathlib.Path(__file__).resolve().parents[3] / "docs/coming-from.md"
-    assert page.read_text(encoding="utf-8").endswith(tables.markdown()), "meshtune schema --other-tools"
-    for name, template in templates.LLAMA_FACTORY.items():
+    assert page.read_text(encoding="utf-8").endswith(markdown()), "meshtune schema --other-tools"
+    for name, template in trainer.LLAMA_FACTORY.items():
         assert f"| `{name}` | {f'`{template.name}`' if template.name else 'a Jinja file'}" in page.read_text()
 
 
 def test_templates_that_files_name_ship_with_meshtune():
-    used = {**templates.LLAMA_FACTORY, **templates.AXOLOTL}.values()
+    used = {**trainer.LLAMA_FACTORY, **trainer.AXOLOTL}.values()
     assert {template.name for template in used if template.name} <= set(template_names())
 
 
 def test_a_flag_that_is_off_asks_for_nothing(imported):
-    translation = imported(AXOLOTL | QLORA | {"load_in_8bit": False})
-    assert finding_of(translation, "load_in_8bit").note == "false asks for nothing"
+    translation = imported(AXOLOTL | QLORA | {"load_in_8bit": False, "s2_attention": False})
+    assert not translation.refused
+    assert [verdicts(translation)[key] for key in ("load_in_8bit", "s2_attention")] == ["no effect"] * 2
 
 
 def test_a_template_that_is_the_tokenizer_s_own_must_write_the_tools_of_the_data(imported):

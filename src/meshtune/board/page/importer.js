@@ -19,8 +19,7 @@ export function importDialog(use, text = '') {
   const translate = async () => {
     const answer = await post('api/recipe/import', { text: area.value, devices: Number(devices.value) || 1 });
     fill(result, answer.refused && h('p', { class: 'problems' }, t('import.refused')), findings(answer.findings),
-      answer.recipe && answer.verb !== 'train' && [h('p', {}, t('import.command')), h('pre', { class: 'log' }, answer.recipe)],
-      answer.recipe && answer.verb === 'train' && h('button', { type: 'button', class: 'primary', onclick: () => { use(answer.recipe); dialog.close(); } }, t('import.use')));
+      answer.recipe && h('button', { type: 'button', class: 'primary', onclick: () => { use(answer.recipe); dialog.close(); } }, t('import.use')));
   };
   const dialog = h('dialog', { class: 'wide', 'aria-labelledby': 'import-title', onclose: () => dialog.remove() },
     h('h2', { id: 'import-title' }, t('import.title')), h('p', { class: 'quiet' }, t('import.about')),

@@ -95,7 +95,7 @@ def recipe_routes(state: BoardState) -> list[BaseRoute]:
                 for item in translation.findings
             ]
             refused = bool(translation.refused)
-            answer = {"tool": translation.tool, "verb": translation.verb, "findings": findings, "refused": refused}
+            answer = {"tool": translation.tool, "findings": findings, "refused": refused}
             if refused:
                 return answer | {"recipe": None}
             target = _new_folder(workspace.uploads, "imported") / NAME if translation.draft.files else None

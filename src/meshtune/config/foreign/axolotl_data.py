@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from meshtune.config.foreign.axolotl_prompts import LITERAL, RefusedError, written_out
-from meshtune.config.foreign.draft import Draft
-from meshtune.config.foreign.rules import UnfitValueError, entries, text
-from meshtune.config.foreign.templates import AXOLOTL, TOKENIZERS_OWN, template
+from meshtune.config.foreign.draft import Draft, UnfitValueError, entries, text
+from meshtune.config.foreign.trainer import AXOLOTL, TOKENIZERS_OWN, template
 
 # Keys of a data set that a type of prompt reads here, and those that change nothing here.
 READ = frozenset(
@@ -32,6 +30,55 @@ ENDINGS = {
     "arrow": (".arrow",),
     "text": (".txt",),
 }
+
+NO_INPUT = "no_input"  # a column that records do not have
+PAIRED = "Below is an instruction that describes a task, paired with an input that provides further context. "
+ALONE = "Below is an instruction that describes a task. "
+WRITE = "Write a response that appropriately completes the request."
+CONCISE = (
+    "Below is an instruction from a USER that describes a task, paired with an input that provides further context. "
+    "The ASSISTANT writes a response that concisely and appropriately completes the request.\n\n",
+    "Below is an instruction from a USER that describes a task. The ASSISTANT writes a response that appropriately and "
+    "concisely completes the request.\n\n",
+)
+CHAT = ("SYSTEM: {}\nUSER: {{instruction}}\n{{input}}\nASSISTANT:", "SYSTEM: {}\nUSER: {{instruction}}\nASSISTANT:")
+PHI = (
+    "<|system|>\n{}<|end|>\n<|user|>\n{{instruction}}<|end|>{{input}}<|assistant|>",
+    "<|system|>\n{}<|end|>\n<|user|>\n{{instruction}}<|end|>\n<|assistant|>\n",
+)
+CHATML = (
+    "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{instruction}}\n{{input}}<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{instruction}}<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
+def _tags(forms: tuple[str, str], systems: tuple[str, str]) -> dict[str, str]:
+    return dict(zip(("prompt", "prompt_without_input"), map(str.format, forms, systems), strict=True))
+
+
+USUAL = (PAIRED + WRITE, ALONE + WRITE)
+# Types whose prompts are texts of their own: (columns, tags) of the format stanford_alpaca.
+LITERAL: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "alpaca:chat": ({}, _tags(CHAT, USUAL)),
+    "alpaca:phi": ({}, _tags(PHI, USUAL)),
+    "alpaca:chatml": ({}, _tags(CHATML, USUAL)),
+    "alpaca_chat.load_qa": ({"instruction": "question", "output": "answer", "input": NO_INPUT}, _tags(CHAT, CONCISE)),
+    "alpaca_chat.load_concise": ({}, _tags(CHAT, CONCISE)),
+}
+WRITTEN_KEYS = {
+    "system_prompt", "field_system", "field_instruction", "field_input", "field_output", "format", "no_input_format",
+    "system_format",
+}  # fmt: skip
+
+PACKED = "an update has as many rows of sequence_len tokens as the batch; axolotl fills its rows in another order"
+
+
+class RefusedError(Exception):
+    """Why a data set cannot be read as axolotl reads it, and what to do."""
+
+    def __init__(self, why: str, fix: str):
+        super().__init__(why)
+        self.why, self.fix = why, fix
 
 
 class Entry(dict[str, Any]):
@@ -269,14 +316,9 @@ def chat_template(draft: Draft, types: list[tuple[str, str | None]]) -> None:
         draft.refuse("datasets", f"data sets are rendered with {listed}, and a run has one chat template", ONE_TEMPLATE)
         return
     if not chosen or written is not None:
-        for key in ("chat_template", "chat_template_jinja", "eot_tokens"):
-            draft.idle(key, "no data set here is rendered with it")
         return
-    draft.idle("eot_tokens", "the end of a turn is learned as the template writes it")
     (name,) = chosen
     key = "chat_template" if name == own else "datasets"
-    if key == "datasets":
-        draft.idle("chat_template", "every data set names its own")
     if name is None:
         return
     if name == "jinja" and key == "datasets":
@@ -300,3 +342,78 @@ def _jinja(draft: Draft) -> None:
         draft.put("model.chat_template", ".jinja", "chat_template_jinja", "chat_template")
     else:
         draft.put("model.chat_template", written, "chat_template_jinja", "chat_template")
+
+
+def written_out(draft: Draft, key: str, to: str, prompts: dict[str, Any]) -> None:
+    """A prompt whose parts the file writes out."""
+    values = {name: text(value) for name, value in prompts.items() if value is not None}
+    unknown = set(values) - WRITTEN_KEYS
+    if unknown:
+        raise RefusedError(f"{', '.join(sorted(unknown))} of a prompt: nothing here does that", "leave it out")
+    if values.get("field_system", "system") != "system":
+        raise RefusedError("system prompts of records are not put in a written prompt", "write them into the records")
+    system = values.get("system_prompt", "")
+    system = values.get("system_format", "{system}").replace("{system}", system) if system else ""
+    with_input = values.get("format", "{instruction} {input} ")
+    tags = {
+        "prompt": system + with_input,
+        "prompt_without_input": system + values.get("no_input_format", "{instruction} "),
+    }
+    renamed = {
+        field: values[f"field_{field}"] for field in ("instruction", "input", "output") if f"field_{field}" in values
+    }
+    note = "type: a prompt written out; a column system of the records would take the place of system_prompt there"
+    draft.put(f"{to}.format", "stanford_alpaca", key, note=note, differs=True)
+    if renamed:
+        draft.put(f"{to}.columns", renamed, key)
+    draft.put(f"{to}.tags", tags, key)
+
+
+def data(draft: Draft, kind: str) -> bool:
+    """Translates the data of stage `kind`. Returns whether there are validation data."""
+    key = "pretraining_dataset" if draft.get("pretraining_dataset") is not None else "datasets"
+    if draft.get(key) is None:
+        draft.refuse("datasets", "the file names no data", "add datasets")
+    types = sources(draft, key, "data.train", kind)
+    types += sources(draft, "test_datasets", "data.validation", kind)
+    chat_template(draft, types)
+    strategy = {"drop": "drop", "truncate": "truncate", "raise": "error"}.get(
+        draft.get("excess_length_strategy").lower()
+    )
+    if strategy is None:
+        draft.refuse("excess_length_strategy", "it is not one of drop, truncate and raise", "use one of them")
+    streamed = key == "pretraining_dataset"
+    draft.put("data.overlong", "truncate" if streamed else strategy, "excess_length_strategy")
+    packed = bool(draft.get("sample_packing")) or streamed
+    draft.put("data.packing", packed, "sample_packing", note=PACKED if packed else "", differs=packed)
+    for unequal in ("max_prompt_len", "eval_sequence_len"):
+        if unequal in draft.given:
+            draft.differ(unequal, "prompts, answers and validation records are cut by sequence_len alone")
+    if draft.get("rl") is None:
+        _order(draft, streamed or bool(draft.get("streaming")))
+    share = draft.get("val_set_size")
+    if share and not draft.get("test_datasets"):
+        draft.put("data.validation", share if share < 1 else int(share), "val_set_size")
+    noise = "neftune_noise_alpha" if "neftune_noise_alpha" in draft.given else "noisy_embedding_alpha"
+    if kind == "sft" and draft.get(noise):
+        draft.put("stage.neftune_alpha", draft.get(noise), noise)
+    return bool(share or draft.get("test_datasets"))
+
+
+def _order(draft: Draft, streamed: bool) -> None:
+    """The order of the data: drawn at random, but for curriculum_sampling, or a stream's own."""
+    merged, curriculum = draft.get("shuffle_merged_datasets"), draft.get("curriculum_sampling")
+    several = len(draft.get("datasets") or []) > 1
+    if several and draft.get("shuffle_before_merging_datasets") and not merged and (streamed or curriculum):
+        draft.refuse(
+            "shuffle_before_merging_datasets",
+            "data sets are shuffled together here, or each is read in its order",
+            "shuffle the files, or leave it out",
+        )
+    if streamed and not merged:
+        draft.put("data.shuffle", False, "shuffle_merged_datasets")
+    elif curriculum and not (streamed and draft.get("sample_packing")):
+        note = "there they are shuffled once, and read in that order every epoch" if several and merged else ""
+        draft.put(
+            "data.shuffle", False, "curriculum_sampling", "shuffle_merged_datasets", note=note, differs=bool(note)
+        )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-Tool = Literal["llama_factory", "llama_factory_v1", "axolotl", "torchtune", "trl", "meshtune", "accelerate"]
-TITLES: dict[str, str] = {
+TITLES = {
     "llama_factory": "LLaMA-Factory",
-    "llama_factory_v1": "LLaMA-Factory v1",
+    "llama_factory_v1": "LLaMA-Factory's v1 format",
     "axolotl": "axolotl",
     "torchtune": "torchtune",
     "trl": "TRL",
-    "meshtune": "Meshtune",
-    "accelerate": "accelerate",
+}
+BY_HAND = "write a recipe with the same model, data and settings: `meshtune schema --markdown` lists every key"
+# Tools whose recipes are not translated, and what to do instead.
+NOT_TRANSLATED = {
+    "torchtune": BY_HAND,
+    "llama_factory_v1": f"import the file that trains the same in LLaMA-Factory's main format (v0), or {BY_HAND}",
 }
 OURS = {"model", "data", "output"}
 V1 = {"train_dataset", "peft_config", "dist_config", "model_class", "sample_backend", "kernel_config", "quant_config"}
@@ -28,8 +32,8 @@ TRL = {
 }  # fmt: skip
 
 
-def detect(raw: Mapping[str, Any]) -> Tool | None:
-    """The tool whose keys these are, None where they are of none that is known."""
+def detect(raw: Mapping[str, Any]) -> str | None:
+    """Returns the tool whose keys these are: one of TITLES, meshtune or accelerate; None for other keys."""
     keys = set(raw)
     if "base_model" in keys:
         return "axolotl"
@@ -49,8 +53,28 @@ def detect(raw: Mapping[str, Any]) -> Tool | None:
 
 
 def is_foreign(raw: Mapping[str, Any]) -> str | None:
-    """The title of another tool where a recipe given to a command of ours is that tool's."""
+    """Returns the title of another tool if a recipe given to one of our commands is that tool's."""
     if set(raw) & {"data", "output"} == {"data", "output"}:
         return None
-    tool = detect(raw)
-    return None if tool in (None, "meshtune", "accelerate") else TITLES[tool]
+    return TITLES.get(detect(raw) or "")
+
+
+def import_fix(raw: Mapping[str, Any], file: str) -> str:
+    """What to do with another tool's recipe in `file`."""
+    translated = f"translate it: meshtune import {file} --to recipe.yaml, then: meshtune train recipe.yaml"
+    return NOT_TRANSLATED.get(detect(raw) or "", translated)
+
+
+def equivalent_command(raw: Mapping[str, Any]) -> str | None:
+    """Returns our command for a file of LLaMA-Factory that exports, predicts or chats; None for one that trains."""
+    if raw.get("do_train") or ("dataset" in raw and not (raw.get("do_predict") or raw.get("export_dir"))):
+        return None
+    model, adapter = str(raw.get("model_name_or_path")), raw.get("adapter_name_or_path")
+    adapter = str(adapter[0] if isinstance(adapter, list) and adapter else adapter or "").partition(",")[0]
+    if folder := raw.get("export_dir"):
+        source = [adapter, "--merge", "--base", model] if adapter else [model]
+        return shlex.join(["meshtune", "export", *source, "--to", str(folder)])
+    adapted = [model, *(["--adapter", adapter] if adapter else [])]
+    if raw.get("do_predict") or raw.get("do_eval"):
+        return shlex.join(["meshtune", "predict", *adapted, "--data", "FILE.json"])
+    return shlex.join(["meshtune", "chat", *adapted])

@@ -1,12 +1,144 @@
-"""A recipe under translation: what it comes to here, and what became of every key."""
+"""The translation of another tool's recipe: rules for the tool's keys, and the draft that collects their results."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
-from meshtune.config.foreign.rules import ABSENT, Reader, Rule, Table, UnfitValueError
 from meshtune.errors import nearest
+
+ABSENT = object()
+Reader = Callable[[object], object]
+
+
+class UnfitValueError(ValueError):
+    """A value that the other tool could not read either; the message says what it must be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The translation of one key of another tool.
+
+    `direct`: the value is written at the recipe's key `to`, if `when` names the stage, method or optimizer in use, or
+    nothing. `part`: a function reads it together with other keys. `idle`: it has no effect here. `refused`: it changes
+    the result and cannot be done, because of `note`, and `fix` says what to do; a value among `neutral` asks for
+    nothing. `default` is the tool's own, written out if the file leaves the key out.
+    """
+
+    kind: Literal["direct", "part", "idle", "refused"]
+    to: str = ""
+    read: Reader = lambda value: value
+    default: object = ABSENT
+    note: str = ""
+    fix: str = ""
+    neutral: tuple[object, ...] = ()
+    when: str = ""
+
+
+Table = dict[str, Rule]
+
+
+def direct(to: str, read: Reader, default: object = ABSENT, *, when: str = "") -> Rule:
+    return Rule("direct", to, read, default, when=when)
+
+
+def part(to: str, read: Reader, default: object = ABSENT) -> Rule:
+    return Rule("part", to, read, default)
+
+
+def refused(note: str, fix: str, neutral: tuple[object, ...] = (False, 0, "", "none")) -> Rule:
+    return Rule("refused", note=note, fix=fix, neutral=neutral)
+
+
+def parts(to: str, read: Reader, default: object, names: str) -> Table:
+    """Rules for all of `names`, separated by blanks, that are read together."""
+    return dict.fromkeys(names.split(), part(to, read, default))
+
+
+def idle(names: str) -> Table:
+    """Rules for all of `names`, separated by blanks, that have no effect here."""
+    return dict.fromkeys(names.split(), Rule("idle"))
+
+
+def refused_keys(note: str, fix: str, names: str) -> Table:
+    """Rules for all of `names`, separated by blanks, that are refused for the same reason."""
+    return dict.fromkeys(names.split(), refused(note, fix))
+
+
+def number(value: object) -> int | float:
+    """A number, also as text: YAML 1.1 reads 2e-5 as text, and so do the tools before they convert it."""
+    if isinstance(value, str):
+        try:
+            value = float(value.replace("_", ""))
+        except ValueError:
+            raise UnfitValueError("must be a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnfitValueError("must be a number")
+    if not math.isfinite(value):
+        raise UnfitValueError("must be a finite number")
+    return value
+
+
+def integer(value: object) -> int:
+    result = number(value)
+    if result != int(result):
+        raise UnfitValueError("must be a whole number")
+    return int(result)
+
+
+def flag(value: object) -> bool:
+    """true or false; yes, no, on and off as YAML 1.1 reads them."""
+    if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1"):
+        return True
+    if isinstance(value, str) and value.lower() in ("false", "no", "off", "0"):
+        return False
+    if not isinstance(value, bool):
+        raise UnfitValueError("must be true or false")
+    return value
+
+
+def text(value: object) -> str:
+    if isinstance(value, bool | dict | list) or value is None:
+        raise UnfitValueError("must be text")
+    return str(value)
+
+
+def names(value: object) -> list[str]:
+    """A list of names, or names separated by commas."""
+    if isinstance(value, list):
+        return [text(entry).strip() for entry in value]
+    return [name.strip() for name in text(value).split(",") if name.strip()]
+
+
+def name_or_names(value: object) -> str | list[str]:
+    """One text, such as an expression, or a list of names."""
+    return names(value) if isinstance(value, list) else text(value)
+
+
+def sources(value: object) -> object:
+    """A data set by name or as a mapping, or a list of such."""
+    if not isinstance(value, str | dict | list):
+        raise UnfitValueError("must be a data set, or a list of such")
+    return value
+
+
+def mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise UnfitValueError("must be a mapping of keys to values")
+    return value
+
+
+def entries(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise UnfitValueError("must be a list")
+    return value
+
+
+def anything(value: object) -> object:
+    return value
+
 
 # What no recipe can make the same, for the head of every file that is written.
 OTHER_ORDER = (
@@ -68,17 +200,6 @@ class Draft:
             self.refuse(key, f"{_shown(self.given[key])} {problem}", f"correct {key}")
             return None if rule.default is ABSENT else rule.default
 
-    def pop(self, key: str, config: dict[str, Any], name: str, read: Reader, default: Any = None) -> Any:
-        """Takes `name` out of `config`, a mapping within the value of `key`. An unfit value refuses the key."""
-        value = config.pop(name, None)
-        if value is None:
-            return default
-        try:
-            return read(value)
-        except UnfitValueError as problem:
-            self.refuse(key, f"{name}: {_shown(value)} {problem}", f"correct {name}")
-            return default
-
     def put(self, to: str, value: object, *keys: str, note: str = "", differs: bool = False) -> None:
         """Writes `value` at our key `to`, from `keys`, in place of what is there. With `differs`, `note` says what
         is not the same here."""
@@ -100,27 +221,10 @@ class Draft:
             note, fix = f"{earlier.note}; {note}", earlier.fix if fix == earlier.fix else f"{earlier.fix}; {fix}"
         self._findings[key] = Finding(key, "refused", note=note, fix=fix)
 
-    def idle(self, key: str, note: str) -> None:
-        if key in self.given and key not in self._findings:
-            self._findings[key] = Finding(key, "no effect", note=note)
-
     def mention(self, key: str, note: str) -> None:
         """Adds a sentence to what became of a key that has not been refused."""
-        earlier = self._findings.get(key)
-        if earlier is None or earlier.verdict == "no effect":
-            self.idle(key, note)
-        elif earlier.verdict != "refused":
+        if self._findings.get(key, Finding(key, "no effect")).verdict != "refused":
             self._note(Finding(key, "translated", note=note))
-
-    def refuse_unread(self, key: str, remaining: dict[str, Any], *harmless: str) -> None:
-        """Refuses `key` for what is left in it that nothing has read, and names what of it is without an effect."""
-        given = [name for name, value in remaining.items() if value is not None and not name.startswith("_")]
-        unread = [name for name in given if name not in harmless and remaining[name] is not False]
-        if unread:
-            listed = ", ".join(unread)
-            self.refuse(key, f"{listed} in it: nothing here does that", f"leave out {listed}")
-        if idle := [name for name in given if name not in unread]:
-            self.mention(key, f"without an effect here: {', '.join(idle)}")
 
     def differ(self, key: str, note: str) -> None:
         """Reports a difference of a key that writes nothing."""
@@ -134,15 +238,20 @@ class Draft:
         if note not in self.remarks:
             self.remarks.append(note)
 
-    def apply(self, *keys: str) -> None:
-        """Translates the direct keys of the table, or only `keys`, with the tool's defaults."""
-        for key in keys or self.table:
-            rule = self.table[key]
-            if rule.kind != "direct" or (key not in self.given and rule.default is ABSENT):
+    def apply(self) -> None:
+        """Translates the direct keys of the table, with the tool's defaults, once stage and method are in the draft."""
+        used = {str(self.value(name)) for name in ("stage.kind", "optimizer.name")}
+        used.add(str(self.value("method.adapter") or self.value("method.kind")))
+        for key, rule in self.table.items():
+            if rule.kind != "direct" or (rule.when and not used & set(rule.when.split())):
                 continue
             value = self.get(key)
             if value is not None:
-                self.put(rule.to, value, key, note=rule.note, differs=rule.differs)
+                self.put(rule.to, value, key)
+
+    def value(self, to: str) -> Any:
+        """The value written at our key `to`, None if there is none."""
+        return self.settings[to].value if to in self.settings else None
 
     def findings(self) -> list[Finding]:
         """What became of every key of the file, in its order, and after them refusals of what it leaves out."""
@@ -167,22 +276,16 @@ class Draft:
             self._findings[key] = dataclasses.replace(finding, to=remaining)
 
     def _by_rule(self, key: str) -> Finding:
-        rule: Rule | None = self.table.get(key)
-        if rule is None and key.startswith(HOLDERS):
-            return Finding(key, "no effect", note="a place for values that other keys refer to")
-        if rule is None:
+        rule = self.table.get(key)
+        if rule is None and not key.startswith(HOLDERS):
             fix = f"{nearest(key, self.table)}it does nothing there: remove it"
             return Finding(key, "unknown", note=f"{self.tool} has no such key", fix=fix)
-        if key not in self.given:
-            return Finding(key, "no effect", note="null: left out")
+        if rule is None or rule.kind != "refused" or key not in self.given:
+            return Finding(key, "no effect")
         value = self.given[key]
-        if rule.kind == "refused":
-            if any(value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in rule.neutral):
-                return Finding(key, "no effect", note=f"{_shown(value)} asks for nothing")
-            return Finding(key, "refused", note=rule.note, fix=rule.fix)
-        if value is False and rule.default is False:
-            return Finding(key, "no effect", note="false asks for nothing")
-        return Finding(key, "no effect", note=rule.note)
+        if any(value == neutral and type(value) is type(neutral) for neutral in rule.neutral):
+            return Finding(key, "no effect")
+        return Finding(key, "refused", note=rule.note, fix=rule.fix)
 
 
 def _shown(value: object) -> str:

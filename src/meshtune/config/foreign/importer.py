@@ -1,50 +1,39 @@
-"""Other tools' recipes, read and translated: what `meshtune import` does."""
+"""Translates other tools' recipes and writes ours: `meshtune import`."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshtune.config import yaml_text
-from meshtune.config.foreign import (
-    axolotl,
-    axolotl_train,
-    llama_factory,
-    llama_factory_commands,
-    llama_factory_train,
-    torchtune,
-    torchtune_train,
-    trl,
-    trl_train,
-)
-from meshtune.config.foreign import llama_factory_v1 as v1
-from meshtune.config.foreign.detect import TITLES, Tool, detect
-from meshtune.config.foreign.draft import Draft, Finding
-from meshtune.config.foreign.rules import Table
-from meshtune.config.foreign.write import command_text, nested, recipe_text
+from meshtune.config.foreign import axolotl, llama_factory, trl
+from meshtune.config.foreign.detect import NOT_TRANSLATED, TITLES, detect, equivalent_command
+from meshtune.config.foreign.draft import Draft, Finding, Setting
 from meshtune.config.load import load_recipe, recipe_file_text, silent
+from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError, nearest
 
 JINJA = re.compile(r"\{\{|\{%")
 VARIABLE = re.compile(r"\$\{([^}]*)\}|\$([A-Za-z_]\w*)")
-TEMPLATES = ("chat_template_jinja", "custom_chat_template", "chat_template")
-KNOWN = "LLaMA-Factory (v0, v1), axolotl, torchtune and TRL (--trl)"
+TEMPLATES = ("chat_template_jinja", "chat_template")
+PATTERNS = ("lora_target_modules", "unfrozen_parameters", "lora_target")  # where $ is the end of an expression
+KNOWN = "LLaMA-Factory, axolotl and TRL (--trl)"
+WIDTH = 116
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A file of another tool, translated.
+    """A recipe of another tool, translated.
 
-    `verb` is train, or the command that does what the file says. `findings` say what became of each key; `lines` are
-    the keys' lines in the file. `draft` holds what it comes to here.
+    `findings` say what became of each key; `lines` are the keys' lines in the file. `draft` holds our recipe.
     """
 
     source: str
-    tool: Tool
-    verb: str
+    tool: str
     draft: Draft
     findings: tuple[Finding, ...]
     lines: dict[str, int]
@@ -54,7 +43,7 @@ class Translation:
         return tuple(finding for finding in self.findings if finding.verdict in ("refused", "unknown"))
 
     def written(self, to: pathlib.Path | None) -> dict[pathlib.Path, str]:
-        """The files to write, by path: the recipe (or script) and what it needs beside it.
+        """The files to write, by path: the recipe and what it needs beside it.
 
         Raises UserError where something must lie beside a recipe that has no path.
         """
@@ -67,16 +56,10 @@ class Translation:
         for key, setting in self.draft.settings.items():
             if isinstance(setting.value, str) and setting.value in beside:
                 self.draft.settings[key] = dataclasses.replace(setting, value=beside[setting.value].name)
-        head = [f"From {pathlib.Path(self.source).name}, a recipe of {TITLES[self.tool]}, for {_devices(self.draft)}."]
-        if self.verb == "train":
-            text = recipe_text(self.draft, [*head, "Each comment names the key that the line comes from."])
-        else:
-            text = command_text(self.verb, self.draft, head)
+        devices = f"{self.draft.devices} device{'s' * (self.draft.devices != 1)} (--devices)"
+        head = f"From {pathlib.Path(self.source).name}, a recipe of {TITLES[self.tool]}, for {devices}."
+        text = recipe_text(self.draft, [head, "Each comment names the key that the line comes from."])
         return {target: text, **{beside[suffix]: text for suffix, text in self.draft.files.items()}}
-
-
-def _devices(draft: Draft) -> str:
-    return f"{draft.devices} device{'s' * (draft.devices != 1)} (--devices)"
 
 
 def translate(
@@ -103,7 +86,7 @@ def translate(
     raw, lines = (commands[0][0], {}) if commands else _yaml(text, source)
     if commands:
         trainer = trainer or commands[0][1]
-    tool: Tool | None = "trl" if is_trl or commands else detect(raw)
+    tool = "trl" if is_trl or commands else detect(raw)
     if trainer in trl.OTHER_TRAINERS:
         fix = f"trainers that are: {', '.join(trl.TRAINERS)}"
         raise UserError(f"there is no stage for TRL's trainer '{trainer}' in recipes here", where=source, fix=fix)
@@ -121,10 +104,14 @@ def translate(
             where=source,
             fix="import the training file; processes are started as docs/launch.md says",
         )
+    if tool in NOT_TRANSLATED:
+        raise UserError(f"recipes of {TITLES[tool]} are not translated", where=source, fix=NOT_TRANSLATED[tool])
+    if tool == "llama_factory" and (command := equivalent_command(raw)) is not None:
+        raise UserError("this file of LLaMA-Factory trains nothing", where=source, fix=command)
     raw, unresolved = _resolved(raw, tool)
     if check is not None:
         check(raw)
-    verb, draft = _translated(tool, raw, devices, trainer)
+    draft = _translated(tool, raw, devices, trainer)
     if len(commands) > 1:
         draft.remark(
             f"The file holds {len(commands)} commands of TRL; this is the first: make a file of each other one."
@@ -132,9 +119,9 @@ def translate(
     for key, (note, fix) in unresolved.items():
         draft.refuse(key, note, fix)
     findings = draft.findings()
-    if verb == "train" and not any(finding.verdict in ("refused", "unknown") for finding in findings):
+    if not any(finding.verdict in ("refused", "unknown") for finding in findings):
         findings += _invalid(draft)
-    return Translation(source, tool, verb, draft, tuple(findings), lines)
+    return Translation(source, tool, draft, tuple(findings), lines)
 
 
 def _yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -163,18 +150,15 @@ def _yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
 Unresolved = dict[str, tuple[str, str]]
 
 
-def _resolved(raw: dict[str, Any], tool: Tool) -> tuple[dict[str, Any], Unresolved]:
+def _resolved(raw: dict[str, Any], tool: str) -> tuple[dict[str, Any], Unresolved]:
     """`raw` with references between keys put in, as OmegaConf does, and the keys of which a part is not known."""
     problems: Unresolved = {}
 
     def put(match: re.Match[str], key: str) -> str:
         name = match[1] or match[2]
         value = yaml_text.value_at(raw, tuple(name.split(".")))
-        if match[1] and tool in ("torchtune", "llama_factory") and value is not None and not isinstance(value, dict):
+        if match[1] and tool == "llama_factory" and value is not None and not isinstance(value, dict):
             return str(value)
-        if match[1] and tool == "torchtune" and not name.startswith("oc.env:"):
-            problems[key] = (f"{match[0]}: the file has no such key", f"write the value of {name}")
-            return match[0]
         variable = name.removeprefix("oc.env:").partition(",")[0]
         problems[key] = (f"{match[0]}: environment variables are not read", f"write the value of {variable}")
         return match[0]
@@ -194,47 +178,12 @@ def _resolved(raw: dict[str, Any], tool: Tool) -> tuple[dict[str, Any], Unresolv
     return {key: walk(value, key) for key, value in raw.items()}, problems
 
 
-PATTERNS = ("lora_target_modules", "unfrozen_parameters", "lora_target")  # where $ is the end of an expression
-
-
-def _translated(tool: Tool, raw: dict[str, Any], devices: int, trainer: str | None) -> tuple[str, Draft]:
-    """(our verb, the draft) of a file of `tool`."""
-    if tool == "llama_factory":
-        verb = _llama_factory_verb(raw)
-        table = llama_factory.TRAIN if verb == "train" else llama_factory_commands.COMMAND
-        return verb, _run(LLAMA_FACTORY[verb], Draft(llama_factory.NAME, raw, table, devices))
-    if tool == "llama_factory_v1":
-        draft = Draft(v1.NAME, raw, v1.V1, devices)
-        verb = v1.verb(draft)
-        return verb, _run(v1.export if verb == "export" else v1.train, draft)
+def _translated(tool: str, raw: dict[str, Any], devices: int, trainer: str | None) -> Draft:
     if tool == "trl":
-        return "train", trl_train.train(raw, devices, trainer)
-    tables: dict[str, tuple[str, Table, Callable[[Draft], None]]] = {
-        "axolotl": (axolotl.NAME, axolotl.AXOLOTL, axolotl_train.train),
-        "torchtune": (torchtune.NAME, torchtune.TORCHTUNE, torchtune_train.train),
-    }
-    name, table, run = tables[tool]
-    return "train", _run(run, Draft(name, raw, table, devices))
-
-
-LLAMA_FACTORY: dict[str, Callable[[Draft], None]] = {
-    "train": llama_factory_train.train,
-    "export": llama_factory_commands.export,
-    "predict": llama_factory_commands.predict,
-    "chat": llama_factory_commands.chat,
-}
-
-
-def _llama_factory_verb(raw: dict[str, Any]) -> str:
-    if raw.get("export_dir"):
-        return "export"
-    if raw.get("do_train") or ("dataset" in raw and not raw.get("do_predict")):
-        return "train"
-    return "predict" if raw.get("do_predict") or raw.get("do_eval") else "chat"
-
-
-def _run(run: Callable[[Draft], None], draft: Draft) -> Draft:
-    run(draft)
+        return trl.train(raw, devices, trainer)
+    module = {"llama_factory": llama_factory, "axolotl": axolotl}[tool]
+    draft = Draft(module.NAME, raw, module.TABLE, devices)
+    module.train(draft)
     return draft
 
 
@@ -245,3 +194,93 @@ def _invalid(draft: Draft) -> list[Finding]:
     except UserError as problem:
         return [Finding("", "refused", note=problem.what, fix=problem.fix or "change the file")]
     return []
+
+
+def nested(settings: dict[str, Setting]) -> dict[str, Any]:
+    """The recipe that dotted keys stand for; numbers in them are entries of lists."""
+    tree: dict[str, Any] = {}
+    for dotted, setting in settings.items():
+        node = tree
+        *path, last = dotted.split(".")
+        for step in path:
+            node = node.setdefault(step, {})
+        node[last] = setting.value
+    return {key: _lists(value) for key, value in tree.items()}
+
+
+def _lists(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if node and all(isinstance(key, str) and key.isdecimal() for key in node):
+        return [_lists(node[key]) for key in sorted(node, key=int)]
+    return {key: _lists(value) for key, value in node.items()}
+
+
+def recipe_text(draft: Draft, head: list[str]) -> str:
+    """The YAML of a draft: `head` and remarks, then each section in the schema's order, a comment on each line."""
+    tree = nested(draft.settings)
+    order = [key for key in Recipe.model_fields if key in tree]
+    lines = [line for entry in (*head, *draft.remarks) for line in _wrapped(entry)]
+    for key in order:
+        lines += _node(key, tree[key], key, draft.settings, 0)
+    return "\n".join(lines) + "\n"
+
+
+def _node(key: str, value: Any, dotted: str, settings: dict[str, Setting], depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    if dotted in settings:
+        yield from _line(f"{indent}{key}: {scalar(value)}", settings[dotted].note)
+    elif isinstance(value, list):
+        yield f"{indent}{key}:"
+        for number, entry in enumerate(value):
+            body = [
+                line for name, inner in entry.items()
+                for line in _node(name, inner, f"{dotted}.{number}.{name}", settings, depth + 2)
+            ]  # fmt: skip
+            first = next(index for index, line in enumerate(body) if not line.lstrip().startswith("#"))
+            body[first] = f"{indent}  - {body[first].lstrip()}"
+            yield from body
+    else:
+        yield f"{indent}{key}:"
+        for name, inner in value.items():
+            yield from _node(name, inner, f"{dotted}.{name}", settings, depth + 1)
+
+
+def _line(text: str, note: str) -> Iterator[str]:
+    """A line with its comment, which stands above where it would be too long."""
+    if len(text) + len(note) + 4 <= WIDTH:
+        yield f"{text}  # {note}"
+        return
+    indent = text[: len(text) - len(text.lstrip())]
+    yield from _wrapped(note, indent)
+    yield text
+
+
+def _wrapped(note: str, indent: str = "") -> Iterator[str]:
+    parts, line = note.split(), f"{indent}#"
+    for word in parts:
+        if len(line) + len(word) + 1 > WIDTH:
+            yield line
+            line = f"{indent}#"
+        line = f"{line} {word}"
+    yield line
+
+
+def scalar(value: object) -> str:
+    """A value in YAML's flow style, quoted where plain text would be read as something else."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{scalar(key)}: {scalar(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(scalar, value)) + "]"
+    text = str(value)
+    try:
+        plain = yaml_text.scalar(f"[{text}]", "value") == [text] and yaml_text.scalar(text, "value") == text
+    except UserError:
+        plain = False
+    return text if plain and text.strip() == text and "#" not in text else json.dumps(text, ensure_ascii=False)

@@ -1,11 +1,12 @@
-"""transformers' TrainingArguments, which LLaMA-Factory and TRL share: its keys, defaults and what they come to here."""
+"""Keys and settings that several tools share: transformers' TrainingArguments, optimizers, streams, chat templates."""
 
 from __future__ import annotations
 
-from meshtune.config.foreign.draft import Draft
-from meshtune.config.foreign.optimizers import optimizer
-from meshtune.config.foreign.rules import (
+import dataclasses
+
+from meshtune.config.foreign.draft import (
     ABSENT,
+    Draft,
     Table,
     anything,
     direct,
@@ -16,123 +17,94 @@ from meshtune.config.foreign.rules import (
     names,
     number,
     part,
+    parts,
     refused,
-    refused_keys,
     text,
 )
-
-MESH = "how devices share the work is chosen here, or said in mesh (docs/meshes.md)"
-LOADER = "data are prepared once, before training, and read from there"
-MEMORY = "it changes memory and speed, not numbers; compute.* has such settings, chosen here by what fits"
-LOGGING = "it changes what is printed or logged, not what is learned"
-UPLOAD = "how a result is pushed is said in hub (docs/hub.md); its token is that of huggingface_hub"
+from meshtune.config.optimizer import READERS
 
 TRAINER: Table = {
     "output_dir": direct("output", text, "trainer_output"),
     "per_device_train_batch_size": part("train.micro_batch", integer, 8),
     "gradient_accumulation_steps": part("train.batch_size", integer, 1),
-    "num_train_epochs": part("train.epochs", number, 3.0, "max_steps says how long the run is"),
-    "max_steps": part("train.steps", integer, -1, "-1: num_train_epochs says how long the run is"),
+    "num_train_epochs": part("train.epochs", number, 3.0),
+    "max_steps": part("train.steps", integer, -1),
     "learning_rate": direct("optimizer.learning_rate", number, 5e-5),
     "lr_scheduler_type": part("optimizer.schedule", text, "linear"),
     "lr_scheduler_kwargs": part("optimizer.min_lr_ratio", mapping),
-    "warmup_ratio": part("optimizer.warmup_ratio", number, 0.0, "warmup_steps is given, or the schedule has none"),
-    "warmup_steps": part("optimizer.warmup_steps", number, 0, "0, or the schedule has none"),
-    "optim": part("optimizer.name", text, "adamw_torch_fused", "another key chooses the optimizer"),
+    "warmup_ratio": part("optimizer.warmup_ratio", number, 0.0),
+    "warmup_steps": part("optimizer.warmup_steps", number, 0),
+    "optim": part("optimizer.name", text, "adamw_torch_fused"),
     "optim_args": refused("optimizers take no free-form arguments here", "write them as keys of optimizer"),
     "optim_target_modules": refused("galore and apollo project all matrices here", "leave it out", ("all-linear",)),
     "weight_decay": direct("optimizer.weight_decay", number, 0.0),
-    "adam_beta1": part("optimizer.beta1", number, 0.9, "the optimizer has no such setting"),
-    "adam_beta2": part("optimizer.beta2", number, 0.999, "the optimizer has no such setting"),
-    "adam_epsilon": part("optimizer.eps", number, 1e-8, "the optimizer has no such setting"),
+    "adam_beta1": part("optimizer.beta1", number, 0.9),
+    "adam_beta2": part("optimizer.beta2", number, 0.999),
+    "adam_epsilon": part("optimizer.eps", number, 1e-8),
     "max_grad_norm": part("optimizer.max_grad_norm", number, 1.0),
-    "neftune_noise_alpha": part("stage.neftune_alpha", number, ABSENT, "only supervised tuning adds noise"),
-    "label_smoothing_factor": part("stage.label_smoothing", number, 0.0, "0, or not supervised tuning"),
-    "bf16": part("compute.precision", flag, ABSENT, "another key says the precision"),
-    "fp16": part("compute.precision", flag, ABSENT, "another key says the precision"),
+    "neftune_noise_alpha": direct("stage.neftune_alpha", number, when="sft"),
+    "label_smoothing_factor": direct("stage.label_smoothing", number, when="sft"),
+    **parts("compute.precision", flag, ABSENT, "bf16 fp16"),
     "eval_strategy": part("eval.every", text, "no"),
-    "evaluation_strategy": part("eval.every", text, ABSENT, "eval_strategy is given"),
-    "eval_steps": part("eval.every", number, ABSENT, "nothing is evaluated by steps"),
-    "eval_on_start": part("eval.at_start", flag, False, "nothing is evaluated at the start"),
-    "do_eval": part("eval.every", flag, ABSENT, "eval_strategy says when"),
+    "evaluation_strategy": part("eval.every", text),
+    "eval_steps": part("eval.every", number),
+    "eval_on_start": part("eval.at_start", flag, False),
     "logging_steps": part("log.every", number, 500),
-    "report_to": part("log.trackers", names, ABSENT, "no tracker is asked for"),
+    "report_to": part("log.trackers", names),
     "project": direct("log.project", text),
     "save_strategy": part("checkpoint.every", text, "steps"),
-    "save_steps": part("checkpoint.every", number, 500, "nothing is saved by steps"),
-    "save_total_limit": part("checkpoint.keep", integer),
+    "save_steps": part("checkpoint.every", number, 500),
+    "save_total_limit": direct("checkpoint.keep", integer),
     "load_best_model_at_end": part("checkpoint.result", flag, False),
-    "resume_from_checkpoint": part("resume", anything, ABSENT, "false: nothing is resumed"),
-    "overwrite_output_dir": part("overwrite", flag, False, "false: an output that is not empty is an error here too"),
-    "push_to_hub": part("hub.repository", flag, False, "false: nothing is pushed"),
-    "hub_model_id": part("hub.repository", text, ABSENT, "without push_to_hub nothing is pushed"),
-    "hub_private_repo": part("hub.public", flag, ABSENT, "without push_to_hub nothing is pushed"),
+    "resume_from_checkpoint": part("resume", anything),
+    "overwrite_output_dir": part("overwrite", flag, False),
+    "push_to_hub": part("hub.repository", flag, False),
+    "hub_model_id": part("hub.repository", text),
+    "hub_private_repo": part("hub.public", flag),
     "seed": direct("seed", integer, 42),
     "auto_find_batch_size": refused(
-        "the size of a batch is part of what is learned, and never changed here",
-        "leave it out; train.micro_batch: auto finds what fits",
+        "the size of a batch changes the result, and is never changed here",
+        "leave it out; train.micro_batch: auto finds a size that fits",
     ),
-    **refused_keys("a mixture of sampling by length is not here", "leave it out: shuffled data are", "group_by_length"),
+    "group_by_length": refused("rows are not grouped by length", "leave it out: data are shuffled"),
     "train_sampling_strategy": part("data.shuffle", text, "random"),
-    "dataloader_drop_last": part("train.epochs", flag, False, "false: the last, smaller batch counts here too"),
+    "dataloader_drop_last": part("train.epochs", flag, False),
     **idle(
-        MESH,
-        "deepspeed fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap ddp_timeout "
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank "
-        "parallelism_config accelerator_config use_cpu no_cuda use_mps_device tpu_num_cores tpu_metrics_debug "
-        "xpu_backend full_determinism average_tokens_across_devices per_gpu_train_batch_size per_gpu_eval_batch_size",
-    ),
-    **idle(
-        LOADER,
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names length_column_name "
-        "ignore_data_skip data_seed",
-    ),
-    **idle(
-        MEMORY,
-        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
-        "tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache "
-        "torch_empty_cache_steps bf16_full_eval fp16_full_eval half_precision_backend fp16_opt_level fp16_backend "
-        "use_ipex jit_mode_eval torchdynamo ray_scope eval_accumulation_steps per_device_eval_batch_size "
-        "enable_jit_checkpoint",
-    ),
-    **idle(
-        LOGGING,
-        "logging_strategy logging_first_step logging_dir log_on_each_node logging_nan_inf_filter log_level "
-        "log_level_replica disable_tqdm run_name trackio_space_id trackio_bucket_id trackio_static_space_id debug "
-        "skip_memory_metrics include_num_input_tokens_seen include_tokens_per_second include_inputs_for_metrics "
-        "include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object prediction_loss_only "
-        "eval_delay metric_for_best_model greater_is_better past_index",
-    ),
-    **idle(
-        UPLOAD,
-        "hub_token hub_strategy hub_always_push hub_revision "
-        "push_to_hub_model_id push_to_hub_organization push_to_hub_token",
-    ),
-    **idle(
-        "run state is kept in Meshtune's own form, and the result in that of transformers or peft",
-        "save_only_model save_on_each_node save_safetensors restore_callback_states_from_checkpoint",
+        """accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices
+        batch_eval_metrics bf16_full_eval data_seed dataloader_in_order dataloader_multiprocessing_context
+        dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor
+        ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout
+        debug deepspeed disable_tqdm do_eval enable_jit_checkpoint eval_accumulation_steps eval_delay
+        eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval fp16_opt_level fsdp fsdp_config
+        fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap full_determinism gradient_checkpointing
+        gradient_checkpointing_kwargs greater_is_better half_precision_backend hub_always_push hub_revision
+        hub_strategy hub_token ignore_data_skip include_for_metrics include_inputs_for_metrics
+        include_num_input_tokens_seen include_tokens_per_second jit_mode_eval label_names length_column_name
+        liger_kernel_config local_rank log_level log_level_replica log_on_each_node logging_dir logging_first_step
+        logging_nan_inf_filter logging_strategy metric_for_best_model no_cuda parallelism_config past_index
+        per_device_eval_batch_size per_gpu_eval_batch_size per_gpu_train_batch_size prediction_loss_only
+        push_to_hub_model_id push_to_hub_organization push_to_hub_token ray_scope remove_unused_columns
+        restore_callback_states_from_checkpoint run_name save_on_each_node save_only_model save_safetensors
+        skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+        torchdynamo tpu_metrics_debug tpu_num_cores trackio_bucket_id trackio_space_id trackio_static_space_id
+        use_cache use_cpu use_ipex use_liger_kernel use_mps_device xpu_backend"""
     ),
 }
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-def trainer_settings(draft: Draft, *, validation: bool, kind: str, sharing: tuple[str, ...] = ()) -> None:
-    """Translates what TrainingArguments say. `validation`: whether there are validation data; `kind`: our stage;
+def trainer_settings(draft: Draft, *, validation: bool, sharing: tuple[str, ...] = ()) -> None:
+    """Translates what TrainingArguments say. `validation`: whether there are validation data;
     `sharing`: keys of how many devices one row is split over."""
     draft.apply()
     batch_settings(draft, sharing=sharing)
     length(draft, "num_train_epochs")
     optimizer(draft)
     _precision(draft)
-    _evaluation(draft, validation)
+    if validation:
+        _evaluation(draft)
     _saving(draft)
     _starting(draft)
-    if kind == "sft":
-        if draft.get("neftune_noise_alpha"):
-            draft.put("stage.neftune_alpha", draft.get("neftune_noise_alpha"), "neftune_noise_alpha")
-        if draft.get("label_smoothing_factor"):
-            draft.put("stage.label_smoothing", draft.get("label_smoothing_factor"), "label_smoothing_factor")
     draft.put("log.every", max(1, int(draft.get("logging_steps"))), "logging_steps")
     trackers(draft, "report_to", draft.get("report_to") or [])
     if draft.get("push_to_hub"):
@@ -144,12 +116,12 @@ def trainer_settings(draft: Draft, *, validation: bool, kind: str, sharing: tupl
 def batch_settings(
     draft: Draft,
     per_device: str = "per_device_train_batch_size",
-    accumulation: str | None = "gradient_accumulation_steps",
     sharing: tuple[str, ...] = (),
 ) -> None:
     """Rows an update, counted over devices and accumulation. Devices that one row is split over, whose numbers the keys
     `sharing` give, count as one."""
-    rows, steps, split = draft.get(per_device) or 1, (draft.get(accumulation) if accumulation else 1) or 1, 1
+    accumulation = "gradient_accumulation_steps"
+    rows, steps, split = draft.get(per_device) or 1, draft.get(accumulation) or 1, 1
     named = [key for key in sharing if (draft.get(key) or 1) > 1]
     for key in named:
         split *= draft.get(key)
@@ -161,8 +133,7 @@ def batch_settings(
     counted = f"{rows} a device x {steps} accumulated x {copies} device{'s' * (copies != 1)}"
     if split > 1:
         counted = f"{rows} a row's {split} devices x {steps} accumulated x {copies}"
-    keys = [per_device, *([accumulation] if accumulation else []), *named]
-    draft.put("train.batch_size", rows * steps * copies, *keys, note=counted)
+    draft.put("train.batch_size", rows * steps * copies, per_device, accumulation, *named, note=counted)
     draft.put("train.micro_batch", rows * copies, per_device, note="rows at once over all devices")
 
 
@@ -182,13 +153,9 @@ def _precision(draft: Draft) -> None:
         draft.put("compute.precision", "mixed" if draft.get("bf16") else "float32", "bf16")
 
 
-def _evaluation(draft: Draft, validation: bool) -> None:
+def _evaluation(draft: Draft) -> None:
     strategy = str(draft.given.get("eval_strategy", draft.given.get("evaluation_strategy", "no"))).lower()
     key = "eval_strategy" if "eval_strategy" in draft.given else "evaluation_strategy"
-    if not validation:
-        for name in ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start", "do_eval"):
-            draft.idle(name, "there are no validation data")
-        return
     if strategy == "epoch":
         draft.put("eval.every", "epoch", key)
     elif strategy == "steps":
@@ -208,9 +175,6 @@ def _saving(draft: Draft) -> None:
         draft.put("checkpoint.every", int(steps), "save_steps", "save_strategy")
     else:
         draft.differ("save_strategy", "checkpoints are about ten a run and one at the end; the result is the same")
-        draft.idle("save_steps", "checkpoints are about ten a run")
-    if draft.get("save_total_limit"):
-        draft.put("checkpoint.keep", draft.get("save_total_limit"), "save_total_limit")
     if draft.get("load_best_model_at_end"):
         draft.put("checkpoint.keep_best", True, "load_best_model_at_end")
         if "eval.every" in draft.settings and draft.settings["eval.every"].value is not None:
@@ -271,3 +235,239 @@ def dropout(draft: Draft, *, compared: bool) -> None:
     rate = 0.0 if compared else float(draft.get("lora_dropout"))
     note = "the trainer of this stage switches dropout off, that of adapters too" if compared else ""
     draft.put("method.dropout", rate, "lora_dropout", note=note)
+
+
+def quantize(draft: Draft, four_bits: str, *keys: str, double: str) -> None:
+    """Writes bitsandbytes' NF4 for the key `four_bits` and what belongs to it, `keys`, with the key `double`."""
+    draft.put("quantize.format", "nf4", four_bits, *keys)
+    draft.put("quantize.block_size", 64, note="bitsandbytes' block")
+    draft.put("quantize.double", draft.get(double), double)
+
+
+def quantize_to_8_bits(draft: Draft, *keys: str) -> None:
+    note = "8 bits in blocks in place of LLM.int8(), which keeps outliers apart"
+    draft.put("quantize.format", "int8", *keys, note=note, differs=True)
+
+
+IN_8_BITS = "its state is in 8 bits in both, rounded by other code"
+# Name -> (ours, what differs).
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_anyprecision adamw_torch_xla "
+        "adamw_torch_npu_fused paged_adamw paged_adamw_32bit adamw_bnb_32bit".split(),
+        ("adamw", ""),
+    ),
+    **dict.fromkeys("adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit".split(), ("adamw8bit", IN_8_BITS)),
+    "adamw_torch_4bit": ("adamw8bit", "8 bits in place of 4: more memory, closer to AdamW"),
+    "adafactor": ("adafactor", ""),
+    "sgd": ("sgd", ""),
+    **dict.fromkeys("lion_32bit lion paged_lion_32bit lion_pytorch".split(), ("lion", "")),
+    **dict.fromkeys("lion_8bit paged_lion_8bit".split(), ("lion", "state of 32 bits in place of 8: closer to Lion")),
+    **dict.fromkeys("galore_adamw galore_adamw_8bit galore_adafactor".split(), ("galore", "AdamW in the subspace")),
+    "apollo_adamw": ("apollo", ""),
+    "schedule_free_adamw": ("schedule_free", ""),
+    "muon": ("muon", "matrices by Muon, all else by AdamW, scaled to the RMS of AdamW's updates"),
+    "lomo": ("sgd", ""),
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "cosine_with_min_lr": "cosine",
+}
+
+
+def optimizer(draft: Draft) -> None:
+    """The optimizer of `optim`, its schedule and moments. Methods that bring their own optimizer have set its name."""
+    if "optimizer.name" not in draft.settings:
+        optimizer_name(draft, "optim")
+    schedule(draft, "lr_scheduler_type")
+    moments(draft, ("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps"))
+    clipping(draft, "max_grad_norm")
+
+
+def optimizer_name(draft: Draft, key: str) -> None:
+    name = draft.get(key)
+    if name not in OPTIMIZERS:
+        known = ", ".join(dict.fromkeys(ours for ours, _ in OPTIMIZERS.values()))
+        draft.refuse(key, f"there is no optimizer {name} here", f"choose one of: {known}")
+        return
+    ours, note = OPTIMIZERS[name]
+    draft.put("optimizer.name", ours, key, note=note, differs=bool(note))
+    if name == "lomo":
+        draft.put("optimizer.in_backward", True, key)
+
+
+def schedule(draft: Draft, key: str) -> None:
+    """The schedule and its warm-up. transformers' `constant` has no warm-up, whatever is asked for."""
+    name = str(draft.get(key))
+    if draft.value("optimizer.name") == "schedule_free":
+        draft.put("optimizer.schedule", "constant", key, note="schedule_free averages instead of decaying")
+    elif name not in SCHEDULES:
+        draft.refuse(key, f"there is no schedule {name} here", f"choose one of: {', '.join(SCHEDULES)}")
+        return
+    else:
+        draft.put("optimizer.schedule", SCHEDULES[name], key)
+    schedule_options(draft, name)
+    if name == "constant":
+        draft.put("optimizer.warmup_steps", 0, note="transformers' constant schedule has no warm-up")
+    else:
+        warmup(draft)
+
+
+def schedule_options(draft: Draft, name: str) -> bool:
+    """Translates lr_scheduler_kwargs of the schedule `name`. Returns whether all of them could be."""
+    options = dict(draft.get("lr_scheduler_kwargs") or {}) if "lr_scheduler_kwargs" in draft.table else {}
+    if name == "cosine_with_min_lr" and {"min_lr_rate", "min_lr"} & set(options):
+        ratio = options.pop("min_lr_rate", None)
+        least = options.pop("min_lr", None)
+        ratio = number(least) / draft.get("learning_rate") if ratio is None else ratio
+        draft.put("optimizer.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+    if options:
+        draft.refuse("lr_scheduler_kwargs", f"{', '.join(options)}: the schedule has no such setting", "leave it out")
+    return not options
+
+
+def warmup(draft: Draft) -> None:
+    steps, ratio = draft.get("warmup_steps") or 0, draft.get("warmup_ratio") or 0.0
+    if steps >= 1:
+        draft.put("optimizer.warmup_steps", int(steps), "warmup_steps")
+    elif steps > 0:
+        draft.put("optimizer.warmup_ratio", steps, "warmup_steps", note="below 1 it is a share of the steps")
+    else:
+        draft.put("optimizer.warmup_ratio", ratio, "warmup_ratio")
+
+
+def moments(draft: Draft, *pairs: tuple[str, str]) -> None:
+    name = draft.value("optimizer.name")
+    for key, ours in pairs:
+        if name in READERS[ours] and draft.get(key) is not None:
+            draft.put(f"optimizer.{ours}", draft.get(key), key)
+
+
+def clipping(draft: Draft, key: str) -> None:
+    norm = draft.get(key)
+    if draft.value("optimizer.in_backward"):
+        draft.put("optimizer.max_grad_norm", None, note="updates in the backward pass are not clipped")
+    else:
+        draft.put("optimizer.max_grad_norm", norm or None, key, note="" if norm else "0: never clipped")
+
+
+BEFORE = "data are tokenised before training here, and read from disk in another order"
+BUFFER = "shuffled as a whole, not by a buffer"
+
+
+def stream(draft: Draft, key: str, *related: str) -> None:
+    """Translates the flag (or list of data) `key` and what goes with it, `related`, once stage, method and length of
+    the run are in the draft."""
+    if not draft.get(key):
+        return
+    if "train.steps" not in draft.settings:
+        draft.refuse(key, f"{draft.tool} stops: the length of a stream is unknown without max_steps", "add max_steps")
+        return
+    shuffled = "data.shuffle" not in draft.settings
+    obstacle = _obstacle(draft)
+    if obstacle is None:
+        notes = [BUFFER] * shuffled + ["documents go on in the next row"] * (draft.settings["stage.kind"].value == "pt")
+        draft.put("data.streaming", True, key, *related, note="; ".join(notes), differs=shuffled)
+    else:
+        for name in (key, *(name for name in related if name in draft.given)):
+            draft.differ(
+                name, f"{BEFORE}: {obstacle}" if shuffled else f"data are tokenised before training: {obstacle}"
+            )
+
+
+def stops(draft: Draft, key: str, without: str) -> None:
+    """Refuses a key with which the tool does not stream either."""
+    draft.refuse(key, f"{draft.tool} stops where data are a stream", f"{without}, or leave streaming out")
+
+
+def _obstacle(draft: Draft) -> str | None:
+    """Why a stream is not possible here; None if it is."""
+    values = {name: setting.value for name, setting in draft.settings.items()}
+    kind, adapted = values.get("stage.kind"), values.get("method.kind") == "lora"
+    if kind in ("dpo", "kto") and ("stage.reference" in values or not adapted):
+        return "the reference's log-probabilities are computed before training"
+    if kind == "pt" and values.get("data.packing") is False:
+        return "a stream of plain text fills its rows, and packing is off"
+    return None
+
+
+TOKENIZERS_OWN = "the tokenizer's own template is used: compare what is trained with `meshtune data inspect`"
+NEWLINE = "LLaMA-Factory also learns the line break after the end of a turn"
+TRIMMED = "blanks at both ends of a text are dropped"
+DEFAULT_JINJA = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- message['content'] + eos_token + '\\n' -}}
+{%- elif message['role'] == 'user' -%}
+{{- 'Human: ' + message['content'] + eos_token + '\\nAssistant:' -}}
+{%- else -%}
+{{- 'System: ' + message['content'] + eos_token + '\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """What a template of another tool comes to: one that ships with Meshtune or a Jinja text, and a system prompt.
+
+    `name` None is the tokenizer's own template.
+    """
+
+    name: str | None
+    note: str = ""
+    system: str = ""
+    jinja: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.note)
+
+
+QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+LLAMA_FACTORY: dict[str, Template] = {
+    "llama3": Template("llama3", TRIMMED),
+    "qwen3_nothink": Template("chatml", NEWLINE),
+    "chatml": Template("chatml", NEWLINE),
+    "qwen": Template("chatml", NEWLINE, QWEN_SYSTEM),
+    "gemma": Template("gemma", f"{TRIMMED}; {NEWLINE}"),
+    "gemma2": Template("gemma", f"{TRIMMED}; {NEWLINE}"),
+    "baichuan2": Template("baichuan2"),
+    "alpaca": Template(
+        "alpaca",
+        "LLaMA-Factory also learns the blank lines after an answer, and writes no beginning of text",
+        ALPACA_SYSTEM,
+    ),
+    "default": Template("", "LLaMA-Factory also learns the line break after an answer", jinja=DEFAULT_JINJA),
+}
+AXOLOTL: dict[str, Template] = {
+    "tokenizer_default": Template(None),
+    "chatml": Template("chatml"),
+    "alpaca": Template("alpaca", "only its words are the same: compare with `meshtune data inspect`"),
+    "llama3": Template("llama3"),
+    "gemma": Template("gemma"),
+}
+
+
+def template(draft: Draft, key: str, name: str, known: dict[str, Template]) -> Template | None:
+    """Writes the template that `key` names. Returns what is known of it, None where that is nothing."""
+    entry = known.get(name)
+    if entry is None:
+        draft.differ(key, TOKENIZERS_OWN)
+        return None
+    if entry.jinja:
+        draft.files[".jinja"] = entry.jinja
+        draft.put("model.chat_template", ".jinja", key, note=entry.note, differs=entry.differs)
+    elif entry.name is None:
+        pass  # the tokenizer's own is the default
+    else:
+        draft.put("model.chat_template", entry.name, key, note=entry.note, differs=entry.differs)
+    return entry

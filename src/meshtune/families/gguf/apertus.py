@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshtune.families.gguf.architecture import QKV, Architecture
-from meshtune.model.activations import XIELU
+from meshtune.model.mlp import XIELU
 
 NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 

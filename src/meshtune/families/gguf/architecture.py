@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.parallel import ParallelSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec
-from meshtune.model.streams import ENTER, LEAVE
 
 T = TypeVar("T")
 Value = bool | int | float | str | list[Any]

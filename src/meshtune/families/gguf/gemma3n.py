@@ -17,8 +17,8 @@ from meshtune.families.gguf.architecture import (
 )
 from meshtune.families.gguf.gemma4 import PATTERN, PER_LAYER, SHARED, readers
 from meshtune.families.gguf.windowed import other_windows, window
+from meshtune.model.layer_extras import PerLayerEmbedding
 from meshtune.model.mlp import MlpSpec
-from meshtune.model.per_layer import PerLayerEmbedding
 from meshtune.model.spec import ModelSpec
 
 PERIOD = 5  # of layers, of which the last has no window
@@ -34,16 +34,17 @@ def _shares(layers: int) -> list[float]:
 
 
 def _refusal(spec: ModelSpec) -> str | None:
-    around, side = spec.layer_kinds[0].around, spec.side
+    extras, side = spec.layer_kinds[0].extras, spec.side
     mlps = [mlp for mlp in by_layer(spec, lambda layer: layer.ffn) if isinstance(mlp, MlpSpec)]
-    assert around.streams is not None
-    assert around.laurel is not None
+    assert extras is not None
+    assert extras.streams is not None
+    assert extras.laurel is not None
     assert isinstance(side, PerLayerEmbedding)
     sizes = {
-        "altup_num_inputs": (around.streams.count, STREAMS),
-        "altup_active_idx": (around.streams.active, 0),
-        "altup_correct_scale": (around.streams.scaled, True),
-        "laurel_rank": (around.laurel.rank, RANK),
+        "altup_num_inputs": (extras.streams.count, STREAMS),
+        "altup_active_idx": (extras.streams.active, 0),
+        "altup_correct_scale": (extras.streams.scaled, True),
+        "laurel_rank": (extras.laurel.rank, RANK),
         "hidden_size_per_layer_input": (side.width, WIDTH),
         "final_logit_softcapping": (spec.logit_softcap, SOFTCAP),
         "num_kv_shared_layers": (readers(spec).count(True), max(0, spec.layers - OWN_MEMORY)),

@@ -19,8 +19,8 @@ from meshtune.families.gguf.architecture import (
 )
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
+from meshtune.model.layer_extras import PerLayerEmbedding
 from meshtune.model.mlp import MlpSpec
-from meshtune.model.per_layer import PerLayerEmbedding
 from meshtune.model.spec import ModelSpec
 
 PATTERN, SHARED = "attention.sliding_window_pattern", "attention.shared_kv_layers"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, stack_path
 from meshtune.errors import UserError
 from meshtune.families.gguf.architecture import (
     LAYER,
@@ -188,16 +188,16 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     place = -1.0
     for path, array in flatten(abstract_params(spec)).items():
         node, _, leaf = path.rpartition("/")
-        if not array.is_stacked:
+        stacked = stack_path(node)
+        if stacked is None:
             part = _outside_part(spec, architecture, names, path, array.shape)
             ordered.append((place, part))
             if node == "embed" and spec.tied and architecture.head == "own":
                 ordered.append((place, dataclasses.replace(part, name=f"{OUTSIDE['head']}.weight")))
             continue
         place = float(spec.layers)
-        _, key, inner = node.split("/", 2)
-        layer, rows = numbers[key]
-        inner = inner.removeprefix("parallel/")
+        layer, rows = numbers[stacked.key]
+        inner = stacked.site.removeprefix("parallel/")
         if f"{inner}/{leaf}" in architecture.listed:
             continue
         stem, known = names.get(f"{inner}/{leaf}", LEAVES.get(f"{inner}/{leaf}")), inner in LAYER
@@ -206,7 +206,8 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
         ):
             raise ValueError(f"it has {inner}/{leaf}")
         offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0
-        limit = layer.around.streams.clip if inner in LIMITED and layer.around.streams is not None else None
+        streams = None if layer.extras is None or inner not in LIMITED else layer.extras.streams
+        limit = None if streams is None else streams.clip
         for entry in arranged(inner, leaf, array.shape[1:], layer.mixer, architecture):
             tensor = stem or f"{entry.stem or names.get(inner, LAYER[inner])}.{leaf}"
             factors = architecture.factors(spec, f"{inner}/{leaf}", entry.view.tensor[0])

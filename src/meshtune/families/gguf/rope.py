@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.families.gguf.architecture import Metadata
-from meshtune.model.rope import RopeSpec
-from meshtune.model.rope_scaling import LONGROPE_FACTORS, llama3, longrope_magnitude
+from meshtune.model.rope import LONGROPE_FACTORS, RopeSpec, llama3, longrope_magnitude
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ORIGINAL = "rope.scaling.original_context_length"

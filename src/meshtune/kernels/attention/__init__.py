@@ -6,13 +6,17 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from meshtune.errors import UserError, nearest
-from meshtune.kernels.attention.backend import Backend, run_over_mesh
+from meshtune.kernels.attention.backend import (
+    AttentionInputs,
+    AttentionRequest,
+    AttentionSharding,
+    Backend,
+    run_over_mesh,
+)
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.splash import SPLASH
 from meshtune.kernels.attention.triton import TRITON
 from meshtune.kernels.attention.zigzag import zigzag_order
@@ -31,6 +35,8 @@ __all__ = [
     "zigzag_order",
 ]
 
+ASKED_FOR, FIRST_CHOICE = Translatable("asked for"), Translatable("first choice")  # reasons for a backend
+
 # In order of preference for backend="auto". A new backend is one file and one line here.
 BACKENDS: list[Backend] = [
     DIRECT,
@@ -48,29 +54,33 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Ba
     reason.
     """
     if backend != "auto":
-        by_name = {entry.name: entry for entry in BACKENDS}
-        if backend not in by_name:
-            raise UserError(
-                f"attention backend '{backend}' does not exist",
-                fix=f"{nearest(backend, by_name)}choose one of auto, {', '.join(by_name)}",
-            )
-        refusal = by_name[backend].refusal(request)
-        if refusal is None:
-            return by_name[backend], Translatable("asked for")
-        serving = [entry.name for entry in BACKENDS if entry.refusal(request) is None]
-        raise UserError(
-            f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
-            fix=f"choose auto{''.join(', ' + name for name in serving)}",
-        )
+        return _forced_backend(request, backend), ASKED_FOR
     reason = None
     for entry in BACKENDS:
-        refusal = entry.refusal(request) or entry.suits(request)
+        refusal = entry.refusal(request) or (None if entry.suits is None else entry.suits(request))
         if refusal is None:
-            return entry, reason or Translatable("first choice")
+            return entry, reason or FIRST_CHOICE
         if entry.hardware(request):  # of hardware that is not there, nobody can change anything
             rejected = Translatable("not {backend}: {reason}", backend=entry.name, reason=refusal)
             reason = rejected if reason is None else Translatable("{first}; {rest}", first=reason, rest=rejected)
     raise UserError(f"no attention backend can serve this model or batch: {_reasons(request)}")
+
+
+def _forced_backend(request: AttentionRequest, backend: str) -> Backend:
+    """The backend of this name, if it serves the request."""
+    by_name = {entry.name: entry for entry in BACKENDS}
+    if backend not in by_name:
+        raise UserError(
+            f"attention backend '{backend}' does not exist",
+            fix=f"{nearest(backend, by_name)}choose one of auto, {', '.join(by_name)}",
+        )
+    if by_name[backend].refusal(request) is None:
+        return by_name[backend]
+    serving = [entry.name for entry in BACKENDS if entry.refusal(request) is None]
+    raise UserError(
+        f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
+        fix=f"choose auto{''.join(', ' + name for name in serving)}",
+    )
 
 
 def _reasons(request: AttentionRequest) -> str:
@@ -90,6 +100,7 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     backend: str = "auto",
     aligned: bool = False,
     sharding: AttentionSharding | None = None,
@@ -99,28 +110,25 @@ def attention(
     slopes: Float[Array, "H"] | None = None,
     sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H h"]:
-    """Grouped-query softmax attention over packed rows.
+    """Grouped-query softmax attention over packed rows. A token that sees nothing gives 0, and no gradient.
 
-    Token i sees token j if and only if they share a segment other than 0 (padding), q_positions[i] >= kv_positions[j],
-    and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K); keys and
-    values are never repeated in memory. A token that sees nothing gives 0 and contributes to no gradient.
+    Token i sees token j if and only if they share a segment other than 0 (padding), q_positions[i] >= kv_positions[j]
+    (unless `causal` is False), and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key
+    head n // (H // K). Scores are float32 (float64 for float64 inputs); the result has q's dtype.
 
-    Scores are float32 (float64 for float64 inputs); the result has q's dtype. `softcap` squashes scaled scores by tanh.
-    `aligned=True` promises that T == S and that within a row no token sees one that comes after it. With a `sharding`
-    each device of its mesh computes its own rows and heads. Aligned rows may be sharded too: keys and values then
-    circulate in a ring of devices, and rows should be stored in `zigzag_order` ("comes after" refers to the original
-    order). The result is the same; a size that an axis does not divide is not sharded over it.
-    `platform` and `chip` say what the program is compiled for, if not for this process's first device (see chips).
-    `packed=False` promises that a row is one document followed by padding. With `slopes` the scaled score of head n is
-    reduced by slopes[n] for each position between query and key (ALiBi, arXiv:2108.12409); they get no gradient.
-    `sinks` are scores that take part in the softmax of every token of their head and have no value.
+    `softcap` squashes scaled scores by tanh. With `slopes` the score of head n loses slopes[n] for each position from
+    query back to key (ALiBi); they get no gradient. `sinks` are scores in every token's softmax that have no value.
+    `aligned=True` promises that T == S and that no token sees one that comes after it in the row, `packed=False` that a
+    row is one document followed by padding; `platform` and `chip` are those of AttentionRequest. With a `sharding` each
+    device computes its own rows and heads, or its part of aligned rows, best stored in `zigzag_order`.
     Raises: UserError for a backend that does not exist or cannot serve the request (see `choose_backend`).
     """
     B, T, H, h = q.shape
     S, K = k.shape[1:3]
     assert k.shape == v.shape == (B, S, K, h), f"keys {k.shape}, values {v.shape} for queries {q.shape}"
     assert H % K == 0, f"{H} heads are not a multiple of {K} key heads"
-    assert not aligned or T == S, f"aligned rows of {T} queries and {S} keys"
+    assert not aligned or (T == S and causal), f"aligned rows of {T} queries and {S} keys"
+    assert causal or (window is None and slopes is None), "windows and biases are distances to earlier tokens"
     request = AttentionRequest(
         batch=B,
         q_length=T,
@@ -138,6 +146,7 @@ def attention(
         packed=packed,
         alibi=slopes is not None,
         sinks=sinks is not None,
+        causal=causal,
     )
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks)
     if sharding is None or sharding.mesh.size == 1:

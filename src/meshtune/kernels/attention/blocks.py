@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
+from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest
 
 Tree = TypeVar("Tree")
 
@@ -67,7 +67,7 @@ def block_mask(
 ) -> BlockMask:
     """Repeats the tokens and `slopes` [H] for the rows of a block of scores, which has a row for each query and for
     each query head that shares the key head."""
-    visible, group = any_visible(queries, keys, request.window), request.heads // request.kv_heads
+    visible, group = any_visible(queries, keys, request.window, request.causal), request.heads // request.kv_heads
     slopes = None if slopes is None else rows_of_heads(request, slopes)
     return BlockMask(TokenBlocks(*(jnp.tile(x, group) for x in queries)), keys, visible, slopes)
 
@@ -78,12 +78,12 @@ def rows_of_heads(request: AttentionRequest, numbers: jax.Array) -> jax.Array:
     return jnp.repeat(numbers.reshape(request.kv_heads, group), block_sizes(request)[0], axis=1)
 
 
-def any_visible(queries: TokenBlocks, keys: TokenBlocks, window: int | None) -> jax.Array:
+def any_visible(queries: TokenBlocks, keys: TokenBlocks, window: int | None, causal: bool = True) -> jax.Array:
     """`visible_blocks` in any row of the batch: bool [q blocks, kv blocks]."""
-    return visible_blocks(queries, keys, window).any(-1)
+    return visible_blocks(queries, keys, window, causal).any(-1)
 
 
-def visible_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None) -> jax.Array:
+def visible_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None, causal: bool = True) -> jax.Array:
     """False if no token of a query block sees any token of a key block: bool [q blocks, kv blocks, B].
 
     Conservative: computed from the ranges of segments and positions in a block, so it may be True without need, but is
@@ -93,7 +93,10 @@ def visible_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None) 
     """
     q_low, q_high, q_first, q_last, _, q_maximum = (bound[:, None] for bound in _token_ranges(queries))
     kv_low, kv_high, kv_first, kv_last, kv_minimum, _ = (bound[None] for bound in _token_ranges(keys))
-    visible = (q_low <= kv_high) & (kv_low <= q_high) & (q_last >= kv_first)
+    visible = (q_low <= kv_high) & (kv_low <= q_high)
+    if not causal:
+        return visible
+    visible &= q_last >= kv_first
     visible &= (q_high > kv_low) | (q_maximum >= kv_minimum)
     if window is not None:
         visible &= q_first - kv_last < window

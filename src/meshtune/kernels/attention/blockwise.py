@@ -14,10 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import ring
 from meshtune.kernels.attention import sinks as with_sinks
-from meshtune.kernels.attention.backend import Backend
+from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.blocks import BlockMask, inputs_mask
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT, backward, forward
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 
 
 def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:

@@ -13,8 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.backend import NO_SINKS, Backend
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
+from meshtune.kernels.attention.backend import NO_SINKS, ONLY_CAUSAL, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.chips import chip_of
 from meshtune.translatable import Translatable
 
@@ -33,6 +32,8 @@ def supports(request: AttentionRequest) -> str | None:
         return Translatable("these queries and keys are not one row")
     if request.softcap is not None:
         return Translatable("it has no soft cap")
+    if not request.causal:
+        return ONLY_CAUSAL
     if request.alibi:
         return Translatable("its bias is as large as all scores, so it would hold them (ALiBi)")
     if request.sinks:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.backend import Backend
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.visibility import (
+from meshtune.kernels.attention.backend import (
     LOWEST,
     MASKED,
+    AttentionInputs,
+    AttentionRequest,
+    Backend,
     accumulator,
     alibi_biased,
     capped,
@@ -47,17 +48,15 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     q = inputs.q.reshape(B, T, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, h)
     k, v = inputs.k.transpose(0, 2, 1, 3), inputs.v.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bkrh,bksh->bkrs", q, k, precision=matmul_precision(q.dtype), preferred_element_type=sum_dtype)
-    scores = capped(scores * request.scale, request.softcap)
-    slopes = None if inputs.slopes is None else jnp.repeat(inputs.slopes.reshape(K, G), T, axis=1)
-    scores = alibi_biased(scores, slopes, jnp.tile(inputs.q_positions, G), inputs.kv_positions)
-    is_visible = visible(
-        jnp.tile(inputs.q_positions, G),
-        inputs.kv_positions,
-        jnp.tile(inputs.q_segments, G),
-        inputs.kv_segments,
-        request.window,
-    )[:, None]
-    scores = jnp.where(is_visible, scores, MASKED)
+    scores = scores * request.scale
+    if request.softcap is not None:
+        scores = capped(scores, request.softcap)
+    positions, segments = jnp.tile(inputs.q_positions, G), jnp.tile(inputs.q_segments, G)
+    if inputs.slopes is not None:
+        slopes = jnp.repeat(inputs.slopes.reshape(K, G), T, axis=1)
+        scores = alibi_biased(scores, slopes, positions, inputs.kv_positions)
+    is_visible = visible(positions, inputs.kv_positions, segments, inputs.kv_segments, request)
+    scores = jnp.where(is_visible[:, None], scores, MASKED)
     # The maximum only shifts the exponents: its gradient is zero, and need not be computed.
     maximum = jnp.maximum(jax.lax.stop_gradient(scores.max(-1, keepdims=True)), LOWEST)
     weights = jnp.exp(scores - maximum)

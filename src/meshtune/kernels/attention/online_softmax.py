@@ -12,6 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtune.kernels.attention.backend import (
+    LOWEST,
+    MASKED,
+    AttentionRequest,
+    accumulator,
+    alibi_biased,
+    capped,
+    capped_derivative,
+    matmul_precision,
+    visible,
+)
 from meshtune.kernels.attention.blocks import (
     BlockMask,
     TokenBlocks,
@@ -22,17 +33,6 @@ from meshtune.kernels.attention.blocks import (
     kv_blocks,
     q_blocks,
     true_range,
-)
-from meshtune.kernels.attention.request import AttentionRequest
-from meshtune.kernels.attention.visibility import (
-    LOWEST,
-    MASKED,
-    accumulator,
-    alibi_biased,
-    capped,
-    capped_derivative,
-    matmul_precision,
-    visible,
 )
 
 # Names for a rematerialisation policy: if both are saved, the forward pass is not run again.
@@ -214,4 +214,4 @@ def _row_sum(request: AttentionRequest, weights: jax.Array) -> jax.Array:
 
 def _visible(request: AttentionRequest, queries: TokenBlocks, keys: TokenBlocks) -> jax.Array:
     """Which query sees which key in one block of scores: bool [B,1,R,s]."""
-    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request.window)[:, None]
+    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request)[:, None]

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshtune.kernels.attention import sinks
+from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, AttentionSharding, accumulator
 from meshtune.kernels.attention.blocks import (
     TokenBlocks,
     block_mask,
@@ -42,9 +43,6 @@ from meshtune.kernels.attention.online_softmax import (
     forward,
     output_delta,
 )
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.sharding import AttentionSharding
-from meshtune.kernels.attention.visibility import accumulator
 
 Tree = TypeVar("Tree")
 FIELDS = len(AttentionInputs._fields)

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtune.errors import UserError
-from meshtune.kernels.attention.backend import Backend
+from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.direct import DIRECT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 
 LENGTH = 400  # fills blocks of up to 128 tokens and leaves a partial one
 DOCUMENTS = ((150, 1, 149, 60), (LENGTH,))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from meshtune.kernels.attention.backend import AttentionRequest
 from meshtune.kernels.attention.blocks import from_q_blocks, q_blocks, rows_of_heads
 from meshtune.kernels.attention.online_softmax import output_delta
-from meshtune.kernels.attention.request import AttentionRequest
 
 
 def in_blocks(

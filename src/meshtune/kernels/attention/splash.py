@@ -13,9 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.kernels.attention.backend import NO_ALIBI, NO_SINKS, Backend
+from meshtune.kernels.attention.backend import (
+    NO_ALIBI,
+    NO_SINKS,
+    ONLY_CAUSAL,
+    AttentionInputs,
+    AttentionRequest,
+    Backend,
+)
 from meshtune.kernels.attention.online_softmax import OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.translatable import Translatable
 
 LANES = 128
@@ -29,6 +35,8 @@ def supports(request: AttentionRequest) -> str | None:
     """TPUs, bfloat16, self-attention over whole rows."""
     if request.platform != "tpu":
         return Translatable("its kernels are for TPUs, not for {platform}", platform=request.platform)
+    if not request.causal:
+        return ONLY_CAUSAL
     if request.alibi:
         return NO_ALIBI
     if request.sinks:

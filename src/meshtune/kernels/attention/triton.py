@@ -13,9 +13,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import sinks, triton_ring
-from meshtune.kernels.attention.backend import NO_ALIBI, Backend
+from meshtune.kernels.attention.backend import NO_ALIBI, ONLY_CAUSAL, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 from meshtune.kernels.attention.triton_tiles import LARGEST_HEAD, SMALLEST_HEAD
 from meshtune.kernels.chips import chip_of, without_triton
@@ -28,6 +27,8 @@ def supports(request: AttentionRequest) -> str | None:
     """NVIDIA GPUs from Ampere on, AMD GPUs with matrix units, head dimensions of 16 to 256."""
     if refusal := without_triton(chip_of(request.platform, request.chip)):
         return refusal
+    if not request.causal:
+        return ONLY_CAUSAL
     if request.alibi:
         return NO_ALIBI
     if request.dtype not in DTYPES:

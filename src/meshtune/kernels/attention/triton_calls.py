@@ -12,13 +12,12 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from meshtune.kernels.attention import triton_tiles
+from meshtune.kernels.attention.backend import LOWEST, AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.block_ranges import visible_key_ranges, visible_query_ranges
 from meshtune.kernels.attention.blocks import token_blocks
 from meshtune.kernels.attention.online_softmax import output_delta
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.triton_kernels import KernelConfig, forward_kernel, key_grads, query_grads
 from meshtune.kernels.attention.triton_tiles import Tile, Tiles
-from meshtune.kernels.attention.visibility import LOWEST
 
 Operand = tuple[jax.Array, pl.BlockSpec]
 Result = tuple[jax.ShapeDtypeStruct, pl.BlockSpec]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from meshtune.kernels.attention.visibility import LOWEST, MASKED, matmul_precision
+from meshtune.kernels.attention.backend import LOWEST, MASKED, matmul_precision
 
 LOG2_E = math.log2(math.e)
 

@@ -16,10 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshtune.kernels.attention import sinks
+from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, AttentionSharding
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.ring import rotate
-from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 
 FIELDS = len(AttentionInputs._fields)

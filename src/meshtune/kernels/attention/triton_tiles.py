@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtune.kernels.attention.request import AttentionRequest
+from meshtune.kernels.attention.backend import AttentionRequest
 from meshtune.kernels.chips import Chip, chip_of
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.optim.schedules import ENDLESS
+from meshtune.optim.optimizer import ENDLESS
 
 # Keys that decide what is written, shown or kept, and never what is learned. Bases and data are known by their content
 # (hashes in the checkpoint), so the places they lie in may change.

@@ -24,8 +24,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Leaves
+from meshtune.arrays.tree import Leaves, named_leaves
 from meshtune.digests import DamagedError, damaged
 from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from meshtune import terminal
 from meshtune.adapters.peft_format import BaseRecord
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData, prepare_data

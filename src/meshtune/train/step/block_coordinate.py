@@ -13,15 +13,14 @@ from jaxtyping import Array
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, merge
 from meshtune.mesh.layout import Layout
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Hidden, Sums, without_memory
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of
-from meshtune.model.side import without_memory
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.sums import no_sums
+from meshtune.model.stacks import no_sums
 from meshtune.optim.blocks import ActiveBlock, BlockSchedule
-from meshtune.optim.param_optimizer import COUNT, State
+from meshtune.optim.optimizer import COUNT, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class ActiveBlockRunner:
         self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
     ) -> tuple[Hidden, Sums]:
         """(x after all layers, their sums)."""
-        active, sums = (self.active.stack, self.active.place, self.active.row), no_sums(spec)
+        active, sums = (self.active.stack, self.active.place, self.active.row), no_sums(spec.stacks)
         for number, stack in enumerate(spec.stacks):
             keys = [f"{number}.{place}" for place in range(len(stack.pattern))]
             nodes = [

@@ -1,31 +1,159 @@
-"""The one train step: a pure function of state, frozen weights and batch.
-
-`train` runs it; planning compiles the very same function for hardware that is not here.
-"""
+"""The one train step: a pure function of state, frozen weights and batch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, merge
 from meshtune.model.block import Sums
+from meshtune.model.buffers import adjust_buffers
 from meshtune.model.compute import Compute, compiler_options, streaming_options
+from meshtune.model.gather import is_any_offloaded
 from meshtune.model.spec import ModelSpec
+from meshtune.model.stacks import layers_loss, no_sums
 from meshtune.objectives.curvature import curvature
-from meshtune.objectives.score import Batch, Objective, Score
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.rounding import add_updates
-from meshtune.train.step.accumulate import mean_gradient
+from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
+from meshtune.optim.optimizer import Optimizer, add_updates
 from meshtune.train.step.block_coordinate import active_block
-from meshtune.train.step.buffers import SummedStep, with_buffers
-from meshtune.train.step.host_state import any_on_host, updated_by_rows
+from meshtune.train.step.host_state import updated_by_rows
 from meshtune.train.step.layerwise import layerwise_step
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
+
+
+class Gradient(NamedTuple):
+    """The gradient of the mean loss over a batch, float32, its norm, whether all of it is finite, metrics, and the sums
+    of the layers."""
+
+    tree: Tree
+    norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+    metrics: Metrics
+    sums: Sums
+
+
+def mean_gradient(
+    objective: Objective,
+    spec: ModelSpec,
+    compute: Compute,
+    trained: Tree,
+    all_params: Callable[[Tree], Tree],
+    batch: Batch,
+    rng: Array | None,
+    place: Callable[[Tree], Tree],
+) -> Gradient:
+    """The gradient of the mean loss with respect to `trained`; `all_params(trained)` adds the frozen parameters.
+
+    Every array of the batch is [A, B, T], of A micro-batches. `place` lays a gradient out over the mesh. The layers'
+    loss is a function of their sums over all micro-batches, which is not linear: where there are several, a forward
+    pass over all of them comes first, for its derivative by these sums.
+    """
+
+    def score_of(trained: Tree, index: Array, micro: Batch) -> Score:
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        return objective(all_params(trained), spec, compute, micro, key)
+
+    has_sums, by_sums = bool(no_sums(spec.stacks)), None
+    if has_sums and batch["tokens"].shape[0] > 1:
+        by_sums = _gradient_by_sums(lambda *micro: score_of(trained, *micro), spec, batch)
+
+    def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, Score]:
+        score = score_of(trained, index, micro)
+        if by_sums is not None:
+            return score.loss + sum(jnp.sum(by_sums[name] * value) for name, value in score.layers.items()), score
+        return (with_layers(spec, score) if has_sums else score).loss, score
+
+    def micro_batch(index: Array, micro: Batch) -> tuple[Score, Tree, Array]:
+        (_, score), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
+        gradient = place(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        return score, gradient, jnp.isfinite(score.loss) & jnp.isfinite(optax.global_norm(gradient))
+
+    total, gradient, finite_micro = _accumulate(micro_batch, batch)
+    sums, total = total.layers, with_layers(spec, total) if has_sums else total
+    weight = jnp.where(total.weight > 0, total.weight, 1.0)
+    gradient = jax.tree.map(lambda g: g / weight, gradient)
+    norm = optax.global_norm(gradient)
+    finite = jnp.all(finite_micro) & jnp.isfinite(norm)
+    metrics = {"loss": total.loss / weight, "weight": total.weight, "grad_norm": norm, "finite": finite}
+    return Gradient(gradient, norm, finite, metric_means(total) | metrics | {"finite_micro": finite_micro}, sums)
+
+
+def _accumulate(
+    micro_batch: Callable[[Array, Batch], tuple[Score, Tree, Array]], batch: Batch
+) -> tuple[Score, Tree, Float[Array, "A"]]:
+    """(summed scores, summed gradients, finite flag of each micro-batch)."""
+    indices, first = jnp.arange(batch["tokens"].shape[0]), jax.tree.map(lambda x: x[0], batch)
+    if len(indices) == 1:
+        score, gradient, finite = micro_batch(jnp.int32(0), first)
+        return score, gradient, finite[None]
+
+    def add(carry: tuple[Score, Tree], x: tuple[Array, Batch]) -> tuple[tuple[Score, Tree], Array]:
+        score, gradient, finite = micro_batch(*x)
+        return jax.tree.map(jnp.add, carry, (score, gradient)), finite
+
+    shapes = jax.eval_shape(micro_batch, indices[0], first)[:2]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (score, gradient), finite = lax.scan(add, zeros, (indices, batch))
+    return score, gradient, finite
+
+
+def _gradient_by_sums(score_of: Callable[[Array, Batch], Score], spec: ModelSpec, batch: Batch) -> Sums | None:
+    """The derivative of the layers' part of the summed loss by their sums over all micro-batches; None where the layers
+    have no such part."""
+    if jax.eval_shape(lambda: layers_loss(spec, no_sums(spec.stacks))) is None:
+        return None
+
+    def add(total: tuple[Sums, Array], x: tuple[Array, Batch]) -> tuple[tuple[Sums, Array], None]:
+        score = score_of(*x)
+        return jax.tree.map(jnp.add, total, (dict(score.layers), score.weight)), None
+
+    indices = jnp.arange(batch["tokens"].shape[0])
+    (sums, weight), _ = lax.scan(add, (no_sums(spec.stacks), jnp.zeros(())), (indices, batch))
+
+    def loss(sums: Sums) -> Array:
+        added = layers_loss(spec, sums)
+        assert added is not None
+        return added * weight
+
+    return jax.lax.stop_gradient(jax.grad(loss)(sums))
+
+
+class Step(Protocol):
+    """One update, not yet compiled."""
+
+    def __call__(
+        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]
+    ) -> tuple[TrainState, Metrics]: ...
+
+
+class SummedStep(Protocol):
+    """An update that also returns the sums of the layers over all its micro-batches."""
+
+    def __call__(
+        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""], /
+    ) -> tuple[TrainState, Metrics, Sums]: ...
+
+
+def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
+    """The step of a state with buffers: frozen in its forward and backward passes, and adjusted after its update."""
+
+    def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        buffers = state.buffers
+        state = dataclasses.replace(state, buffers={})
+        after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
+        if buffers:
+            new = adjust_buffers(spec, buffers, sums)
+            buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
+        return dataclasses.replace(after, buffers=buffers), metrics
+
+    return adjusted
 
 
 def make_train_step(
@@ -127,7 +255,7 @@ def _updated(
     optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array, hessian: Callable[[], Tree]
 ) -> TrainState:
     """The state after the update where `finite` says so, else as it came."""
-    if optimizer.blocks is not None or any_on_host(state.opt_state):
+    if optimizer.blocks is not None or is_any_offloaded(state.opt_state):
         update = (
             (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.updated
         )

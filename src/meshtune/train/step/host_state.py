@@ -9,22 +9,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.mesh.layout import Layout
-from meshtune.model.gather import is_offloaded, to_device
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, State
+from meshtune.model.gather import is_any_offloaded, is_offloaded, to_device
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer, State
 
 HOST = jax.memory.Space.Host
 PIECE = 2**26  # bytes of float32 numbers of an offloaded matrix that are updated at once
-
-
-def any_on_host(tree: PyTree) -> bool:
-    """Whether some array of a tree is kept in the host's memory."""
-    return any(is_offloaded(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def updated_by_rows(
@@ -92,7 +85,7 @@ def updated_at_once(
         )
 
     separable = path in optimizer.row_separable and parameter.ndim >= 2 and layout is None
-    if not separable or not any_on_host((parameter, state)):
+    if not separable or not is_any_offloaded((parameter, state)):
         return update(gradient, state, parameter)
     rows, width = parameter.shape[0], parameter.size // parameter.shape[0]
     size = max(1, min(rows, PIECE // (4 * width)))

@@ -12,18 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
-from meshtune.model.block import Hidden, Sums
+from meshtune.arrays.tree import Tree, merge, named_leaves
+from meshtune.model.block import Hidden, Sums, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.gather import is_offloaded, to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
-from meshtune.model.side import with_stored
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.sums import add_sums, no_sums
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import State
+from meshtune.model.stacks import add_sums, no_sums
+from meshtune.optim.optimizer import Optimizer, State
 from meshtune.train.step.block_coordinate import placed_as
 
 
@@ -78,7 +75,7 @@ class LayerUpdates:
         `through` says that something below the layers is trained.
         """
         layer_inputs: list[list[Array] | None] = []
-        sums: Sums = no_sums(self.spec)
+        sums: Sums = no_sums(self.spec.stacks)
         for number, stack in enumerate(self.spec.stacks):
             keys = keys_of(number, stack)
             through = through or any(key in trained for key in keys)

@@ -17,20 +17,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.errors import UserError
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Hidden, Sums, without_memories
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, layer_functions
-from meshtune.model.side import without_stored
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import no_sums
+from meshtune.model.stacks import no_sums
 from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
+from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer
 from meshtune.train.step.block_coordinate import placed_as
 from meshtune.train.step.host_state import updated_at_once
 from meshtune.train.step.layer_updates import LayerUpdates, Norm
@@ -57,7 +54,7 @@ class LayerBoundary:
                 fix="set optimizer.in_backward=false; optimizer.name=adamw8bit or galore also takes less memory",
             )
         self.captured = (x, rows, side)
-        return (x, no_sums(spec)) if self.leaving is None else self.leaving
+        return (x, no_sums(spec.stacks)) if self.leaving is None else self.leaving
 
 
 def layerwise_step(
@@ -97,7 +94,7 @@ def layerwise_step(
             *stacks, state.opt_state[PARAM_STATE], layer_inputs, side, cotangents, norm
         )
         if cut.trained_before:
-            (gradient,) = enter((d_x, without_stored(d_side)))
+            (gradient,) = enter((d_x, without_memories(d_side)))
             gradient |= {name: jax.tree.map(jnp.add, gradient[name], node) for name, node in tied.items()}
             norm = outer_updates.update(gradient, norm)
         metrics = metric_means(score) | {

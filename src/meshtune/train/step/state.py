@@ -15,8 +15,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, is_offloaded, offload_abstract
-from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import State
+from meshtune.optim.optimizer import Optimizer, State
 
 Metrics = dict[str, Array]
 
