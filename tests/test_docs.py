@@ -47,15 +47,7 @@ REGISTRIES = {
     "template": set(template_names()),
 }
 # Modules of models and attributes in Python that look like keys.
-OTHERS = (
-    "model.layers",
-    "model.language_model",
-    "model.embed",
-    "model.spec",
-    "model.params",
-    "model.engine",
-    "model.config",
-)
+OTHERS = tuple(f"model.{name}" for name in "layers language_model embed lm_head spec params engine config".split())
 # Words for what the registries have: a sentence that says that one of these is missing must be wrong.
 REGISTERED = set().union(*REGISTRIES.values(), generate.FAMILIES, generate.TRACKERS) - {"text", "full", "messages"}
 WORDS = r"experts?|mixtures?|adapters?|quantised bases?"
