@@ -88,9 +88,9 @@ lock: $(TEST) ## Write the versions in .venv to constraints.txt
 	@mv constraints.new constraints.txt
 
 lock-images: $(TEST) ## Write the hashes of the images' packages to docker/requirements-*.txt (Python 3.11, x86-64)
-	$(PY) docker/lock.py cpu serve,evaluate,gguf
-	$(PY) docker/lock.py cuda cuda13,serve,evaluate,gguf
-	$(PY) docker/lock.py tpu tpu,serve,evaluate,gguf
+	$(PY) docker/lock.py cpu serve,evaluate
+	$(PY) docker/lock.py cuda cuda13,serve,evaluate
+	$(PY) docker/lock.py tpu tpu,serve,evaluate
 
 wheel: $(TEST) ## Build the wheel into dist/
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .

@@ -7,7 +7,7 @@ FROM ${IMAGE}
 COPY . /src
 # pip replaces a JAX that is too old for Meshtune by one that knows no GPU: that ends the build.
 RUN python3 -c "import jax, jaxlib; print(jax.__version__, jaxlib.__version__)" > /tmp/before \
- && pip install --no-cache-dir "/src[serve,evaluate,gguf]" \
+ && pip install --no-cache-dir "/src[serve,evaluate]" \
  && python3 -c "import jax, jaxlib; print(jax.__version__, jaxlib.__version__)" > /tmp/after \
  && { cmp /tmp/before /tmp/after || { echo "the image's JAX $(cat /tmp/before) is too old for Meshtune" >&2; exit 1; }; } \
  && { [ ! -d /opt/rocm/share/amd_smi ] || pip install --no-cache-dir /opt/rocm/share/amd_smi; } \

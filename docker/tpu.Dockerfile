@@ -6,7 +6,7 @@ FROM ${BASE}
 COPY . /src
 # Every package with the hash of its wheel; Meshtune itself is built with what is among them.
 RUN pip install --no-cache-dir --require-hashes -r /src/docker/requirements-tpu.txt \
- && pip install --no-cache-dir --no-deps --no-build-isolation "/src[tpu,serve,evaluate,gguf]" \
+ && pip install --no-cache-dir --no-deps --no-build-isolation "/src[tpu,serve,evaluate]" \
  && rm -rf /src && useradd --create-home --uid 1000 meshtune && install -d -o meshtune /work
 USER meshtune
 WORKDIR /work

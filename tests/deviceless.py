@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from meshtune.costs.hardware import Target, find_target
 from meshtune.plan.compilers.find import Compiler, MissingCompiler, find_compiler
 from meshtune.plan.compilers.process import run
-from meshtune.plan.hardware import Target, find_target
 
 
 @functools.cache

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,8 +15,6 @@ from families import case
 from families.cases import BY_NAME
 from meshtune.weights.load import load_params, load_spec
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 500.0}
-OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 # As llama.cpp has it, DeepSeek's published models, whose two magnitudes are equal.
 LATENT_YARN = {
     "rope_type": "yarn",
@@ -57,39 +53,21 @@ GEMMA3N = {
 # What llama.cpp computes of a family that the case of tests/families goes beyond.
 WITHIN = {
     "rope_llama3": {"head_dim": 64},
-    "cohere": {"tie_word_embeddings": True, "attention_bias": False, "num_hidden_layers": 64},
-    "falcon": {"bias": False},
-    "gpt_neox_sequential": {"attention_bias": True, "hidden_act": "gelu"},
-    "olmo3": {"rope_parameters": OLMO3_ROPES},
-    "exaone4_full": {"head_dim": 64, "hidden_size": 256},
-    "apertus": {"head_dim": 64},
-    "cohere2": {"layer_types": None},
     "glm": {"head_dim": 8},
     "granitemoe": {"attention_bias": False},
-    "dots1": {"sliding_window": None, "num_key_value_heads": 4},
     "mixtral": {"sliding_window": None},
     "phi3_longrope": {"original_max_position_embeddings": 512, "max_position_embeddings": 1024},
     "qwen3_moe": {"mlp_only_layers": []},
     "gemma2": {"query_pre_attn_scalar": 8, "head_dim": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8, "head_dim": 8, "layer_types": None, "num_hidden_layers": 7},
-    "olmoe": {"num_key_value_heads": 4, "clip_qkv": None},
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
     "qwen3_next": {**DELTA, "mlp_only_layers": []},
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,
     "lfm2": {"conv_bias": False},
     "lfm2_moe": {"conv_bias": False, "num_dense_layers": 2, "routed_scaling_factor": 1.0},
-    "mamba2": {"use_bias": False},
     "granitemoehybrid": {"mamba_proj_bias": False},
     "granitemoehybrid_dense": {"mamba_proj_bias": False},
-    "nemotron_h": {"use_bias": False},
-    "nemotron_h_experts": {
-        "n_group": 1,
-        "mlp_bias": False,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-    },
-    "falcon_h1": {"attention_bias": False, "projectors_bias": False},
-    "falcon_h1_gate_first": {"attention_bias": False, "projectors_bias": False},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "deepseek_v2_lite": {"num_hidden_layers": 27},
     "deepseek_v3": {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_parameters": LATENT_YARN},
@@ -97,8 +75,6 @@ WITHIN = {
     "gemma4": {"vocab_size_per_layer_input": 90},
     "gemma3n": GEMMA3N,
     "granitemoeshared": {"attention_bias": False},
-    "exaone4": {"head_dim": 8, "num_hidden_layers": 64},
-    "exaone_moe": {"n_group": 1, "topk_group": 1},
     "llama4": LLAMA4,
     "llama4_128e": {
         **LLAMA4,
@@ -109,17 +85,6 @@ WITHIN = {
     },
     "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": None, "sliding_window": None},
 }
-
-
-def even_scores(name: str, tensor: torch.Tensor) -> bool:
-    """Routers whose scores are no zeros: llama.cpp divides weights by their sum, or by 6e-5 where that is less."""
-    if name.endswith("router.gate.weight"):
-        tensor.copy_(torch.randn_like(tensor) * 0.01)
-        return True
-    return False
-
-
-RANDOMISE = {"afmoe": even_scores}
 
 
 def small_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -149,10 +114,9 @@ def small_model(name: str) -> Path:
 
 def model_of(name: str, **changes: object) -> Path:
     """The files of a case, within what llama.cpp computes of it, with a tokenizer."""
-    if name not in WITHIN and name not in RANDOMISE and not changes:
+    if name not in WITHIN and not changes:
         return small_model(name)
-    changed = BY_NAME[name].changed(**WITHIN.get(name, {}) | changes)
-    directory = case.directory(dataclasses.replace(changed, randomise=RANDOMISE.get(name, changed.randomise)))
+    directory = case.directory(BY_NAME[name].changed(**WITHIN.get(name, {}) | changes))
     return with_tokenizer(directory, load_spec(directory)[0].vocab)
 
 

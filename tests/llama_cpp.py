@@ -169,6 +169,34 @@ class LlamaCpp:
         return list(ids[:count])
 
 
+class _Traits(ctypes.Structure):
+    """The start of ggml_type_traits."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("interleave", ctypes.c_int64),
+        ("nbytes", ctypes.c_size_t),
+        ("quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    ]
+
+
+def type_traits(kind: int) -> _Traits:
+    """The name, block and bytes of a type, and the function that decodes it."""
+    library().ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
+    return library().ggml_get_type_traits(ctypes.c_int(kind)).contents
+
+
+def dequantize(kind: int, content: np.ndarray) -> np.ndarray:
+    """The numbers of whole blocks of rows by llama.cpp's own code."""
+    traits = type_traits(kind)
+    content = np.ascontiguousarray(content)
+    numbers = np.empty((content.shape[0], content.shape[1] // traits.nbytes * traits.block), np.float32)
+    traits.to_float(content.ctypes.data, numbers.ctypes.data, numbers.size)
+    return numbers
+
+
 def quantize(kind: int, numbers: np.ndarray, nbytes: int) -> np.ndarray:
     """Rows in a type by llama.cpp's own code, as bytes."""
     numbers = np.ascontiguousarray(numbers, np.float32)

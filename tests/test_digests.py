@@ -83,7 +83,8 @@ def follow_writing(folder, write, monkeypatch):
     monkeypatch.setattr(digests, "hash_block", lambda *block: (hash_block(*block), late.append(block[1]))[0])
     (folder / "data").mkdir()
     (folder / "other").write_bytes(b"not followed")
-    with (folder / "data" / "file").open("wb", buffering=0) as file, follow.Follower(folder, "data/") as follower:
+    data = folder / "data" / "file"
+    with data.open("wb", buffering=0) as file, follow.Follower(folder, "data/") as follower:
         write(file, ahead)
     return follower.digests(), sorted(late)
 

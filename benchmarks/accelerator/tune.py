@@ -33,9 +33,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from random_weights import random_batch, random_like, zeros_like
 
     from meshtune.config.load import load_recipe
-    from meshtune.plan.local_target import local_target
     from meshtune.plan.program import step_of
-    from meshtune.setup.machine import this_machine
+    from meshtune.setup.machine import local_target, this_machine
     from meshtune.train.report.prediction import predict
 
     gpu = jax.default_backend() != "cpu"

@@ -22,10 +22,10 @@ def main(folder: str, method: str) -> None:
     from meshtune.adapters.method import prepare
     from meshtune.arrays.tree import flatten
     from meshtune.config.recipe import Recipe
-    from meshtune.setup.assemble import optimizer_for, step_for
     from meshtune.setup.choices import compute_of
     from meshtune.setup.machine import this_machine
-    from meshtune.setup.resolved import resolve_run
+    from meshtune.setup.run import resolve_run
+    from meshtune.train.assemble import optimizer_for, step_for
     from meshtune.train.step.state import init_state
     from meshtune.weights.load import load_params
 
@@ -43,11 +43,11 @@ def main(folder: str, method: str) -> None:
     )
     resolved = resolve_run(recipe, this_machine())
     compute, _ = compute_of(recipe, resolved.spec, resolved.precision, ROWS, LENGTH)
-    optimizer, _ = optimizer_for(recipe, resolved, 1000)
+    optimizer, _ = optimizer_for(resolved, 1000)
     params = load_params(resolved.source, resolved.spec)
     model = prepare(resolved.method, resolved.spec, params, jax.random.key(0), "float32")
     state = init_state(model.trainable, optimizer)
-    step = step_for(recipe, resolved, compute, optimizer)
+    step = step_for(resolved, compute, optimizer)
     count = sum(leaf.size for node in flatten(model.trainable).values() for leaf in jax.tree.leaves(node))
     print(json.dumps({"parameters": count}), flush=True)
     place = jnp.broadcast_to(jnp.arange(LENGTH), (1, ROWS, LENGTH))

@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 
+from meshtune.costs.hardware import find_target, known_devices
 from meshtune.errors import UserError
 from meshtune.plan.compilers.find import require_compiler
 from meshtune.plan.compilers.process import run
-from meshtune.plan.hardware import find_target, known_devices
 
 HERE = pathlib.Path(__file__).parent
 TARGETS = [

@@ -12,9 +12,8 @@ import tempfile
 from typing import Any
 
 from meshtune.config.load import load_recipe
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.hardware import find_target
-from meshtune.plan.search import score
+from meshtune.costs.hardware import find_target
+from meshtune.setup.search import score, workload_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIB = 2**30

@@ -7,33 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshtune import runs as _runs
-
 if TYPE_CHECKING:
-    import pathlib
-
     from meshtune import train
-    from meshtune.api import Model, load
     from meshtune.config.recipe import Recipe
     from meshtune.errors import UserError
+    from meshtune.generate.api import Model, load
 
 __all__ = ["Model", "Recipe", "UserError", "__version__", "load", "train"]
 
 _HOMES = {
-    "Model": "meshtune.api",
+    "Model": "meshtune.generate.api",
     "Recipe": "meshtune.config.recipe",
     "UserError": "meshtune.errors",
-    "load": "meshtune.api",
+    "load": "meshtune.generate.api",
 }
-
-
-def _write_state(run: pathlib.Path, step: int) -> pathlib.Path:
-    from meshtune.train.result.states import write_state
-
-    return write_state(run, step)
-
-
-_runs.write_state = _write_state
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The terminal: consoles that show names and paths whole, and the command that runs this very program."""
+"""Output for people: consoles that show names and paths whole, colours, and the command that runs this program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 
 from rich.console import Console
 
+INK, GRID = "#1f2933", "#e4e7eb"  # colours of text and grid lines in pictures
 WIDE = 200  # columns where there is no terminal: a file or a pipe has no edge at which to cut
 
 

@@ -17,8 +17,8 @@ from meshtune.board.state import Planner
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.short_forms import written_out
+from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.plan.hardware import find_target
 from meshtune.plan.report import report_for, to_json
 from meshtune.serve.errors import ApiError
 

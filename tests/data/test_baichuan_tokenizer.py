@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from baichuan_files import TEXTS, trained
@@ -110,3 +112,12 @@ def test_a_git_lfs_pointer_is_named(tmp_path):
     (tmp_path / "pointer/tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4e1c\n")
     with pytest.raises(UserError, match="Git LFS"):
         load_tokenizer(tmp_path / "pointer")
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "google.protobuf.message"])
+def test_without_sentencepiece_the_extra_is_named(tmp_path, monkeypatch, package):
+    trained(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"missing.*{package}") as raised:
+        load_tokenizer(tmp_path / "model")
+    assert "[sentencepiece]" in (raised.value.fix or "")

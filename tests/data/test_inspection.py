@@ -15,7 +15,7 @@ from meshtune.data.inspection import inspect_data
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.plan.updates import updates_of
-from meshtune.train.report.console_log import logged
+from meshtune.train.report.console_log import log_console
 from meshtune.train.run_setup import set_up_run
 
 MODEL = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
@@ -66,7 +66,7 @@ def test_inspect_board_plan_and_train_have_one_tokenizer(stories260k, tmp_path, 
     assert "not a token of this tokenizer" not in shown
     assert [document["tokens"] for document in preview({"recipe": json.dumps(fields)})["documents"]] == expected
     assert updates_of(recipe).count == 2
-    with logged(console) as log:
+    with log_console(console) as log:
         setup = set_up_run(recipe, output, console, log, Job(ProcessInfo()))
     assert [len(setup.data.train.store[index].ids) for index in range(2)] == expected
     assert setup.tokenizer.get_vocab() == tokenizer.get_vocab()

@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshtune.arrays.batch import BATCH_ARRAYS, batch_axes
 from meshtune.data.conversation import Origin
-from meshtune.data.loader import Loader
-from meshtune.data.store import open_or_build
+from meshtune.data.loader import Loader, row_sizes
+from meshtune.data.store import group_examples, open_or_build
 from meshtune.data.tokens import Example
+from meshtune.data.units import Units
 from meshtune.errors import UserError
 
 
@@ -32,7 +34,7 @@ def store_of(lengths, cache):
         for index, n in enumerate(lengths)
     ]
     key = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
-    return open_or_build(key, lambda: (examples, dict), cache)
+    return open_or_build(key, lambda: (group_examples(examples), dict), cache)
 
 
 @pytest.fixture(scope="session")
@@ -224,3 +226,33 @@ def test_an_empty_store_and_a_batch_that_does_not_divide_are_refused(cache):
         Loader(store_of([], cache), max_length=32, batch_size=4)
     with pytest.raises(UserError, match="cannot be divided"):
         Loader(store_of([5], cache), max_length=32, batch_size=4, accumulation=3)
+
+
+def test_units_of_three_documents_are_neighbouring_segments_of_a_row(cache):
+    """Values are of each unit's first document, references of every one, in the order of the store."""
+    store = store_of([5, 6, 4, 3, 8, 7, 9, 2, 4], cache)
+    values = np.arange(9, dtype=np.float32)
+    units = Units(3, reference=-values, nll="all", nll_mean="pairs")
+    loader = Loader(store, max_length=13, batch_size=1, units=units)
+    assert loader.row_length == 39
+    arrays = {name: array[0, 0] for name, array in loader.batch(0).arrays.items()}
+    (order,) = loader.rows(0)
+    count = len(order)
+    assert arrays["units"].tolist() == [1.0] * count + [0.0] * (loader.max_units - count)
+    documents = [3 * unit + side for unit in order for side in range(3)]
+    segments = [arrays["segment_ids"] == segment for segment in range(1, len(documents) + 1)]
+    assert [int(arrays["tokens"][segment][0]) // 1000 - 1 for segment in segments] == documents
+    assert arrays["reference"][: 3 * count].tolist() == [-float(document) for document in documents]
+    np.testing.assert_allclose(
+        [arrays["nll"][segment].sum() for segment in segments], [float(n % 3 == 0) for n in documents], rtol=1e-6
+    )
+
+
+def test_every_array_of_a_batch_is_declared_with_its_axes(cache):
+    reference = np.zeros(4, np.float32)
+    loader = Loader(store_of([5, 6, 4, 3], cache), max_length=8, batch_size=2, units=Units(2, reference, "all"))
+    sizes = row_sizes(2, 16, loader.max_units, 2)
+    for name, array in loader.batch(0).arrays.items():
+        assert array.shape == (1, *BATCH_ARRAYS[name].shape(sizes))
+        assert array.dtype == BATCH_ARRAYS[name].dtype
+        assert len(batch_axes(name, array.ndim)) == array.ndim

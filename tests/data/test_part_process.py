@@ -78,7 +78,7 @@ def test_an_error_in_a_process_is_the_one_in_a_thread():
             process(samples)
         assert str(raised.value) == str(expected.value)
         assert "record 7" in str(raised.value)
-        assert len(process([Text("short", Origin("data.jsonl", 8))]).lengths) == 1  # it goes on
+        assert len(process([Text("short", Origin("data.jsonl", 8))]).examples.lengths) == 1  # it goes on
 
 
 def test_a_process_that_dies_is_said_to_have(started):

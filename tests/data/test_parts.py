@@ -131,8 +131,8 @@ def test_hosts_that_share_a_cache_tokenise_a_part_each(tmp_path, monkeypatch):
     alone = list(run(0, 1, None))
     for host in (0, 1):
         for part, expected in zip(received[host], alone, strict=True):
-            assert part.ids.tolist() == expected.ids.tolist()
-            assert part.records.tolist() == expected.records.tolist()
+            assert part.examples.ids.tolist() == expected.examples.ids.tolist()
+            assert part.examples.records.tolist() == expected.examples.records.tolist()
 
 
 @pytest.mark.parametrize("host", [0, 1])

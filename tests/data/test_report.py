@@ -21,7 +21,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.parts import add_counts
 from meshtune.data.prepare import prepare_data
 from meshtune.data.report import TemplateInfo, histogram, make_report, render
-from meshtune.data.store import open_or_build
+from meshtune.data.store import group_examples, open_or_build
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.errors import UserError
@@ -31,7 +31,7 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
     examples = [
         Example(np.arange(n, dtype=np.int32), np.ones(n, np.float32), Origin("f", i)) for i, n in enumerate(lengths)
     ]
-    store = open_or_build(repr((lengths, loader)).replace("/", ""), lambda: (examples, dict), tmp_path)
+    store = open_or_build(repr((lengths, loader)).replace("/", ""), lambda: (group_examples(examples), dict), tmp_path)
     prepared = Loader(store, max_length=64, batch_size=batch_size, **loader)
     total = sum(lengths)
     counts = counts or TokenCounts(

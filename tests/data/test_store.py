@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,15 @@ import numpy as np
 import pytest
 
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.store import _ARRAYS, cache_directory, fingerprint, open_or_build, open_store, sample_digest
+from meshtune.data.store import (
+    _ARRAYS,
+    cache_directory,
+    fingerprint,
+    group_examples,
+    open_or_build,
+    open_store,
+    sample_digest,
+)
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
@@ -35,7 +44,7 @@ class Builder:
 
     def __call__(self):
         self.built += 1
-        return examples_of(self.n), lambda: {"n": self.n}
+        return group_examples(examples_of(self.n)), lambda: {"n": self.n}
 
 
 def test_a_store_returns_the_examples_written(tmp_path):
@@ -55,6 +64,24 @@ def test_a_store_is_built_once(tmp_path):
     for _ in range(3):
         open_or_build("key", builder, tmp_path)
     assert builder.built == 1
+
+
+def test_extras_of_documents_are_kept_where_there_are_any(tmp_path):
+    plain = list(examples_of(3))
+    examples = [
+        dataclasses.replace(example, extra=extra)
+        for example, extra in zip(plain, (b"", b"\x00png", '{"answer": "é"}'.encode()), strict=True)
+    ]
+    store = open_or_build("extras", lambda: (group_examples(examples), dict), tmp_path)
+    assert [document.extra for document in store] == [example.extra for example in examples]
+    without = open_or_build("plain", lambda: (group_examples(plain), dict), tmp_path)
+    assert [document.extra for document in without] == [b""] * 3
+    assert {file.name for file in store.path.iterdir()} - {file.name for file in without.path.iterdir()} == {
+        "extras.bin",
+        "extra_offsets.bin",
+    }
+    (store.path / "extras.bin").write_bytes(b"\x01png" + b" " * 16)
+    assert "extras.bin" in str(open_or_build("extras", lambda: (group_examples(examples), dict), tmp_path).damage)
 
 
 def test_a_store_may_be_empty(tmp_path):
@@ -123,11 +150,11 @@ def test_a_store_of_an_earlier_version_without_a_digest_is_rebuilt(tmp_path):
 def test_a_killed_build_leaves_no_store(tmp_path):
     code = f"""
         import sys, os, signal; sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-        from test_store import examples_of, open_or_build
+        from test_store import examples_of, group_examples, open_or_build
         def killed():
             yield from examples_of()
             os.kill(os.getpid(), signal.SIGKILL)
-        open_or_build("key", lambda: (killed(), dict), {str(tmp_path)!r})
+        open_or_build("key", lambda: (group_examples(killed()), dict), {str(tmp_path)!r})
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True)
     assert killed.returncode == -9
@@ -143,7 +170,7 @@ def test_an_error_while_building_propagates_and_leaves_no_files(tmp_path):
         raise UserError("a bad record")
 
     with pytest.raises(UserError, match="a bad record"):
-        open_or_build("key", lambda: (failing(), dict), tmp_path)
+        open_or_build("key", lambda: (group_examples(failing()), dict), tmp_path)
     assert list(cache_directory(tmp_path).iterdir()) == []
 
 
@@ -157,10 +184,10 @@ def test_a_full_disk_is_reported_and_leaves_no_files(tmp_path):
     """A limit on the size of files stands in for the disk: the system answers both with an OSError while writing."""
     code = f"""
         import sys, resource; sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-        from test_store import examples_of, open_or_build, UserError
+        from test_store import examples_of, group_examples, open_or_build, UserError
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
-            open_or_build("key", lambda: (examples_of(500, 10_000), dict), {str(tmp_path)!r})
+            open_or_build("key", lambda: (group_examples(examples_of(500, 10_000)), dict), {str(tmp_path)!r})
         except UserError as error:
             print(error)
     """
@@ -176,7 +203,7 @@ def test_an_error_of_the_source_is_not_reported_as_one_of_the_cache(tmp_path):
         raise FileNotFoundError("the source is gone")
 
     with pytest.raises(FileNotFoundError, match="the source is gone"):
-        open_or_build("key", lambda: (unreadable(), dict), tmp_path)
+        open_or_build("key", lambda: (group_examples(unreadable()), dict), tmp_path)
 
 
 def test_the_cache_directory_can_be_set(tmp_path, monkeypatch):
@@ -187,7 +214,7 @@ def test_the_cache_directory_can_be_set(tmp_path, monkeypatch):
 def test_building_holds_one_document_at_a_time(tmp_path):
     """40 MB are written in under 12 MB of Python memory: a document, and 1 MB of buffer for each of six files."""
     tracemalloc.start()
-    store = open_or_build("key", lambda: (examples_of(500, 10_000), dict), tmp_path)
+    store = open_or_build("key", lambda: (group_examples(examples_of(500, 10_000)), dict), tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert os.path.getsize(store.path / "ids.bin") == 20_000_000

@@ -18,7 +18,7 @@ from families.cases import BY_NAME
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.families.gguf import config_of, gguf_layout
+from meshtune.families.gguf import gguf_layout, read_config
 from meshtune.json_text import read_json
 from meshtune.model.mlp import gaussian_topk
 from meshtune.weights.export import export_model
@@ -183,13 +183,13 @@ def test_the_metadata_of_llama_cpps_own_converter_is_read():
         "activation_sparsity_scale": [1.6448533535003662] * 10 + [float("-inf")] * 20,
     }
     del metadata["rope.freq_base_swa"]
-    config = config_of("gemma3n", metadata, {}, ["token_embd.weight"], 262_144, "model.gguf")
+    config = read_config("gemma3n", metadata, {}, ["token_embd.weight"], 262_144, "model.gguf")
     published, read = model_spec(dict(E2B)), model_spec(config)
     assert [kind.ffn for kind in read.layer_kinds] == [kind.ffn for kind in published.layer_kinds]
     assert [kind.mixer for kind in read.layer_kinds] == [kind.mixer for kind in published.layer_kinds]
     metadata["activation_sparsity_scale"][3] = 1.2
     with pytest.raises(UserError, match=r"gemma3n\.activation_sparsity_scale"):
-        config_of("gemma3n", metadata, {}, ["token_embd.weight"], 262_144, "model.gguf")
+        read_config("gemma3n", metadata, {}, ["token_embd.weight"], 262_144, "model.gguf")
 
 
 @pytest.mark.parametrize(

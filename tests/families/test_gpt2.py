@@ -18,7 +18,7 @@ from meshtune.errors import UserError
 from meshtune.families import module_names, tensors
 from meshtune.families.tensors import View
 from meshtune.setup.machine import this_machine
-from meshtune.setup.resolved import resolve_run
+from meshtune.setup.run import resolve_run
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 

@@ -208,7 +208,7 @@ def index(folder: pathlib.Path, rng: random.Random) -> None:
 def gguf_content() -> bytes:
     """A small sound model, with a tokenizer."""
     from meshtune.quantize.gguf import BY_ID
-    from meshtune.weights.gguf.file import header
+    from meshtune.weights.gguf.writer import start_file
 
     metadata = {
         "general.architecture": "llama",
@@ -236,8 +236,10 @@ def gguf_content() -> bytes:
     names = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     tensors = {f"blk.0.{name}.weight": (BY_ID[0], (32, 32)) for name in names}
     norms = dict.fromkeys(["blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"], (BY_ID[0], (32,)))
-    head, _ = header(metadata, tensors | norms | {"token_embd.weight": (BY_ID[0], (8, 32))})
-    return head + bytes(4 * (7 * 32 * 32 + 3 * 32 + 8 * 32))
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "m.gguf"
+        start_file(file, metadata, tensors | norms | {"token_embd.weight": (BY_ID[0], (8, 32))})[0].close()
+        return file.read_bytes() + bytes(4 * (7 * 32 * 32 + 3 * 32 + 8 * 32))
 
 
 def gguf(folder: pathlib.Path, rng: random.Random) -> None:

@@ -66,8 +66,9 @@ def test_the_package_offers_its_names():
 def test_train_is_a_package_that_can_be_called(monkeypatch):
     import meshtune.train.step.build
 
-    monkeypatch.setattr("meshtune.api.train", lambda *given: given)
-    assert meshtune.train("recipe.yaml", "seed=1") == ("recipe.yaml", "seed=1")
+    monkeypatch.setattr("meshtune.train.run.train", lambda recipe, job: (recipe.output, recipe.seed))
+    fields = {"model": "m", "data": {"train": "d.jsonl"}, "output": "runs/one"}
+    assert meshtune.train(fields, "seed=1") == ("runs/one", 1)
     assert meshtune.train.step.build.TrainState
 
 

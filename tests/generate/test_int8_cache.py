@@ -16,7 +16,7 @@ from meshtune.generate import programs
 from meshtune.generate.api import load
 from meshtune.generate.engine import Engine
 from meshtune.generate.scheduler import Scheduler
-from meshtune.model.config import CacheName
+from meshtune.model.compute import CacheName
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
 from meshtune.model.model_cache import init_cache

@@ -11,8 +11,8 @@ import re
 import pytest
 
 from deviceless import compiled_for
+from meshtune.costs.collectives import collectives_of
 from meshtune.model.expert_exchange import round_slots
-from meshtune.plan.collectives import collectives_of
 
 TOKENS, EXPERTS, CHOSEN, EMBED, WIDTH, EP = 1024, 64, 8, 2048, 1024, 8
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from deviceless import compiled_for
+from meshtune.costs.hardware import find_target
 from meshtune.kernels import grouped, grouped_tpu, grouped_triton
 from meshtune.kernels.chips import chip_of
 from meshtune.kernels.row_tiles import row_tiles
-from meshtune.plan.hardware import find_target
 
 TOKENS, EXPERTS, CHOSEN, EMBED, WIDTH, RANK = 8192, 64, 8, 2048, 1024, 16
 ROWS = TOKENS * CHOSEN

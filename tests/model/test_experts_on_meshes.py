@@ -28,8 +28,7 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.attention import AttentionSpec
-from meshtune.model.compute import Compute
-from meshtune.model.config import ExchangeName
+from meshtune.model.compute import Compute, ExchangeName
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec

@@ -17,8 +17,7 @@ from meshtune.arrays.tree import flatten, unflatten
 from meshtune.kernels.attention.direct import FEW_QUERIES
 from meshtune.model.block import Context
 from meshtune.model.cache import LayerCache
-from meshtune.model.compute import Compute
-from meshtune.model.config import AttentionName
+from meshtune.model.compute import AttentionName, Compute
 from meshtune.model.inputs import Inputs, rows_of
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.norm import NormSpec

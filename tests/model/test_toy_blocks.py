@@ -28,6 +28,8 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import find_target
+from meshtune.costs.roofline import work_of
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES, model_spec
 from meshtune.families.tensors import View, one_to_one, with_view
@@ -48,12 +50,9 @@ from meshtune.model.stacks import layers_loss
 from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.hardware import find_target
-from meshtune.plan.search import score
-from meshtune.plan.work import work_of
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
+from meshtune.setup.search import score, workload_of
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import abstract_state, init_state
 from meshtune.weights.export import export_model

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshtune.data.conversation import Origin
 from meshtune.data.loader import Loader
-from meshtune.data.store import open_or_build
+from meshtune.data.store import group_examples, open_or_build
 from meshtune.data.tokens import Example
 from meshtune.data.units import Units
 
@@ -20,7 +20,9 @@ def store_of(documents, cache):
         for number, (ids, learned, value) in enumerate(documents)
     ]
     content = repr([(example.ids.tolist(), example.weights.tolist(), example.value) for example in examples])
-    return open_or_build(hashlib.sha256(content.encode()).hexdigest()[:24], lambda: (examples, dict), cache)
+    return open_or_build(
+        hashlib.sha256(content.encode()).hexdigest()[:24], lambda: (group_examples(examples), dict), cache
+    )
 
 
 def loader_of(documents, cache, *, packing=False, rows=None, max_length=48, accumulation=1, **units):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Device, find_target, known_devices
 from meshtune.errors import UserError
 from meshtune.plan.compilers import MissingCompiler, compile_recipe, find_compiler
 from meshtune.plan.compilers.compile import _read
@@ -19,7 +20,6 @@ from meshtune.plan.compilers.find import Compiler, require_compiler
 from meshtune.plan.compilers.gpu_description import target_config
 from meshtune.plan.compilers.process import child_env, run
 from meshtune.plan.compilers.topology import refused_bytes, slice_shape, tpu_slice
-from meshtune.plan.hardware import Device, find_target, known_devices
 
 JAXLIB = importlib.metadata.version("jaxlib")
 FOLDER = pathlib.Path(__file__).parent

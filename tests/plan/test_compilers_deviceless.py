@@ -9,9 +9,9 @@ import pytest
 
 from deviceless import compiled_for, compiler_for
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import find_target, known_devices
 from meshtune.plan.compilers import compile_recipe
 from meshtune.plan.compilers.process import run
-from meshtune.plan.hardware import find_target, known_devices
 
 pytestmark = pytest.mark.deviceless
 GIB = 2**30

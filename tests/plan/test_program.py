@@ -42,14 +42,14 @@ def trained_text(recipe: Recipe) -> tuple[str, int]:
         lowered.append((text, parts.data.train.row_length))
         raise _Reached
 
-    original = task._compiled
-    task._compiled = stop
+    original = task._compile
+    task._compile = stop
     try:
         train(recipe)
     except _Reached:
         return lowered[0]
     finally:
-        task._compiled = original
+        task._compile = original
     raise AssertionError("train did not compile")
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from deviceless import compiled_for
 from meshtune.config.load import load_recipe
+from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.plan.hardware import find_target
 from meshtune.plan.serving import ServePlan, serve_plan
 
 HEADLINE = pathlib.Path(__file__).parents[2] / "examples" / "headline"
@@ -113,7 +113,7 @@ from meshtune.generate.sampling import Counts, compiled_form
 from meshtune.model.compute import Compute
 from meshtune.model.model_cache import cache_specs
 from meshtune.model.spec import abstract_params
-from meshtune.plan.candidate import workload_of
+from meshtune.setup.search import workload_of
 
 spec = workload_of(load_recipe(recipe, []), "cpu").spec
 compute = Compute(dtype="bfloat16", cache=cache, platform=platform)

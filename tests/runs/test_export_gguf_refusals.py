@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from families import case
@@ -13,6 +15,7 @@ from families.cases import BY_NAME
 from gguf_models import model_of, small_model, with_tokenizer
 from meshtune.errors import UserError
 from meshtune.runs.export import export
+from meshtune.weights.hub import locate
 
 
 def test_a_file_that_is_there_is_not_replaced_unasked(stories260k: Path, tmp_path: Path):
@@ -41,10 +44,8 @@ def test_options_that_do_not_fit_are_refused(stories260k: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("phimoe", "by one softmax and not by the sparse mixer"),
         ("gemma3n", "altup_num_inputs is 3, and llama.cpp computes 4"),
-        ("olmoe_renormalised", "norm_topk_prob"),
-        ("mamba2", "it has mamba/in/bias"),
+        ("granitemoehybrid", "it has mamba/in/bias"),
         ("deepseek_v3_no_query_latents", "rope_interleave"),
         ("qwen3_5", "linear_key_head_dim and linear_value_head_dim differ"),
     ],
@@ -53,6 +54,33 @@ def test_a_model_that_llama_cpp_does_not_compute_is_refused(tmp_path: Path, name
     with pytest.raises(UserError, match=reason):
         export(small_model(name), tmp_path / "x.gguf", gguf="F16")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_whose_weights_are_not_normalised_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="norm_topk_prob is False"):
+        export(model_of("qwen3_moe", norm_topk_prob=False), tmp_path / "x.gguf", gguf="F16")
+
+
+def test_a_model_type_that_is_rarely_deployed_is_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(UserError, match="models of type 'olmo2' are not written as GGUF") as error:
+        export(small_model("olmo2"), tmp_path / "x.gguf", gguf="F16")
+    assert "convert_hf_to_gguf.py" in (error.value.fix or "")
+    export(small_model("olmo2"), tmp_path / "folder")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "folder").iterdir()
+    }
+
+
+def test_a_file_of_another_architecture_is_refused_with_the_way_out(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "olmo2")
+    writer.add_tensor("token_embd.weight", np.ones((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=r"llama\.cpp's architecture 'olmo2' are not read from GGUF") as error:
+        locate(tmp_path / "x.gguf")
+    assert "Hugging Face repository" in (error.value.fix or "")
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path):

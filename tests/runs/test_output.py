@@ -7,7 +7,7 @@ import pytest
 
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
-from meshtune.runs.output import RUN, check_output, claimed, read_run, write_run
+from meshtune.runs.output import RUN, check_output, claim_output, read_run, write_run
 from meshtune.train.checkpoint.changes import changes, check_changes
 
 
@@ -29,7 +29,7 @@ def test_a_directory_that_holds_something_needs_resume_or_overwrite(tmp_path):
 
 def test_an_output_with_only_the_remains_of_a_killed_start_counts_as_empty(tmp_path):
     output = tmp_path / "out"
-    with claimed(output, overwrite=False):
+    with claim_output(output, overwrite=False):
         pass
     (output / ".run.json.partial").write_text("{")
     (output / "logs").mkdir()
@@ -37,7 +37,7 @@ def test_an_output_with_only_the_remains_of_a_killed_start_counts_as_empty(tmp_p
     assert len(list(output.iterdir())) == 4, "with the lock"
     check_output(output, resume=False, overwrite=False)
     check_output(output, resume=True, overwrite=False)
-    with claimed(output, overwrite=True) as aside:
+    with claim_output(output, overwrite=True) as aside:
         assert aside is None
     (output / RUN).write_text("{}")
     with pytest.raises(UserError, match=r"not empty: it holds run\.json"):
@@ -77,7 +77,7 @@ def test_overwrite_moves_the_old_run_aside_and_deletes_nothing(tmp_path):
     (output / "old.txt").write_text("kept")
     places = []
     for number in range(2):
-        with claimed(output, overwrite=True) as aside:
+        with claim_output(output, overwrite=True) as aside:
             places.append(aside)
             assert [path.name for path in output.iterdir()] == [".lock"]
             (output / "old.txt").write_text(f"kept {number}")
@@ -85,10 +85,10 @@ def test_overwrite_moves_the_old_run_aside_and_deletes_nothing(tmp_path):
 
 
 def test_two_runs_never_share_an_output(tmp_path):
-    with claimed(tmp_path / "out", overwrite=False):  # noqa: SIM117
-        with pytest.raises(UserError, match="another process"), claimed(tmp_path / "out", overwrite=True):
+    with claim_output(tmp_path / "out", overwrite=False):  # noqa: SIM117
+        with pytest.raises(UserError, match="another process"), claim_output(tmp_path / "out", overwrite=True):
             pass
-    with claimed(tmp_path / "out", overwrite=False):
+    with claim_output(tmp_path / "out", overwrite=False):
         pass
 
 

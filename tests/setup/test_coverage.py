@@ -10,15 +10,15 @@ import pytest
 
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
 from meshtune.config.load import load_recipe
+from meshtune.costs.hardware import find_target
 from meshtune.families.experts import with_aux_loss
-from meshtune.plan.hardware import find_target
 from meshtune.plan.render import print_report
 from meshtune.plan.report import report_for, to_json
 from meshtune.plan.shards import shardings_of
 from meshtune.setup.choices import WARNING
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.machine import this_machine
-from meshtune.setup.resolved import resolve_run
+from meshtune.setup.run import resolve_run
 from meshtune.terminal import console
 from meshtune.weights.load import load_config, spec_of
 

@@ -18,9 +18,9 @@ STEP = """
     import jax, numpy as np
     from meshtune.config.load import load_recipe
     from meshtune.plan.program import step_of
-    from meshtune.plan.search import score
-    from meshtune.plan.candidate import workload_of
-    from meshtune.plan.hardware import find_target
+    from meshtune.setup.search import score
+    from meshtune.setup.search import workload_of
+    from meshtune.costs.hardware import find_target
     from meshtune.train.report.prediction import high_water_bytes, predict, reset_high_water_mark, resident_bytes
     recipe = load_recipe(sys.argv[1], sys.argv[2:])
     program = step_of(recipe)

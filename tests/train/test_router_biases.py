@@ -32,7 +32,7 @@ from meshtune.model.compute import Compute
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.setup.coverage import coverage_decisions
-from meshtune.setup.start import staged
+from meshtune.setup.start import spec_for_stage
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
 
@@ -178,13 +178,13 @@ def recipe_of(**sections) -> Recipe:
 def test_what_cannot_have_it_is_refused():
     mixture, dense, biased = (case.loaded(BY_NAME[name])[0] for name in ("mixtral", "llama_tied", "deepseek_v3"))
     with pytest.raises(UserError, match=r"(?s)no router of this mixtral model.*router_aux_loss balances"):
-        staged(mixture, recipe_of())
+        spec_for_stage(mixture, recipe_of())
     with pytest.raises(UserError, match="no router of this llama model") as error:
-        staged(dense, recipe_of())
+        spec_for_stage(dense, recipe_of())
     assert "router_aux_loss" not in str(error.value)
     with pytest.raises(UserError, match="an adapter, which has no place for the correction biases"):
-        staged(biased, recipe_of(method="lora"))
-    moved = staged(biased, recipe_of())
+        spec_for_stage(biased, recipe_of(method="lora"))
+    moved = spec_for_stage(biased, recipe_of())
     assert moved == with_bias_update_rate(biased, 0.001)
     (line,) = (choice.text for choice in coverage_decisions(FullConfig(), moved) if choice.name == "correction biases")
     assert line.startswith("correction biases: of 8 experts in each of 3 layers (every update moves each by 0.001 ")

@@ -20,8 +20,8 @@ from meshtune.objectives.stages import STAGES
 from meshtune.plan.compilers.find import compilers_folder
 from meshtune.train.report import metrics_log, trackers
 from meshtune.train.report.banner import Plan, show_plan
-from meshtune.train.report.console_log import logged
-from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
+from meshtune.train.report.console_log import log_console
+from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, open_sinks
 from meshtune.train.report.plot import LossPlot, draw, figure_of
 from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
@@ -36,7 +36,7 @@ def evaluated(step: int, loss: float = 1.5) -> Evaluated:
 
 
 def write(output, events):
-    with opened([metrics_log.MetricsLog(output)]) as sinks:
+    with open_sinks([metrics_log.MetricsLog(output)]) as sinks:
         for event in events:
             sinks.emit(event)
 
@@ -196,10 +196,10 @@ def test_what_is_printed_is_kept_without_colours_and_bars(tmp_path):
     loss, path = SmoothedLoss(2), "/a/path/that/is/longer/than/the/terminal/is/wide/and/must/not/be/cut/anywhere"
 
     def run():
-        with logged(console) as log:
+        with log_console(console) as log:
             console.print("[bold]before[/] the output is known")
             log.open(tmp_path)
-            with opened([loss, ProgressBar(console, loss, log)]) as sinks:
+            with open_sinks([loss, ProgressBar(console, loss, log)]) as sinks:
                 for event in (Started(0, 2), stepped(1), evaluated(1), stepped(2), Stopped(2)):
                     sinks.emit(event)
             console.print(path)
@@ -221,11 +221,11 @@ def test_what_is_printed_is_kept_without_colours_and_bars(tmp_path):
 def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_imported(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with opened([trackers.TensorBoard(tmp_path, "p", {}, 0)]) as sinks:
+    with open_sinks([trackers.TensorBoard(tmp_path, "p", {}, 0)]) as sinks:
         for step in range(1, 4):
             sinks.emit(stepped(step, loss=float(step)))
         sinks.emit(evaluated(3))
-    with opened([trackers.TensorBoard(tmp_path, "p", {}, 2)]) as sinks:  # resumed after update 2
+    with open_sinks([trackers.TensorBoard(tmp_path, "p", {}, 2)]) as sinks:  # resumed after update 2
         sinks.emit(stepped(3, loss=30.0))
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
@@ -254,7 +254,7 @@ def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
     module.init = lambda **options: calls.append(options) or Run()
     monkeypatch.setitem(sys.modules, "wandb", module)
     for start in (0, 5):
-        with opened([trackers.Wandb(tmp_path, "p", {"seed": 1}, start)]) as sinks:
+        with open_sinks([trackers.Wandb(tmp_path, "p", {"seed": 1}, start)]) as sinks:
             sinks.emit(stepped(start + 1))
     first, _, _, second, (step, values), last = calls
     assert first["id"] == second["id"]
@@ -269,7 +269,7 @@ def test_the_screen_of_dpo_shows_accuracy_and_margin(terminal):
     metrics = [{"rewards/accuracies": share, "rewards/margins": share / 2} for share in (0.25, 0.75)]
     steps = [dataclasses.replace(stepped(step + 1), metrics=values) for step, values in enumerate(metrics)]
     evaluation = dataclasses.replace(evaluated(1), metrics=metrics[1])
-    with opened([loss, ProgressBar(console, loss, headline=STAGES["dpo"].headline)]) as sinks:
+    with open_sinks([loss, ProgressBar(console, loss, headline=STAGES["dpo"].headline)]) as sinks:
         for event in (Started(0, 2), steps[0], evaluation, steps[1], Stopped(2)):
             sinks.emit(event)
     text = console.export_text()
@@ -282,7 +282,7 @@ def test_the_screen_of_dpo_shows_accuracy_and_margin(terminal):
 def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
     console = Console(force_terminal=terminal, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     loss = SmoothedLoss(2)
-    with opened([loss, ProgressBar(console, loss)]) as sinks:
+    with open_sinks([loss, ProgressBar(console, loss)]) as sinks:
         for event in (Started(0, 2), stepped(1), evaluated(1), Sampled(1, "prompt", "[bold]text"), stepped(2)):
             sinks.emit(event)
         sinks.emit(Stopped(2))

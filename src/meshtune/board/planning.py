@@ -51,8 +51,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def local_machine() -> Any:
     """This machine as a target of `meshtune plan`: its accelerators, else its CPU. Raises: UserError."""
     from meshtune.board.devices import CPU, devices
+    from meshtune.costs.hardware import Target, known_devices
     from meshtune.errors import UserError
-    from meshtune.plan.hardware import Target, known_devices
 
     accelerators = [device for device in devices() if device.key != CPU]
     if not accelerators:
@@ -74,8 +74,7 @@ def local_machine() -> Any:
 
 @functools.cache
 def _this_cpu() -> Any:
-    from meshtune.plan.local_target import local_target
-    from meshtune.setup.machine import this_machine
+    from meshtune.setup.machine import local_target, this_machine
 
     return local_target(this_machine())
 

@@ -10,15 +10,14 @@ from meshtune.board.planning import LOCAL, local_machine
 from meshtune.board.recipe_text import content_of
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
+from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
 from meshtune.plan.backend import compiler_for
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.hardware import find_target
 from meshtune.plan.report import PlanReport, report_for, to_json
-from meshtune.plan.search import memory_limit, score
 from meshtune.plan.updates import Updates, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
+from meshtune.setup.search import memory_limit, score, workload_of
 from meshtune.translatable import Translatable, template_of
 
 

@@ -14,7 +14,6 @@ from meshtune.config.short_forms import written_out
 from meshtune.errors import UserError
 
 NAME = "recipe.yaml"
-INDENT = 2
 MAX_DEPTH = 12  # keys in the path of a change
 UNSET = object()
 

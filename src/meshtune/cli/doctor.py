@@ -76,9 +76,9 @@ def _check(platform: str, console: Console) -> tuple[str | None, float]:
     """Compiles a small sharded program: (the failure, or None; seconds)."""
     import time
 
+    from meshtune.costs.hardware import find_target
     from meshtune.errors import UserError
     from meshtune.plan.compilers.process import run
-    from meshtune.plan.hardware import find_target
 
     start = time.monotonic()
     with console.status(f"compiling for {CHECK_TARGETS[platform]}"):

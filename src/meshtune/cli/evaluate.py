@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from meshtune.cli.expand import expanded
 from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError
 from meshtune.options import option
+
+if TYPE_CHECKING:
+    from meshtune.evaluate.compare import Outcome
 
 Tasks = Annotated[
     list[str] | None,
@@ -119,6 +123,11 @@ def evaluate(
         )
     if outcomes is None:
         return
+    _print_metrics(outcomes)
+    typer.echo(f"report   {output / MARKDOWN} and {output / HTML}")
+
+
+def _print_metrics(outcomes: Mapping[str, Outcome]) -> None:
     for name, outcome in outcomes.items():
         for result in outcome.tasks:
             for metric, value in result.metrics.items():
@@ -127,7 +136,6 @@ def evaluate(
             for metric, value in outcome.predictions.totals.items():
                 if isinstance(value, float):
                     typer.echo(f"{name:8} {'records':28} {metric:24} {value:.4f}")
-    typer.echo(f"report   {output / MARKDOWN} and {output / HTML}")
 
 
 def _values(text: str | None) -> dict[str, object]:

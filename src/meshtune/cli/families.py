@@ -92,7 +92,7 @@ def markdown_page() -> str:
         "**Template** names the chat template in Meshtune for tokenizers without one (`model.chat_template`).",
     ]
     lines += [
-        "**GGUF** names llama.cpp's architecture ([export and import](going-to.md)). `--gguf` refuses models without."
+        "**GGUF** names llama.cpp's architecture ([export and import](going-to.md)). `--gguf` refuses the others."
     ]
     published = [f"`{name}`" for name, entry in entries().items() if entry["compared_on"] == "published weights"]
     lines += [f"Published weights of these were compared too: {', '.join(published)}.", ""]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pathlib
 import secrets
+import socket
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +17,35 @@ from meshtune.cli.expand import expanded
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError, pip_install
+from meshtune.options import option
+
+if TYPE_CHECKING:
+    from meshtune.generate.api import Model
 
 EXTRA = pip_install("serve")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Where a server listens, who may call it, and how many requests it takes."""
+
+    name: str | None = option(None, "The id of MODEL; default: its path.")
+    host: str = option("127.0.0.1", "The address; any but this machine's own needs a token.")
+    port: int = option(8000, "0: any that is free.", ge=0, le=65535)
+    token: str | None = option(None, "What clients must send as bearer token.")
+    token_file: pathlib.Path | None = option(
+        None, "A file with the token; if it does not exist, it is written with a new one."
+    )
+    cors_origin: tuple[str, ...] = option((), "A site whose pages may call; may be repeated.")
+    rows: int = option(8, "Requests computed at once, of each batch.", ge=1)
+    queue: int = option(256, "Requests that may wait, for each batch.", ge=0)
+    merge: bool | None = option(
+        None,
+        "Whether a single adapter is merged into a copy of its weights; default: if the base is not quantised and "
+        "memory allows it.",
+        flags=("--merge/--no-merge",),
+    )
+    log_requests: bool = option(False, "Write a line for each request.")
 
 
 @expanded()
@@ -28,102 +57,88 @@ def serve(
         list[str] | None,
         typer.Option("--adapter", metavar="NAME=PATH", help="An adapter or a run over MODEL; may be repeated."),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The id of MODEL; default: its path.")] = None,
-    host: Annotated[str, typer.Option("--host", help="The address; any but this machine's own needs a token.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
-    token: Annotated[str | None, typer.Option("--token", help="What clients must send as bearer token.")] = None,
-    token_file: Annotated[
-        pathlib.Path | None,
-        typer.Option("--token-file", help="A file with the token; where there is none, it is written with a new one."),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option("--cors-origin", help="A site whose pages may call; may be repeated.")
-    ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests computed at once, of each batch.")] = 8,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait, for each batch.")] = 256,
-    merge: Annotated[
-        bool | None,
-        typer.Option(
-            "--merge/--no-merge",
-            help="Whether an adapter that is alone is merged into a copy of its weights; default: if the base is not "
-            "quantised and memory allows it.",
-            show_default=False,
-        ),
-    ] = None,
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Write a line for each request.")] = False,
+    server: ServerOptions,
     loading: BaseLoading,
     caching: Caching,
 ) -> None:
-    """Answer requests of OpenAI's API: chat and text completions, streamed or whole."""
+    """Answer requests of OpenAI's API: chat and text completions, streamed or in one piece."""
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401 - before a model is loaded
     except ImportError as problem:
         raise UserError("serving needs starlette and uvicorn", fix=EXTRA) from problem
-    named = _named(adapters or [])
-    check_source(model, *named.values())
+    adapter_paths = _parse_adapters(adapters or [])
+    check_source(model, *adapter_paths.values())
     from meshtune.generate.driver import run_on_all
     from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
-    from meshtune.serve.app import create_app
-    from meshtune.serve.connection import Limits
-    from meshtune.serve.gate import DRAIN_SECONDS, Gate
     from meshtune.serve.guard import parse_site
-    from meshtune.serve.models import Models, load_served
-    from meshtune.serve.server import Server
+    from meshtune.serve.models import load_served
 
-    local = host in LOOPBACK
-    if token_file is not None:
-        if token is not None:
-            raise UserError("the token is given twice", where="--token, --token-file", fix="give one of the two")
-        token = _token_in(token_file.expanduser())
-    elif token is None and not local:
-        token = secrets.token_urlsafe(24)
-    origins = set(cors_origin or [])
-    for origin in origins:
+    token = _token(server)
+    for origin in server.cors_origin:
         parse_site(origin)
     sizes = parse_mesh(mesh, model)
-    options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
-
     with start() as job:
         keep_programs()
-        # Not in the processes that follow: clients talk to process 0.
-        listener = listener_at(host, port) if job.is_main_process else None
-        served = load_served(model, name, named, mesh=sizes, merge=merge, job=job, **vars(loading), **vars(caching))
+        # Only in process 0: clients talk to it.
+        listener = listener_at(server.host, server.port) if job.is_main_process else None
+        options = {**vars(loading), **vars(caching), "mesh": sizes, "merge": server.merge, "job": job}
+        served = load_served(model, server.name, adapter_paths, **options)
 
         def answer() -> None:
             assert listener is not None
-            models = Models(served, rows=rows, queue=queue)
-            hosts = LOOPBACK_HOSTS if local else set()
-            gate = Gate()
-            app = create_app(models, token=token, hosts=hosts, origins=origins, gate=gate)
-            address = f"{url(host, listener)}/v1"
-
-            def ready() -> None:
-                typer.echo(f"address  {address}")
-                for line in models.banner():
-                    typer.echo(line)
-                typer.echo(
-                    f"token    {token or 'none is needed'}" if token_file is None else f"token    in {token_file}"
-                )
-                sys.stdout.flush()
-
-            models.warm_up()
-            config = uvicorn.Config(
-                app,
-                timeout_graceful_shutdown=5,
-                # Above what clients have: one that sends its next request as the server closes the connection loses it.
-                timeout_keep_alive=KEEP_ALIVE,
-                **options,
-            )
-            limits = Limits(connections=max(Limits.connections, queue + rows + 100))
-            server = Server(config, gate, ready, limits)
-            server.run(sockets=[listener])
-            if server.unanswered:
-                typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
+            _answer_requests(served, server, token, listener)
 
         run_on_all(job, list(served.values()), answer)
+
+
+def _answer_requests(
+    served: dict[str, Model], options: ServerOptions, token: str | None, listener: socket.socket
+) -> None:
+    """Answers requests at `listener` until the server is stopped."""
+    import uvicorn
+
+    from meshtune.serve.app import create_app
+    from meshtune.serve.connection import Limits
+    from meshtune.serve.gate import DRAIN_SECONDS, Gate
+    from meshtune.serve.models import Models
+    from meshtune.serve.server import Server
+
+    models, gate = Models(served, rows=options.rows, queue=options.queue), Gate()
+    hosts = LOOPBACK_HOSTS if options.host in LOOPBACK else set()
+    app = create_app(models, token=token, hosts=hosts, origins=set(options.cors_origin), gate=gate)
+
+    def ready() -> None:
+        shown = f"in {options.token_file}" if options.token_file else token or "none is needed"
+        for line in (f"address  {url(options.host, listener)}/v1", *models.banner(), f"token    {shown}"):
+            typer.echo(line)
+        sys.stdout.flush()
+
+    models.warm_up()
+    config = uvicorn.Config(
+        app,
+        timeout_graceful_shutdown=5,
+        # Above what clients have: one that sends its next request as the server closes the connection loses it.
+        timeout_keep_alive=KEEP_ALIVE,
+        log_level=logging.INFO if options.log_requests else logging.WARNING,
+        access_log=options.log_requests,
+    )
+    limits = Limits(connections=max(Limits.connections, options.queue + options.rows + 100))
+    server = Server(config, gate, ready, limits)
+    server.run(sockets=[listener])
+    if server.unanswered:
+        typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
+
+
+def _token(options: ServerOptions) -> str | None:
+    """The token that clients must send: given, of a file, or a new one for an address that others reach."""
+    if options.token_file is not None:
+        if options.token is not None:
+            raise UserError("the token is given twice", where="--token, --token-file", fix="give one of the two")
+        return _token_in(options.token_file.expanduser())
+    if options.token is None and options.host not in LOOPBACK:
+        return secrets.token_urlsafe(24)
+    return options.token
 
 
 def _token_in(path: pathlib.Path) -> str:
@@ -148,14 +163,14 @@ def _token_in(path: pathlib.Path) -> str:
     return token
 
 
-def _named(adapters: list[str]) -> dict[str, str]:
-    """Adapters by name. Raises UserError for what is not NAME=PATH, and for a name that is given twice."""
-    named: dict[str, str] = {}
+def _parse_adapters(adapters: list[str]) -> dict[str, str]:
+    """Adapters by name. Raises UserError for text that is not NAME=PATH, and for a name that is given twice."""
+    paths: dict[str, str] = {}
     for text in adapters:
         name, equals, path = text.partition("=")
         if not (equals and name and path):
             raise UserError(f"'{text}' is not NAME=PATH", where="--adapter", fix="write --adapter polite=runs/polite")
-        if name in named:
+        if name in paths:
             raise UserError(f"the name '{name}' is given twice", where="--adapter", fix="give each adapter its own")
-        named[name] = path
-    return named
+        paths[name] = path
+    return paths

@@ -26,7 +26,7 @@ def shard(
 ) -> None:
     """Show how every array is split over the mesh, and what each device holds. Reads only the model's config."""
     from meshtune.config.load import load_recipe
-    from meshtune.plan.hardware import find_target
+    from meshtune.costs.hardware import find_target
 
     described = find_target(target) if target else None
     recipe = load_recipe(*split(arguments))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pathlib
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
 from meshtune.config import overrides as command_line
 from meshtune.config import yaml_text
 from meshtune.config.beside import beside_recipe
-from meshtune.config.foreign.detect import import_fix, is_foreign
 from meshtune.config.problems import as_user_error
 from meshtune.config.recipe import Recipe
 from meshtune.config.renamed import current_path, with_current_names
@@ -74,12 +74,8 @@ def load_recipe(
             where=name,
             fix="start with `model: ...`",
         )
-    if isinstance(source, str | pathlib.Path) and (tool := is_foreign(content)) is not None:
-        raise UserError(
-            f"this is a recipe of {tool}",
-            where=name,
-            fix=import_fix(content, name),
-        )
+    if isinstance(source, str | pathlib.Path) and not {"data", "output"} <= set(content):
+        _check_tool(content, name)
     raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
     _settle_alternatives(raw, origins, notify)
     if isinstance(source, str | pathlib.Path):
@@ -101,6 +97,18 @@ def load_recipe(
         return Recipe.model_validate(raw)
     except ValidationError as error:
         raise as_user_error(error, raw, name, locate) from error
+
+
+def _check_tool(content: Mapping[str, Any], name: str) -> None:
+    """Raises UserError for a recipe of another tool. Its tables are imported only for a file that may be one."""
+    from meshtune.config.foreign.detect import import_fix, is_foreign
+
+    if (tool := is_foreign(content)) is not None:
+        raise UserError(
+            f"this is a recipe of {tool}",
+            where=name,
+            fix=import_fix(content, name),
+        )
 
 
 def _settle_alternatives(raw: dict[str, object], origins: dict[yaml_text.Path, str], notify: Notify) -> None:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
-from meshtune.config.foreign.keys import suggestions
 from meshtune.config.method import METHODS
 from meshtune.config.section import SectionType, section_fields
 from meshtune.config.stage import STAGES
@@ -162,6 +161,13 @@ def _suggestion(value: object, valid: list[str]) -> str:
     return f"; {hint.strip()}" if isinstance(value, str) and (hint := nearest(value, valid)) else ""
 
 
+def _foreign_keys() -> dict[str, str]:
+    """Other tools' names of our keys; their tables are imported only for a key that is unknown."""
+    from meshtune.config.foreign.keys import suggestions
+
+    return suggestions()
+
+
 def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     """An unknown key with the key that was meant: another tool's name for one of ours, else the nearest."""
     name, key = ".".join(map(str, path)), str(path[-1])
@@ -175,8 +181,8 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
     if key in by_last:
         hint = f"did you mean '{by_last[key]}'? "
-    elif key in suggestions():
-        hint = f"did you mean '{suggestions()[key]}'? "
+    elif ours := _foreign_keys().get(key):
+        hint = f"did you mean '{ours}'? "
     elif not (hint := nearest(key, valid)) and (match := difflib.get_close_matches(key, list(by_last), n=1)):
         hint = f"did you mean '{by_last[match[0]]}'? "
     owner = ".".join(map(str, path[:-1])) or "a recipe"

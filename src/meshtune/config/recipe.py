@@ -18,7 +18,7 @@ from meshtune.config.section import PathText, Section, declared, refuse_truth_va
 from meshtune.config.short_forms import written_out
 from meshtune.config.stage import StageSection
 from meshtune.mesh.config import MeshConfig
-from meshtune.model.config import AttentionName, ComputeOptions, ExchangeName, OffloadName, RematName
+from meshtune.model.compute import AttentionName, Compute, ExchangeName, OffloadName, RematName
 from meshtune.objectives.config import SftConfig
 from meshtune.optim.config import OptimizerOptions
 from meshtune.quantize.config import QuantizeConfig
@@ -50,7 +50,7 @@ class TrainSection(Section):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches an update; one as long as micro_batch is auto (plan.autotune resolves that first)."""
+        """Micro-batches an update; one as long as micro_batch is auto (setup.search resolves that first)."""
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
 
 
@@ -67,14 +67,14 @@ class ComputeSection(Section):
         description="What is recomputed in the backward pass: nothing, everything but products, or all of a layer; "
         "auto: the faster that fits.",
     )
-    attention: AttentionName = declared(ComputeOptions, "attention")
+    attention: AttentionName = declared(Compute, "attention")
     loss_chunk: PositiveInt | None = Field(
         default=None, description="Tokens of logits held at once; default: chosen by size."
     )
-    mlp_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "mlp_chunk")
-    attention_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "attention_chunk")
-    offload: tuple[OffloadName, ...] = declared(ComputeOptions, "offload")
-    expert_exchange: ExchangeName = declared(ComputeOptions, "expert_exchange")
+    mlp_chunk: PositiveInt | Literal["auto"] | None = declared(Compute, "mlp_chunk")
+    attention_chunk: PositiveInt | Literal["auto"] | None = declared(Compute, "attention_chunk")
+    offload: tuple[OffloadName, ...] = declared(Compute, "offload")
+    expert_exchange: ExchangeName = declared(Compute, "expert_exchange")
     memory_check: bool = Field(
         default=True,
         description="Refuse a run that does not fit the memory that is free, before loading and after compiling; "

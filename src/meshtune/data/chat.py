@@ -40,7 +40,7 @@ _FAILURES = (
 
 @dataclasses.dataclass(frozen=True)
 class EndOfTurn:
-    """What a template writes after the content of an assistant turn.
+    """The text that a template writes after the content of an assistant turn.
 
     `head` must be trained on for the model to learn to stop; `tail` need not be. `token` is the id of the special token
     that ends `head`, None where the template ends turns with plain text.
@@ -57,12 +57,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self.tokenizer = tokenizer
         if not tokenizer.chat_template:
-            raise UserError(
-                "the tokenizer has no chat template, but the data are conversations",
-                where=str(tokenizer.name_or_path),
-                fix="set model.chat_template to a Jinja file or to the name of a template that ships with Meshtune "
-                "(plain suits any base model), or use the instruct version's tokenizer",
-            )
+            raise _no_template_error(tokenizer)
 
     @functools.cached_property
     def writes_date(self) -> bool:
@@ -141,9 +136,9 @@ class ChatTemplate:
 
     def messages(self, conversation: Conversation) -> list[dict[str, object]]:
         """The messages of a conversation as this template reads them."""
-        return self.adapted(as_dicts(conversation))
+        return self.adapt(as_dicts(conversation))
 
-    def adapted(self, messages: Messages) -> list[dict[str, object]]:
+    def adapt(self, messages: Messages) -> list[dict[str, object]]:
         """Messages in OpenAI's form as this template reads them."""
         if needs_adapting(messages):
             return self.dialect.adapt(messages)
@@ -161,8 +156,9 @@ class ChatTemplate:
 
         Only those at which the model's generation stops, as GLM's <|user|> and <|observation|>.
         """
-        if self.end_of_turn.head:
-            return {}
+        return {} if self.end_of_turn.head else self._measured_role_ends()
+
+    def _measured_role_ends(self) -> Mapping[str, str]:
         answer = {"role": "assistant", "content": "\ue000answer\ue001"}
         texts = {"user": self._render_or_none([_QUESTION, answer, _QUESTION], ())}
         written = {"user": str(answer["content"])}
@@ -181,31 +177,32 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_of_turn(self) -> EndOfTurn:
-        """What the template writes after the last assistant turn, found by rendering a short conversation."""
-        content = "\ue000answer\ue001"
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": content}]
+        """The text that the template writes after the last assistant turn, found by rendering a short conversation."""
+        content, where = "\ue000answer\ue001", str(self.tokenizer.name_or_path)
         try:
-            text = self.render(chat)
+            text = self.render([_QUESTION, {"role": "assistant", "content": content}])
         except _FAILURES as problem:
-            raise template_error(problem, where=str(self.tokenizer.name_or_path)) from problem
+            raise template_error(problem, where=where) from problem
         if text.count(content) != 1:
-            raise UserError(
-                f"the chat template writes the content of an assistant turn {text.count(content)} times, not once",
-                where=str(self.tokenizer.name_or_path),
-                fix="set model.chat_template to a template that renders assistant turns",
-            )
-        ending = text[text.index(content) + len(content) :]
-        occurrences = [
-            (ending.find(added.content), -len(added.content), id_)
-            for id_, added in self.tokenizer.added_tokens_decoder.items()
-            if added.content.strip() and added.content in ending
-        ]
-        if occurrences:
-            start, negative_length, id_ = min(occurrences)  # the first special token, the longest of several there
-            end = start - negative_length
-            return EndOfTurn(ending[:end], ending[end:], id_)
-        head = ending.rstrip()
-        return EndOfTurn(head, ending[len(head) :], None)
+            problem = f"the chat template writes the content of an assistant turn {text.count(content)} times, not once"
+            fix = "set model.chat_template to a template that renders assistant turns"
+            raise UserError(problem, where=where, fix=fix)
+        _, _, ending = text.partition(content)
+        added = ((token.content, id_) for id_, token in self.tokenizer.added_tokens_decoder.items())
+        tokens = [(ending.find(text), -len(text), id_) for text, id_ in added if text.strip() and text in ending]
+        # The first special token, the longest of several there; else all but white space.
+        start, negative_length, id_ = min(tokens, default=(0, -len(ending.rstrip()), None))
+        end = start - negative_length
+        return EndOfTurn(ending[:end], ending[end:], id_)
+
+
+def _no_template_error(tokenizer: PreTrainedTokenizerFast) -> UserError:
+    return UserError(
+        "the tokenizer has no chat template, but the data are conversations",
+        where=str(tokenizer.name_or_path),
+        fix="set model.chat_template to a Jinja file or to the name of a template that ships with Meshtune (plain "
+        "suits any base model), or use the instruct version's tokenizer",
+    )
 
 
 def template_end(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
@@ -222,8 +219,8 @@ def template_end(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
-    """The tokens at which the model's generation stops: those of generation_config.json beside the tokenizer, and its
-    end token."""
+    """The tokens at which the model's generation stops: those of generation_config.json in the tokenizer's folder,
+    and its end token."""
     stops = {tokenizer.eos_token} if isinstance(tokenizer.eos_token, str) else set()
     file = pathlib.Path(str(tokenizer.name_or_path)) / "generation_config.json"
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from meshtune.data.conversation import Origin, Sample
 from meshtune.data.formats import select_format
 from meshtune.data.formats.meanings import passed_over, read_record, unread_fields
 from meshtune.data.formats.record import describe
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, RecordFormat
 from meshtune.data.mixing import draw
 from meshtune.data.progress import Progress
 from meshtune.data.readers.records import Records
@@ -61,10 +62,13 @@ class CheckedSource:
 
 def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
     if not isinstance(record, dict):
-        problem = f"the record is not an object, found {describe(record)}"
-        raise UserError(problem, where=str(origin), fix='write it as {"field": value}')
-    named: Record = record
-    return read_record(checked.format, named, checked.fields, checked.source.tags, origin)
+        raise _not_an_object_error(record, origin)
+    return read_record(checked.format, record, checked.fields, checked.source.tags, origin)
+
+
+def _not_an_object_error(record: object, origin: Origin) -> UserError:
+    problem = f"the record is not an object, found {describe(record)}"
+    return UserError(problem, where=str(origin), fix='write it as {"field": value}')
 
 
 def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType) -> CheckedSource:
@@ -91,14 +95,14 @@ def check_source(
     without a usable record, and for a file that changed meanwhile.
     """
     checked = _open(source, on_bad, dataset_type)
-    records, activity = checked.records, f"reading {source.path}"
-    total = min(len(records), source.cap or len(records))
+    records, total = checked.records, min(len(checked.records), source.cap or len(checked.records))
+    report = functools.partial(progress or (lambda *_: None), f"reading {source.path}")
     usable, malformed, digests, names = array.array("q"), 0, bytearray(), set[str]()
     for index, record in enumerate(records.sweep()):
         if len(usable) == source.cap:
             break
-        if progress is not None and index % 256 == 0:
-            progress(activity, min(index, total), total)
+        if index % 256 == 0:
+            report(min(index, total), total)
         try:
             if isinstance(record, UserError):
                 raise record
@@ -112,15 +116,8 @@ def check_source(
             usable.append(index)
     records.check_unchanged()
     if not usable:
-        example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
-        raise UserError(
-            f"no record of this source can be used as format {checked.format.name}: "
-            f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}",
-            where=source.path,
-            fix="correct the records, or name another format",
-        )
-    if progress is not None:
-        progress(activity, total, total)
+        raise _nothing_usable_error(checked, malformed, skipped)
+    report(total, total)
     return dataclasses.replace(
         checked,
         usable=_sample(np.array(usable, np.int64), source.sample, seed),
@@ -129,8 +126,15 @@ def check_source(
     )
 
 
+def _nothing_usable_error(checked: CheckedSource, malformed: int, skipped: list[SkippedRecord]) -> UserError:
+    example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
+    problem = f"no record of this source can be used as format {checked.format.name}: "
+    problem += f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}"
+    return UserError(problem, where=checked.source.path, fix="correct the records, or name another format")
+
+
 def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:
-    """The source with those of its usable records that can be converted, of which alone it has digests."""
+    """The source with only those usable records that can be converted; it has digests of these."""
     readable: list[int] = []
     digests = np.zeros((int(checked.usable.max(initial=-1)) + 1, DIGEST_BYTES), np.uint8)
     for index in checked.usable.tolist():
@@ -195,7 +199,7 @@ def _with_location(error: UserError, records: Records, index: int, form: RecordF
 
 
 def _one_line(error: UserError, places: Sequence[str]) -> str:
-    """What is wrong and in which field, without the place of the record."""
+    """The problem and its field, without the place of the record."""
     field = error.where or ""
     for place in places:
         field = field.removeprefix(place)

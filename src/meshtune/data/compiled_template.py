@@ -68,7 +68,7 @@ def _compile(text: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value made of JSON's types alone, as the installed transformers hands it to templates."""
+    """A value made of JSON's types only, as the installed transformers hands it to templates."""
     rebuild = getattr(chat_template_utils, "_plain_template_data", None)
     return value if rebuild is None else rebuild(value)
 

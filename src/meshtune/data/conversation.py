@@ -72,7 +72,7 @@ Document = Conversation | Text
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to the same prompt, of which `chosen` is the better. Only the last turn of each is compared.
+    """Two answers to the same prompt; `chosen` is the better one. Only the last turn of each is compared.
 
     `margin` is how much better it is, where the data say so.
     """

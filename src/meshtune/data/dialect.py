@@ -35,10 +35,10 @@ _IDS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """What a chat template reads and writes.
+    """The forms that a chat template reads and writes.
 
     `arguments_as_text`: arguments are JSON text, not an object. `empty_content` is the content of a turn that only
-    calls tools. `id_length`: ids of calls have exactly so many characters. `reasoning_key` is the field of a message in
+    calls tools. `id_length`: the length that ids of calls must have. `reasoning_key` is the field of a message in
     which it looks for reasoning, None where it writes none; `think_tags` says that it writes reasoning in <think> tags.
     `writes_text` says that it writes the text of a turn of calls, and not after their results as Gemma 4's does.
     `call_end` is the text that ends every turn of calls.
@@ -134,7 +134,7 @@ def needs_adapting(messages: Messages) -> bool:
 
 
 def id_of_length(id_: str, length: int) -> str:
-    """`id_` if it has `length` letters and digits, else so many that depend on it alone."""
+    """`id_` if it has `length` letters and digits, else as many made from it."""
     if len(id_) == length and id_.isascii() and id_.isalnum():
         return id_
     number = int.from_bytes(hashlib.sha256(id_.encode()).digest())
@@ -210,7 +210,7 @@ def _with_reasoning(render: Render, dialect: Dialect) -> Dialect:
 
 
 def _call_end(render: Render, dialect: Dialect) -> str:
-    """What turns of different calls end with, without the white space after it."""
+    """The text that turns of different calls end with, without the white space after it."""
     arguments = {_NAME: _VALUE, "other": 5, "third": {"a": []}, "fourth": NO_ARGUMENT}
     turns = [call_and_results(dialect, value, name=name)[0] for name, value in arguments.items()]
     texts = [text.rstrip() for turn in turns if (text := render([_USER, turn], ())) is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -18,6 +18,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource
 from meshtune.data.store import DIGEST_BYTES
+from meshtune.data.system_prompt import add_system
 from meshtune.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -30,11 +31,18 @@ _HASHED = 1 << 16  # digests hashed at a time
 class DocumentList(Sequence[Sample]):
     """Samples that are read from their sources on access. Only two integers per sample are kept in memory.
 
-    `source` int32 [n] is the index of each sample's source in `sources`, `record` int64 [n] its record there.
+    `source` int32 [n] is the index of each sample's source in `sources`, `record` int64 [n] its record there. `system`
+    is put before every conversation that has no system turn.
     """
 
-    def __init__(self, sources: Sequence[CheckedSource], source: np.ndarray, record: np.ndarray):
-        self.sources, self.source, self.record = list(sources), source, record
+    def __init__(
+        self, sources: Sequence[CheckedSource], source: np.ndarray, record: np.ndarray, system: str | None = None
+    ):
+        self.sources, self.source, self.record, self.system = list(sources), source, record, system
+
+    def with_system(self, system: str | None) -> DocumentList:
+        """The samples with a system prompt before every conversation that has none."""
+        return DocumentList(self.sources, self.source, self.record, system)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -47,15 +55,19 @@ class DocumentList(Sequence[Sample]):
 
     def __getitem__(self, index: int | slice) -> Sample | DocumentList:
         if isinstance(index, slice):
-            return DocumentList(self.sources, self.source[index], self.record[index])
-        return self.sources[self.source[index]].sample(int(self.record[index]))
+            return DocumentList(self.sources, self.source[index], self.record[index], self.system)
+        sample = self.sources[self.source[index]].sample(int(self.record[index]))
+        return sample if self.system is None else add_system(sample, self.system)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
 
     def origin(self, index: int) -> Origin:
         """The origin of a sample, without reading it."""
         return self.sources[self.source[index]].records.origin(int(self.record[index]))
 
     def content_hash(self) -> str:
-        """A hash of all samples in order, from the digests that were made as their records were checked."""
+        """A hash of all samples in order and of the system prompt, from the digests made as records were checked."""
         digest = hashlib.sha256()
         for start in range(0, len(self), _HASHED):
             source, record = self.source[start : start + _HASHED], self.record[start : start + _HASHED]
@@ -63,7 +75,7 @@ class DocumentList(Sequence[Sample]):
             for index in np.unique(source):
                 digests[source == index] = self.sources[index].digests[record[source == index]]
             digest.update(digests.tobytes())
-        return digest.hexdigest()
+        return hashlib.sha256(f"{digest.hexdigest()} {self.system!r}".encode()).hexdigest()
 
     def check_unchanged(self) -> None:
         """Raises UserError if a file has changed since it was opened."""
@@ -167,6 +179,8 @@ def _data_source(section: SourceSection, registry: Registry | None, dataset_type
 
 
 def _mixed(sources: list[CheckedSource], mixing: str, seed: int) -> DocumentList:
+    if mixing == "concat" and all(checked.source.weight is None for checked in sources):
+        return _concatenate(sources)
     lengths, weights = [len(checked.usable) for checked in sources], [checked.source.weight for checked in sources]
     source, position = mix(lengths, weights, mixing, seed)
     record = np.empty(len(position), np.int64)

@@ -13,10 +13,11 @@ import dataclasses
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.data.conversation import Origin
 from meshtune.data.packing import PackedRows, pack, padded_length, shuffled, unpacked_rows
 from meshtune.data.store import Store
@@ -24,22 +25,14 @@ from meshtune.data.tokens import Example
 from meshtune.data.units import Units
 from meshtune.errors import UserError
 
-TOKEN_ARRAYS = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "positions": np.int32,
-    "segment_ids": np.int32,
-    "weights": np.float32,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
     """The rows of one update, as NumPy arrays.
 
-    `arrays` has tokens, targets, positions, segment_ids int32 and weights float32, each [A, B, T] (micro-batches, rows,
-    positions), and with units those of units.Units.arrays. `origins[a][b]` lists the records of a row, segment 1 first;
-    it is empty for a padding row.
+    `arrays` are those of arrays.batch.TOKEN_ARRAYS, each [A, B, T] (micro-batches, rows, positions), and with units
+    those of units.Units.arrays. `origins[a][b]` lists the records of a row, segment 1 first, one for each unit; it is
+    empty for a padding row.
     """
 
     arrays: dict[str, np.ndarray]
@@ -51,8 +44,8 @@ class HostBatch:
 class Loader:
     """Batches of `batch_size` rows in `accumulation` micro-batches, from a store.
 
-    With `units` every two neighbouring documents of the store are a unit: they are neighbouring segments of one row,
-    which has room for two documents of `max_length`. `max_units` bounds the units (or documents) in any row.
+    With `units` neighbouring documents of the store are a unit: they are neighbouring segments of one row, which has
+    room for as many documents of `max_length`. `max_units` bounds the units (or documents) in any row.
     """
 
     def __init__(
@@ -67,24 +60,15 @@ class Loader:
         seed: int = 0,
         units: Units | None = None,
     ):
-        if not len(store):
-            raise UserError(
-                "the data contain nothing to train on", where="data.train", fix="check roles and message weights"
-            )
-        if batch_size % accumulation:
-            raise UserError(
-                f"batch_size {batch_size} cannot be divided into {accumulation} micro-batches",
-                where="train.batch_size",
-                fix=f"use a multiple of {accumulation}",
-            )
+        if not len(store) or batch_size % accumulation:
+            raise _rows_error(store, batch_size, accumulation)
         self.store, self.packing, self.shuffle, self.seed = store, packing, shuffle, seed
         self.batch_size, self.accumulation = batch_size, accumulation
-        self.units, self.unit_size = units, 1 if units is None else 2
+        self.units, self.unit_size = units, 1 if units is None else units.segments
         positions = store.lengths - 1  # the last token is only a target
         self._lengths = positions.reshape(-1, self.unit_size).sum(1)
         longest, max_length = int(self._lengths.max()), max_length * self.unit_size
-        if longest > max_length or self._lengths.min() < 1:
-            raise ValueError(f"documents take {self._lengths.min()} to {longest} positions, rows have {max_length}")
+        assert 1 <= self._lengths.min() <= longest <= max_length, f"{longest} positions, rows have {max_length}"
         self.row_length = max_length if packing else padded_length(longest, max_length)
         shortest_first = np.cumsum(np.sort(self._lengths))
         self.max_units = int(np.searchsorted(shortest_first, self.row_length, "right")) if packing else 1
@@ -138,21 +122,19 @@ class Loader:
         """The batch of update `step`, counted from 0 over any number of epochs."""
         epoch, epoch_step = self.epoch_position(step)
         rows = self.rows(epoch)
-        shape = (self.batch_size, self.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
-        origins: list[list[Origin]] = []
-        row_units: list[np.ndarray] = []
-        for batch_row in range(self.batch_size):
-            row = epoch_step * self.batch_size + batch_row
-            units = rows[row] if row < len(rows) else rows.documents[:0]
-            documents = (self.unit_size * units[:, None] + np.arange(self.unit_size)).ravel().tolist()
-            fill_row({name: array[batch_row] for name, array in arrays.items()}, map(self.store.__getitem__, documents))
-            origins.append([self.store.origin(document) for document in documents[:: self.unit_size]])
-            row_units.append(units)
-        if self.units is not None:
-            values = [self.store.values[2 * units] for units in row_units]
-            arrays |= self.units.arrays(values, row_units, self.max_units, arrays)
-        return micro_batches(arrays, origins, self.accumulation, step, epoch)
+        planned = epoch_step * self.batch_size + np.arange(self.batch_size)
+        row_units = [rows[row] if row < len(rows) else rows.documents[:0] for row in planned.tolist()]
+        documents = ((self.unit_size * units[:, None] + np.arange(self.unit_size)).ravel() for units in row_units)
+        row_examples = [[self.store[index] for index in row.tolist()] for row in documents]
+        return packed_batch(
+            row_examples,
+            row_units,
+            row_sizes(self.batch_size, self.row_length, self.max_units, self.unit_size),
+            step,
+            epoch,
+            accumulation=self.accumulation,
+            units=self.units,
+        )
 
     def iterate(
         self, start: int = 0, stop: int | None = None, *, threads: int = 2, prefetch: int = 4
@@ -173,8 +155,50 @@ class Loader:
                 close()
 
 
-def fill_row(row: dict[str, np.ndarray], examples: Iterable[Example]) -> None:
-    """Writes the examples into the arrays of a row, each [T], as segments 1, 2, ..., from its first position on."""
+def _rows_error(store: Store, batch_size: int, accumulation: int) -> UserError:
+    if not len(store):
+        fix = "check roles and message weights"
+        return UserError("the data contain nothing to train on", where="data.train", fix=fix)
+    problem = f"batch_size {batch_size} cannot be divided into {accumulation} micro-batches"
+    return UserError(problem, where="train.batch_size", fix=f"use a multiple of {accumulation}")
+
+
+def row_sizes(rows: int, row_length: int, max_units: int = 1, unit_size: int = 1) -> dict[str, int]:
+    """The sizes of the logical axes of a batch's arrays (see arrays.batch)."""
+    return {"batch": rows, "length": row_length, "units": max_units, "segments": max_units * unit_size}
+
+
+def packed_batch(
+    rows: Sequence[Sequence[Example]],
+    row_units: Sequence[np.ndarray],
+    sizes: Mapping[str, int],
+    step: int,
+    epoch: int,
+    *,
+    accumulation: int,
+    units: Units | None = None,
+) -> HostBatch:
+    """The batch of an update, in `accumulation` micro-batches. The examples of a row become its segments 1, 2, ...
+
+    `sizes` are those of the logical axes of its arrays, `row_units` the indices of each row's units in the data.
+    """
+    size, count = 1 if units is None else units.segments, sizes["batch"] // accumulation
+    arrays = empty_arrays(TOKEN_ARRAYS, sizes)
+    for row, examples in enumerate(rows):
+        _fill_row({name: array[row] for name, array in arrays.items()}, examples)
+    origins = [[example.origin for example in examples[::size]] for examples in rows]
+    if units is not None:
+        values = [[example.value for example in examples[::size]] for examples in rows]
+        arrays |= units.arrays(values, row_units, sizes, arrays)
+    return HostBatch(
+        {name: array.reshape(accumulation, count, *array.shape[1:]) for name, array in arrays.items()},
+        [origins[start : start + count] for start in range(0, len(origins), count)],
+        step,
+        epoch,
+    )
+
+
+def _fill_row(row: dict[str, np.ndarray], examples: Iterable[Example]) -> None:
     position = 0
     for segment, example in enumerate(examples, start=1):
         length = len(example.ids) - 1
@@ -184,19 +208,6 @@ def fill_row(row: dict[str, np.ndarray], examples: Iterable[Example]) -> None:
         row["weights"][span] = example.weights[1:]
         row["positions"][span] = np.arange(length)
         row["segment_ids"][span] = segment
-
-
-def micro_batches(
-    arrays: dict[str, np.ndarray], origins: list[list[Origin]], accumulation: int, step: int, epoch: int
-) -> HostBatch:
-    """The batch of arrays [rows, ...] and the origins of each row, divided into `accumulation` micro-batches."""
-    rows = len(origins) // accumulation
-    return HostBatch(
-        {name: array.reshape(accumulation, rows, *array.shape[1:]) for name, array in arrays.items()},
-        [origins[start : start + rows] for start in range(0, len(origins), rows)],
-        step,
-        epoch,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

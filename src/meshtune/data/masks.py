@@ -14,7 +14,7 @@ import dataclasses
 from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Message
-from meshtune.data.reasoning import reasoning_of, with_reasoning
+from meshtune.data.reasoning import has_reasoning, with_reasoning
 from meshtune.data.rendered import check_calls_are_written, render_conversation
 from meshtune.data.turns import Turn, changed_part, locate_turn
 
@@ -45,7 +45,7 @@ def mask_conversation(
     Raises UserError naming the record, with the template's own message where it cannot render the conversation, and
     where it leaves out words, tools, calls, results or reasoning of the record.
     """
-    if any("</think>" in message.content or reasoning_of(message) for message in conversation.messages):
+    if any(map(has_reasoning, conversation.messages)):
         dialect = chat.dialect if policy.reasoning == "template" else None
         conversation = with_reasoning(conversation, policy.reasoning, dialect)
     view = render_conversation(chat, conversation)
@@ -57,8 +57,10 @@ def mask_conversation(
     for index, message in enumerate(conversation.messages):
         if index in located:
             turn = locate_turn(view, index, floor)
-            turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
-            check_calls_are_written(view, index, text[turn.start : turn.end])
+            if not turn.ended:
+                turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
+            if message.tool_calls:
+                check_calls_are_written(view, index, text[turn.start : turn.end])
             if policy.train_on_tail and turn.ended and text.startswith(chat.end_of_turn.tail, turn.end):
                 turn = dataclasses.replace(turn, end=turn.end + len(chat.end_of_turn.tail))
             weight = 1.0 if message.weight is None else message.weight
@@ -68,7 +70,8 @@ def mask_conversation(
             differ += turn.differs and index in trained
             unended += not turn.ended and index in trained
         elif message.role == "assistant":
-            check_calls_are_written(view, index, text)
+            if message.tool_calls:
+                check_calls_are_written(view, index, text)
         elif message.weight is not None and not policy.last_turn_only:
             start, end = changed_part(view, index, {**messages[index], "content": None})
             spans.append((max(start, floor), max(end, floor), message.weight))
@@ -83,7 +86,7 @@ def _ended_by_next_role(
 
     The text of a last turn gets that token, which generation would end with.
     """
-    ending = chat.role_ends.get("tool" if message.tool_calls else "user") if not turn.ended else None
+    ending = chat.role_ends.get("tool" if message.tool_calls else "user")
     if ending is None:
         return turn, text
     if is_last and not text[turn.end :].strip():

@@ -31,36 +31,34 @@ def mix(
     A pure function of its arguments. Raises UserError for an unknown strategy, and where some sources have a weight and
     others do not; ValueError for a source without records.
     """
-    if strategy not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise UserError(
-            f"unknown mixing '{strategy}'", where="data.mixing", fix=f"{nearest(strategy, STRATEGIES)}{known}"
-        )
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"sources to mix need at least one record each, got lengths {list(lengths)}")
-    set_weights = [weight for weight in weights if weight is not None]
-    if set_weights and len(set_weights) < len(lengths):
-        missing = next(index for index, weight in enumerate(weights) if weight is None)
-        raise UserError(
-            "some sources have a weight and others do not",
-            where=f"data.train[{missing}].weight",
-            fix="give every source a weight, or none of them",
-        )
+    given = [weight for weight in weights if weight is not None]
+    _check_mixture(lengths, weights, strategy)
+    if strategy == "concat" and not given:
+        source = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return source, np.concatenate([np.arange(length) for length in lengths])
     rng = np.random.default_rng([seed, STREAM])
-    share = np.array(set_weights or [1.0] * len(lengths), np.float64)
+    share = np.array(given or [1.0] * len(lengths), np.float64)
     share /= share.sum()
     if strategy == "concat":
-        parts = _concat(np.array(lengths), share if set_weights else None, rng)
-        source = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-        return source, np.concatenate(parts)
+        return _concat(np.array(lengths), share, rng)
     return _interleave(np.array(lengths), share, rng, until_all=strategy == "interleave_over")
 
 
-def _concat(lengths: np.ndarray, share: np.ndarray | None, rng: np.random.Generator) -> list[np.ndarray]:
-    if share is None:
-        return [np.arange(length) for length in lengths]
+def _check_mixture(lengths: Sequence[int], weights: Sequence[float | None], strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        fix = f"{nearest(strategy, STRATEGIES)}{', '.join(STRATEGIES)}"
+        raise UserError(f"unknown mixing '{strategy}'", where="data.mixing", fix=fix)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"sources to mix need at least one record each, got lengths {list(lengths)}")
+    if None in weights and any(weight is not None for weight in weights):
+        problem, where = "some sources have a weight and others do not", f"data.train[{weights.index(None)}].weight"
+        raise UserError(problem, where=where, fix="give every source a weight, or none of them")
+
+
+def _concat(lengths: np.ndarray, share: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     counts = np.maximum(apportion(int(lengths.sum()), share), 1)
-    return [draw(int(length), int(count), rng) for length, count in zip(lengths, counts, strict=True)]
+    parts = [draw(int(length), int(count), rng) for length, count in zip(lengths, counts, strict=True)]
+    return np.repeat(np.arange(len(parts), dtype=np.int32), counts), np.concatenate(parts)
 
 
 def draw(length: int, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""A process that tokenises parts of samples for another one, beside its Python lock.
+"""A process that tokenises parts of samples for another one, without its Python lock.
 
-It is started anew instead of forked, since JAX's threads do not survive a fork, and imports neither JAX nor the
+It is a new process, not a fork, since JAX's threads do not survive a fork, and imports neither JAX nor the
 starting program. It ends when the other process does. Both speak in pickled objects through its standard input and
 output: a PartTask, then lists of samples, each answered by a Part or a UserError.
 """
@@ -38,7 +38,7 @@ _MOST = 8  # processes, unless PROCESSES says otherwise: one process has to take
 
 @dataclasses.dataclass(frozen=True)
 class PartTask:
-    """What parts are made with."""
+    """The tokenizer and the options that parts are made with."""
 
     tokenizer: PreTrainedTokenizerFast
     options: TokenOptions

@@ -1,6 +1,6 @@
 """Tokenises samples in parts of fixed size, several at a time, and keeps finished parts on disk until all are done.
 
-A preparation that was killed reads back the parts that it had finished. A part depends on its samples alone, so the
+A preparation that was killed reads back the parts that it had finished. A part depends only on its samples, so the
 result is the same, bit for bit, wherever it was interrupted and however many threads or processes worked on it. Memory
 is that of a few parts.
 """
@@ -22,7 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from meshtune.data.conversation import Origin, Sample
+from meshtune.data.conversation import Sample
+from meshtune.data.store import ExampleArrays
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
 
 PART = 2048  # samples
@@ -31,29 +32,11 @@ _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The examples of consecutive samples, one after another, what was counted, and whether any was a conversation.
+    """The examples of consecutive samples, their counts, and whether any sample was a conversation."""
 
-    `ids` int32 and `weights` float32 [tokens]; `lengths` int64, `records` int64, `values` float64 and `sources` int32,
-    which index `names`, [examples].
-    """
-
-    ids: np.ndarray
-    weights: np.ndarray
-    lengths: np.ndarray
-    sources: np.ndarray
-    records: np.ndarray
-    values: np.ndarray
-    names: tuple[str, ...]
+    examples: ExampleArrays
     counts: TokenCounts
     conversation: bool
-
-    @property
-    def examples(self) -> Iterator[Example]:
-        ends = np.cumsum(self.lengths)
-        spans = zip((ends - self.lengths).tolist(), ends.tolist(), strict=True)
-        origins = zip(self.sources.tolist(), self.records.tolist(), strict=True)
-        for (start, end), (source, record), value in zip(spans, origins, self.values.tolist(), strict=True):
-            yield Example(self.ids[start:end], self.weights[start:end], Origin(self.names[source], record), value)
 
 
 Convert = Callable[[Tokenize, Iterable[Sample]], Iterable[Example]]
@@ -63,18 +46,8 @@ MakePart = Callable[[Sequence[Sample]], Part]
 def make_part(samples: Iterable[Sample], tokenize: Tokenize, convert: Convert) -> Part:
     """The part of `samples`. Raises what `convert` raises."""
     tokenize.counts = TokenCounts()
-    examples, names = list(convert(tokenize, samples)), dict[str, int]()
-    return Part(
-        np.concatenate([np.zeros(0, np.int32), *(example.ids for example in examples)]),
-        np.concatenate([np.zeros(0, np.float32), *(example.weights for example in examples)]),
-        np.array([len(example.ids) for example in examples], np.int64),
-        np.array([names.setdefault(example.origin.source, len(names)) for example in examples], np.int32),
-        np.array([example.origin.record for example in examples], np.int64),
-        np.array([example.value for example in examples], np.float64),
-        tuple(names),
-        tokenize.counts,
-        tokenize.saw_conversation,
-    )
+    examples = ExampleArrays.of(list(convert(tokenize, samples)))
+    return Part(examples, tokenize.counts, tokenize.saw_conversation)
 
 
 def tokenised_parts(
@@ -84,10 +57,10 @@ def tokenised_parts(
     progress: Callable[[int], None],
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Part]:
-    """The parts of `samples` in order, each made by one of `makers`, of which each serves a thread.
+    """The parts of `samples` in order, each made by one of `makers`; each maker serves one thread.
 
-    Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) one
-    part of so many is made first, and those that other hosts have put into the same directory by then are read.
+    Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) this
+    host makes its share of the parts first, then reads those that other hosts have put into the same directory by then.
     `progress` is told the number of samples done. Raises what `makers` raise for the first part in which one does.
     """
     idle: queue.SimpleQueue[MakePart] = queue.SimpleQueue()
@@ -124,7 +97,7 @@ def tokenised_parts(
 def _ahead(
     pool: ThreadPoolExecutor, work: Callable[[int], Part], starts: Sequence[int], threads: int
 ) -> Iterator[Part]:
-    """The results of `work` in order, of which a few are made ahead."""
+    """The results of `work` in order; a few are computed ahead."""
     remaining = iter(starts)
     pending: collections.deque[Future[Part]] = collections.deque()
     try:
@@ -150,12 +123,9 @@ def add_counts(total: TokenCounts, part: TokenCounts) -> None:
 def write_part(file: pathlib.Path, part: Part) -> None:
     """Writes a part, which becomes visible only once it is complete. A disk that refuses is no error: the part is then
     tokenised again after an interruption."""
-    meta = {
-        "counts": dataclasses.asdict(part.counts),
-        "conversation": part.conversation,
-        "sources": list(part.names),
-    }
-    arrays = {name: getattr(part, name) for name in ("ids", "weights", "lengths", "sources", "records", "values")}
+    arrays = vars(part.examples).copy()
+    names = list(arrays.pop("names"))
+    meta = {"counts": dataclasses.asdict(part.counts), "conversation": part.conversation, "sources": names}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=file.parent, suffix=".draft")
@@ -175,6 +145,6 @@ def read_part(file: pathlib.Path) -> Part | None:
         meta = json.loads(arrays.pop("meta").tobytes())
         counts = TokenCounts(**meta["counts"])
         counts.skipped = [(origin, reason) for origin, reason in counts.skipped]
-        return Part(**arrays, names=tuple(meta["sources"]), counts=counts, conversation=meta["conversation"])
+        return Part(ExampleArrays(**arrays, names=tuple(meta["sources"])), counts, meta["conversation"])
     except (*_UNREADABLE, TypeError, IndexError):
         return None

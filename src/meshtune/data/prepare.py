@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshtune.config.recipe import Recipe
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.checked_source import SkippedRecord
-from meshtune.data.documents import DocumentList, load_documents, open_documents
+from meshtune.data.documents import DocumentList, Documents, load_documents, open_documents
 from meshtune.data.formats.meanings import MARGIN
 from meshtune.data.loader import Loader
 from meshtune.data.prepare_stream import check_streaming, prepare_stream
@@ -19,7 +18,6 @@ from meshtune.data.progress import Progress
 from meshtune.data.report import DataReport, make_report
 from meshtune.data.store import Store
 from meshtune.data.stream import Stream
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokenise import (
     ends_with_token,
     nothing_to_train_error,
@@ -59,9 +57,9 @@ def prepare_data(
     """Reads and tokenises the data of a recipe.
 
     `vocab` is the size of the model's embedding, None to skip the check. `cache` is the directory of tokenised data, by
-    default $MESHTUNE_CACHE or ~/.cache/meshtune. `share` is the index of this host among so many that prepare the same
-    data now: where they share the cache, each tokenises its part. Validation batches have the size of a micro-batch and
-    keep the order of the data.
+    default $MESHTUNE_CACHE or ~/.cache/meshtune. `share` is (index of this host, number of hosts) that prepare the
+    same data now: if they share the cache, each tokenises its part. Validation batches have the size of a micro-batch
+    and keep the order of the data.
 
     Raises UserError as sources, formats and templates do, if the tokenizer has ids that the model does not have, and if
     there is nothing to train on.
@@ -76,16 +74,16 @@ def prepare_data(
         return preparation.stream()
     dataset_type = STAGES[recipe.stage.kind].dataset_type
     documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress)
-    train, report = preparation.train(documents.train, documents.skipped, documents.unread)
+    train, report = preparation.split("train", documents.train, documents)
     validation, validation_report = None, None
     if documents.validation is not None:
-        validation, validation_report = preparation.validation(documents.validation)
+        validation, validation_report = preparation.split("validation", documents.validation)
     return PreparedData(train, validation, report, validation_report, train.store.path.name)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Preparation:
-    """What all splits of a recipe are prepared with."""
+    """The options that all splits of a recipe are prepared with."""
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerFast
@@ -93,69 +91,43 @@ class _Preparation:
     progress: Progress | None
     share: tuple[int, int]
 
-    def train(
-        self, samples: DocumentList, skipped: Sequence[SkippedRecord], unread: Mapping[str, tuple[str, ...]]
-    ) -> tuple[Loader, DataReport]:
-        train = self.recipe.train
-        return self._loader(
-            "train",
-            samples,
-            skipped,
-            unread,
-            shuffle=self.recipe.data.shuffle,
-            batch_size=train.batch_size,
-            accumulation=train.accumulation,
-        )
-
-    def validation(self, samples: DocumentList) -> tuple[Loader, DataReport]:
-        micro_batch = self.recipe.train.batch_size // self.recipe.train.accumulation
-        return self._loader("validation", samples, [], {}, shuffle=False, batch_size=micro_batch, accumulation=1)
-
-    def _loader(
-        self,
-        split: str,
-        samples: DocumentList,
-        skipped: Sequence[SkippedRecord],
-        unread: Mapping[str, tuple[str, ...]],
-        *,
-        shuffle: bool,
-        batch_size: int,
-        accumulation: int,
-    ) -> tuple[Loader, DataReport]:
-        data, stage = self.recipe.data, self.recipe.stage.kind
+    def split(self, name: str, samples: DocumentList, documents: Documents | None = None) -> tuple[Loader, DataReport]:
+        """The loader of the split `name` and its report, with the skipped records and unread fields of `documents`."""
+        data, train, stage = self.recipe.data, self.recipe.train, STAGES[self.recipe.stage.kind]
         store, counts, template = tokenised_store(
-            split,
-            WithSystemPrompt(samples, data.system),
+            name,
+            samples.with_system(data.system),
             self.tokenizer,
-            token_options(data, stage),
-            stage,
+            token_options(data, self.recipe.stage.kind),
+            self.recipe.stage.kind,
             self.cache,
             self.progress,
             self.share,
         )
         if not len(store):
-            raise nothing_to_train_error(split, counts)
-        if STAGES[stage].dataset_type == "labelled" and split == "train":
+            raise nothing_to_train_error(name, counts)
+        if stage.dataset_type == "labelled" and name == "train":
             _check_both_labels(store)
+        is_train = name == "train"
         loader = Loader(
             store,
             max_length=data.max_length,
-            batch_size=batch_size,
-            accumulation=accumulation,
+            batch_size=train.batch_size if is_train else train.batch_size // train.accumulation,
+            accumulation=train.accumulation if is_train else 1,
             packing=data.packing,
-            shuffle=shuffle,
+            shuffle=data.shuffle and is_train,
             seed=self.recipe.seed,
-            units=self._units(split, store),
+            units=None if stage.unit_segments == 1 else self._units(name, store),
         )
         report = make_report(
-            split,
+            name,
             loader,
             counts,
-            skipped,
+            documents.skipped if documents else (),
             max_length=data.max_length,
             template=template,
-            dataset_type=STAGES[stage].dataset_type,
-            unread=self._not_read(unread),
+            dataset_type=stage.dataset_type,
+            unread=self._not_read(documents.unread) if documents and documents.unread else {},
         )
         return loader, self._with_template_fix(report)
 
@@ -171,28 +143,29 @@ class _Preparation:
         return {path: tuple(fields) for path, fields in names.items() if fields}
 
     def _with_template_fix(self, report: DataReport) -> DataReport:
-        """The report, saying which template ends turns with a token where this one does not."""
-        if report.template is None or report.template.end_is_token or not report.template.end_of_turn:
+        """The report, with the template that ends turns with a token where this one does not."""
+        template = report.template
+        if template is None or template.end_is_token or not template.end_of_turn:
             return report
+        return dataclasses.replace(report, template_fix=self._template_fix())
+
+    def _template_fix(self) -> str | None:
         model = self.recipe.model
         if model.chat_template is not None:
             revision = None if model.tokenizer else model.revision
             own = load_tokenizer(model.tokenizer or model.path, revision=revision)
             if own.chat_template and ends_with_token(ChatTemplate(own)):
-                fix = "leave model.chat_template out: the tokenizer has its own"
-                return dataclasses.replace(report, template_fix=fix)
+                return "leave model.chat_template out: the tokenizer has its own"
         for name, chat in ChatTemplate(self.tokenizer).alternatives.items():
             if ends_with_token(chat):
-                return dataclasses.replace(report, template_fix=f"set model.chat_template: {name}")
-        return report
+                return f"set model.chat_template: {name}"
+        return None
 
-    def _units(self, split: str, store: Store) -> Units | None:
-        if STAGES[self.recipe.stage.kind].dataset_type == "documents":
-            return None
+    def _units(self, split: str, store: Store) -> Units:
         units = _units(self.recipe)
         if split == "validation" and units.nll_mean == "tokens":
             # The validation loss is summed over all batches, so its weights are computed over the whole store.
-            units = dataclasses.replace(units, nll_share=nll_share(store, units.nll))
+            units = dataclasses.replace(units, nll_share=nll_share(store, units))
         return units
 
     def stream(self) -> PreparedData:
@@ -204,7 +177,7 @@ class _Preparation:
         stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train, units)
         validation, validation_report = None, None
         if documents.validation is not None:
-            validation, validation_report = self.validation(documents.validation)
+            validation, validation_report = self.split("validation", documents.validation)
         skipped, unread = (*documents.skipped, *report.skipped), tuple(self._not_read(documents.unread).items())
         report = self._with_template_fix(dataclasses.replace(report, skipped=skipped, unread=unread))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
@@ -212,10 +185,11 @@ class _Preparation:
 
 def _units(recipe: Recipe) -> Units:
     """The options of units: which tokens of chosen answers have a cross-entropy, if any, and their weights."""
-    nll_mean = STAGES[recipe.stage.kind].nll_mean(recipe.stage)
+    stage = STAGES[recipe.stage.kind]
+    nll_mean = stage.nll_mean(recipe.stage)
     if nll_mean is None:
-        return Units()
-    return Units(nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=nll_mean)
+        return Units(stage.unit_segments)
+    return Units(stage.unit_segments, nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=nll_mean)
 
 
 def _check_both_labels(store: Store) -> None:

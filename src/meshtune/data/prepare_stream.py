@@ -20,7 +20,6 @@ from meshtune.data.report import DataReport, stream_report, window_report
 from meshtune.data.stage_examples import require_plain_text
 from meshtune.data.store import fingerprint, sample_digest
 from meshtune.data.stream import Stream
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.text_rows import TextRows
 from meshtune.data.tokenise import (
     nothing_to_train_error,
@@ -101,7 +100,7 @@ def _window_stream(
     data, train, stage = recipe.data, recipe.train, recipe.stage.kind
     options = token_options(data, stage)
     tokenize = Tokenize(tokenizer, options)
-    samples = WithSystemPrompt(documents, data.system)
+    samples = documents.with_system(data.system)
     rows = WindowRows(
         samples,
         tokenize,
@@ -120,7 +119,7 @@ def _window_stream(
     if not len(first.rows):
         raise nothing_to_train_error("train", first.counts)
     if STAGES[stage].dataset_type == "labelled":
-        _check_both_labels(samples, skip=data.on_bad == "skip")
+        _check_both_labels_come(samples, skip=data.on_bad == "skip")
     template = template_info(tokenize.chat) if tokenize.saw_conversation else None
     return stream, window_report(stream, rows, template, STAGES[stage].dataset_type)
 
@@ -163,8 +162,8 @@ def _window_fingerprint(
 
 
 def _sampled_digests(documents: DocumentList) -> str:
-    """The digests of some samples, since a stream is not read before it is trained on. Those that cannot be read count
-    as they are, so that a run which a bad record has ended may go on without such records."""
+    """The digests of some samples, since a stream is not read before it is trained on. Unreadable ones
+    are counted as such, so that a run that a bad record has ended can be resumed without such records."""
     count = len(documents)
     spread = np.linspace(0, count - 1, min(count, _HASHED)).astype(int).tolist()
     digests = []
@@ -205,7 +204,7 @@ def _readable(samples: Sequence[Sample], *, skip: bool) -> Iterator[Sample]:
             yield sample
 
 
-def _check_both_labels(samples: Sequence[Sample], *, skip: bool) -> None:
+def _check_both_labels_come(samples: Sequence[Sample], *, skip: bool) -> None:
     """Raises UserError if all labels are the same. Reads answers until it meets the other label."""
     labels = (sample.good for sample in _readable(samples, skip=skip) if isinstance(sample, Labelled))
     first = next(labels)

@@ -35,16 +35,21 @@ def split_reasoning(content: str) -> tuple[str, str]:
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning of an assistant's turn that stands in a field of its own, "" without one."""
+    """The reasoning of an assistant's turn in its own field, "" without one."""
     if message.role != "assistant":
         return ""
     return next((value for key, value in message.extra if key in REASONING_KEYS and isinstance(value, str)), "")
 
 
+def has_reasoning(message: Message) -> bool:
+    """Whether an assistant's turn has reasoning, in a field or as text that ends with </think>."""
+    return message.role == "assistant" and ("</think>" in message.content or bool(reasoning_of(message)))
+
+
 def with_reasoning(conversation: Conversation, choice: Reasoning, dialect: Dialect | None) -> Conversation:
     """The conversation with its reasoning where `choice` wants it; `dialect` is the template's, for choice "template".
 
-    Raises UserError for a turn of which nothing is left without its reasoning.
+    Raises UserError for a turn that is empty without its reasoning.
     """
     messages = []
     for index, message in enumerate(conversation.messages):
@@ -83,8 +88,8 @@ def _inline(message: Message) -> Message:
 
 
 def _in_field(message: Message, dialect: Dialect | None) -> Message:
-    """The message with <think> text in the field that the template reads, if it writes reasoning in a form of its own,
-    or if the opening tag is missing."""
+    """The message with <think> text in the field that the template reads, if it writes reasoning in its own form, or
+    if the opening tag is missing."""
     if dialect is None or dialect.reasoning_key is None or reasoning_of(message):
         return message
     if dialect.think_tags and _BLOCK.match(message.content):

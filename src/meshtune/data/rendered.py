@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from meshtune.config.data_options import Reasoning
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.data.conversation import Conversation, Document, JsonObject, Message, Text
-from meshtune.data.reasoning import reasoning_of, split_reasoning, with_reasoning
+from meshtune.data.reasoning import has_reasoning, reasoning_of, split_reasoning, with_reasoning
 from meshtune.data.tool_calls import argument_texts, tool_name
 from meshtune.data.turns import Rendered
 from meshtune.errors import UserError
@@ -26,18 +26,20 @@ _SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # SmolLM3's /no_think, which its tem
 def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rendered:
     """The conversation as the template writes it. Raises UserError naming the record, with the template's own message
     where it cannot render it, and for what it leaves out: but for calls, which are looked for in their turns."""
-    where = str(conversation.origin)
-    check_template_can_write(chat, conversation)
+    if uses_tools(conversation) or any(map(reasoning_of, conversation.messages)):
+        check_template_can_write(chat, conversation)
     messages = chat.messages(conversation)
     try:
         text = chat.render(messages, conversation.tools, options=conversation.variables)
     except chat.failures as problem:
-        raise template_error(problem, where=where, fix=_fix(chat, conversation)) from problem
+        raise template_error(problem, where=str(conversation.origin), fix=_fix(chat, conversation)) from problem
     view = Rendered(chat, conversation, messages, text)
-    check_variables_are_read(chat, conversation)
+    if conversation.variables:
+        check_variables_are_read(chat, conversation)
     check_messages_are_written(view)
-    _check_tools_are_written(view)
-    if conversation.messages[-1].role == "assistant":
+    if conversation.tools:
+        _check_tools_are_written(view)
+    if has_reasoning(conversation.messages[-1]):
         _check_reasoning_is_written(view)
     return view
 
@@ -77,7 +79,7 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
 
 
 def _reasoning_fix(chat: ChatTemplate, conversation: Conversation) -> str:
-    """What to do about reasoning that the template does not write: the choices that were tried on the conversation."""
+    """The fix for reasoning that the template does not write: the choices that were tried on the conversation."""
     fixes, in_field = [], any(map(reasoning_of, conversation.messages))
     effects: dict[Reasoning, str] = {"inline": "write it as <think> text before the answer", "drop": "leave it out"}
     for choice, effect in effects.items():
@@ -106,11 +108,14 @@ def check_variables_are_read(chat: ChatTemplate, conversation: Conversation) -> 
 def check_messages_are_written(view: Rendered, *, generation_prompt: bool = False) -> None:
     """Raises UserError for a message whose words are not in the rendered text. White space at the ends of a message,
     and reasoning that begins it, may be left out."""
-    text, unwritten = view.text, _unwritten(view, generation_prompt)
-    messages = view.conversation.messages[: len(view.messages)]
-    contents = [_answer(message).strip() for message in messages]
-    if not unwritten and _are_in_order(contents, text):
-        return
+    unwritten = _unwritten(view, generation_prompt)
+    contents = [_answer(message).strip() for message in view.conversation.messages[: len(view.messages)]]
+    if unwritten or not _are_in_order(contents, view.text):
+        _check_each_message(view, contents, unwritten)
+
+
+def _check_each_message(view: Rendered, contents: Sequence[str], unwritten: frozenset[int]) -> None:
+    text, messages = view.text, view.conversation.messages[: len(view.messages)]
     verbatim = [content for content in contents if content and content in text]
     for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
         if not content:
@@ -156,15 +161,10 @@ def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:
     )
     lost = view.chat.unwritten.get(shape)
     if lost is None:
-        marks = {
-            index: f"\ue000{index}\ue001"
-            for index, message in enumerate(view.messages)
-            if isinstance(message["content"], str) and message["content"].strip()
-        }
-        probes = [
-            {**message, "content": marks[index]} if index in marks else message
-            for index, message in enumerate(view.messages)
-        ]
+        contents = [message["content"] for message in view.messages]
+        texts = [n for n, content in enumerate(contents) if isinstance(content, str) and content.strip()]
+        marks = {n: f"\ue000{n}\ue001" for n in texts}
+        probes = [{**message, "content": marks.get(n, message["content"])} for n, message in enumerate(view.messages)]
         text = view.render(probes, generation_prompt=generation_prompt)
         lost = frozenset(index for index, mark in marks.items() if text is not None and mark not in text)
         if len(view.chat.unwritten) > 4096:
@@ -290,7 +290,7 @@ def check_calls_are_written(view: Rendered, index: int, text: str) -> None:
 def _check_reasoning_is_written(view: Rendered) -> None:
     """Raises UserError if a rendered conversation lacks the reasoning of its last turn, in whichever form it was given.
 
-    That of earlier turns is left out by most templates, as it is in generation.
+    Most templates leave out that of earlier turns, as in generation.
     """
     message = view.conversation.messages[-1]
     reasoning = reasoning_of(message) or split_reasoning(message.content)[0]
@@ -308,7 +308,7 @@ def _not_written(chat: ChatTemplate, conversation: Conversation, part: str) -> U
 
 
 def _fix(chat: ChatTemplate, conversation: Conversation) -> str:
-    """What to do about a template that cannot write a conversation: a shipped one that was tried on it, if any can."""
+    """The fix for a template that cannot write a conversation: a shipped one that can, if any."""
     skip = "set data.on_bad=skip to leave such records out"
     for name, other in chat.alternatives.items():
         try:

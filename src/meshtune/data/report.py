@@ -150,10 +150,9 @@ def make_report(
 def _copies(store: Store, dataset_type: DatasetType) -> int:
     """The samples with the same tokens as an earlier one: of pairs both answers, of labelled answers the label too, and
     not the companions that are made of them."""
-    digests = store.digests
     if dataset_type == "documents":
-        return len(store) - len(np.unique(digests))
-    samples = digests.reshape(-1, 2)
+        return len(store) - len(np.unique(store.digests))
+    samples = store.digests.reshape(-1, 2)
     if dataset_type == "labelled":
         samples = np.stack([samples[:, 0], store.values[::2].astype(np.uint64)], axis=1)
     return len(samples) - len(np.unique(samples, axis=0))

@@ -58,12 +58,19 @@ class DataSource(SourceOptions):
 def open_source(source: DataSource) -> Records:
     """Opens a source lazily. Raises UserError as `open_path` and `readers.hub.open_hub` do."""
     path = pathlib.Path(source.path).expanduser()
+    if path.exists() and not source.hub:
+        return open_path(path, source.path, split=source.split)
+    return _open_remote(source, path)
+
+
+def _open_remote(source: DataSource, path: pathlib.Path) -> Records:
+    """Opens a data set of a hub. Raises UserError for a path that is no id of one."""
     repository = None if source.hub else modelscope_id(source.path)
     if repository is not None:
         return open_modelscope(
             repository, subset=source.subset, split=source.split, revision=source.revision, folder=source.folder
         )
-    if source.hub or (not path.exists() and _may_be_hub_id(source.path)):
+    if source.hub or _may_be_hub_id(source.path):
         return open_hub(
             source.path, subset=source.subset, split=source.split, revision=source.revision, folder=source.folder
         )
@@ -92,18 +99,21 @@ def check_source_path(path: str) -> None:
 
 def _reader(path: pathlib.Path, name: str) -> Callable[[pathlib.Path, str], Records]:
     """The reader of a file. Raises UserError if there is no such file, or nothing reads its type."""
-    if not path.exists():
-        raise missing_path_error(path, name)
-    if not path.is_file():
-        raise UserError("this is neither a file nor a folder", where=name, fix="give a file or a folder of files")
     suffix = file_type(path)
-    if suffix not in READERS:
-        extension = f"'{suffix}'" if suffix else "no extension"
-        unpack = f"unpack it, with {COMPRESSED[suffix]}; " if suffix in COMPRESSED else ""
-        raise UserError(
-            f"cannot read this type of file ({extension})", where=name, fix=f"{unpack}supported: {SUPPORTED}"
-        )
+    if not path.is_file() or suffix not in READERS:
+        raise _path_error(path, name, suffix)
     return READERS[suffix]
+
+
+def _path_error(path: pathlib.Path, name: str, suffix: str) -> UserError:
+    if not path.exists():
+        return missing_path_error(path, name)
+    if not path.is_file():
+        return UserError("this is neither a file nor a folder", where=name, fix="give a file or a folder of files")
+    extension = f"'{suffix}'" if suffix else "no extension"
+    unpack = f"unpack it, with {COMPRESSED[suffix]}; " if suffix in COMPRESSED else ""
+    problem = f"cannot read this type of file ({extension})"
+    return UserError(problem, where=name, fix=f"{unpack}supported: {SUPPORTED}")
 
 
 def file_type(path: pathlib.Path) -> str:

@@ -20,7 +20,7 @@ class StageExamples:
     """Makes the examples of samples for a stage. Those of labelled answers have no companions yet
     (units.with_companions).
 
-    `score_position`: pairs are trained on after their last token alone. `plain_text`: conversations are refused.
+    `score_position`: pairs are trained on only after their last token. `plain_text`: conversations are refused.
     """
 
     dataset_type: DatasetType

@@ -17,7 +17,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +43,49 @@ _ARRAYS = {
     "digests": np.uint64,  # [documents]: of ids, to find copies
     "values": np.float32,  # [documents]: see tokens.Example
 }
+_EXTRAS = {"extras": np.uint8, "extra_offsets": np.int64}  # [bytes], [documents + 1]; only where a document has any
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleArrays:
+    """Consecutive examples as arrays: `ids` int32 and `weights` float32 [tokens]; `lengths` and `records` int64,
+    `sources` int32, which index `names`, and `values` float64 [examples]; `extras` uint8 [bytes] and `extra_lengths`
+    int64 [examples], both empty if no example has any."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    lengths: np.ndarray
+    sources: np.ndarray
+    records: np.ndarray
+    values: np.ndarray
+    names: tuple[str, ...]
+    extras: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint8))
+    extra_lengths: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> ExampleArrays:
+        """The arrays of some examples."""
+        names: dict[str, int] = {}
+        extras = [example.extra for example in examples]
+        return cls(
+            np.concatenate([np.zeros(0, np.int32), *(example.ids for example in examples)]),
+            np.concatenate([np.zeros(0, np.float32), *(example.weights for example in examples)]),
+            np.array([len(example.ids) for example in examples], np.int64),
+            np.array([names.setdefault(example.origin.source, len(names)) for example in examples], np.int32),
+            np.array([example.origin.record for example in examples], np.int64),
+            np.array([example.value for example in examples], np.float64),
+            tuple(names),
+            np.frombuffer(b"".join(extras), np.uint8),
+            np.array([len(extra) for extra in extras] if any(extras) else [], np.int64),
+        )
+
+    def __iter__(self) -> Iterator[Example]:
+        edges = np.cumsum([0, *self.lengths]).tolist()
+        extra_edges = np.cumsum([0, *(self.extra_lengths if len(self.extra_lengths) else self.lengths * 0)]).tolist()
+        for index, (source, record, value) in enumerate(zip(self.sources, self.records, self.values, strict=True)):
+            span, extra = slice(*edges[index : index + 2]), slice(*extra_edges[index : index + 2])
+            origin = Origin(self.names[source], int(record))
+            yield Example(self.ids[span], self.weights[span], origin, float(value), self.extras[extra].tobytes())
 
 
 class DamagedStore(Exception):
@@ -53,7 +96,7 @@ class DamagedStore(Exception):
 class Store:
     """Examples by index, from memory-mapped arrays.
 
-    `meta` is what the builder recorded beside them (counts). `damage` describes the damaged store that this one
+    `meta` is the builder's own record (counts). `damage` describes the damaged store that this one
     replaced, if there was one.
     """
 
@@ -68,13 +111,17 @@ class Store:
     names: tuple[str, ...]
     meta: dict[str, Any]
     damage: str | None = None
+    extras: np.ndarray | None = None
+    extra_offsets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Example:
-        start, end = self.offsets[index], self.offsets[index + 1]
-        return Example(self.ids[start:end], self.weights[start:end], self.origin(index), float(self.values[index]))
+        span, extra = slice(*self.offsets[index : index + 2]), b""
+        if self.extras is not None and self.extra_offsets is not None:
+            extra = self.extras[slice(*self.extra_offsets[index : index + 2])].tobytes()
+        return Example(self.ids[span], self.weights[span], self.origin(index), float(self.values[index]), extra)
 
     def origin(self, index: int) -> Origin:
         """The record that document `index` was made from."""
@@ -107,21 +154,17 @@ def fingerprint(*parts: str) -> str:
 
 def open_or_build(
     key: str,
-    build: Callable[[], tuple[Iterable[Example], Callable[[], dict[str, object]]]],
+    build: Callable[[], tuple[Iterable[ExampleArrays], Callable[[], dict[str, object]]]],
     cache: str | os.PathLike[str] | None = None,
     is_current: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
 ) -> Store:
     """The store of `key`, built if it does not exist or is damaged, or if its metadata is not current.
 
-    `build()` returns the examples and a function that is called after the last of them, for the metadata to record. A
+    `build()` returns arrays of examples and a function that is called after the last, for the metadata to record. A
     store becomes visible only once it is complete. Raises UserError if the cache cannot be written.
     """
     path = cache_directory(cache) / key
-    damage = None
-    try:
-        store = open_store(path)
-    except DamagedStore as problem:
-        store, damage = None, f"the tokenised data in {path} are damaged ({problem})"
+    store, damage = _open(path)
     if store is not None and is_current(store.meta):
         return store
     with _cache_errors(path.parent):
@@ -130,25 +173,33 @@ def open_or_build(
         draft = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=".building-"))
     try:
         with lock(draft):
-            examples, meta = build()
-            _write(draft, examples, meta)
+            _write(draft, *build())
         with _cache_errors(path.parent):
             if store is not None:
                 shutil.rmtree(path, ignore_errors=True)
             _publish(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    try:
-        built = open_store(path)
-    except DamagedStore as problem:
-        built, damage = None, str(problem)
+    built, problem = _open(path)
     if built is None:
-        raise UserError(
-            f"tokenised data cannot be read back as they were written: {damage or 'they are gone'}",
-            where=str(path),
-            fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
-        )
-    return dataclasses.replace(built, damage=damage)
+        raise _lost_error(path, problem)
+    return dataclasses.replace(built, damage=damage and f"the tokenised data in {path} are damaged ({damage})")
+
+
+def _lost_error(path: pathlib.Path, problem: str | None) -> UserError:
+    return UserError(
+        f"tokenised data cannot be read back as they were written: {problem or 'they are gone'}",
+        where=str(path),
+        fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
+    )
+
+
+def _open(path: pathlib.Path) -> tuple[Store | None, str | None]:
+    """The store in `path`, None if there is none or it is damaged, and its damage."""
+    try:
+        return open_store(path), None
+    except DamagedStore as problem:
+        return None, str(problem)
 
 
 def open_store(path: pathlib.Path) -> Store | None:
@@ -156,25 +207,24 @@ def open_store(path: pathlib.Path) -> Store | None:
 
     Raises DamagedStore, naming the file, if its contents are not those that were written.
     """
-    if not path.exists():
-        return None
-    meta = _read_meta(path / META)
+    meta = _read_meta(path / META) if path.exists() else None
     if meta is None:
         return None
-    arrays = {}
-    for name, dtype in _ARRAYS.items():
-        file = path / f"{name}.bin"
-        recorded = meta["files"][name]
-        try:
-            size = file.stat().st_size
-            if size != recorded["bytes"]:
-                raise DamagedStore(f"{file.name} has {size:,} bytes, not {recorded['bytes']:,}")
-            if _checksum(file) != recorded["crc32"]:
-                raise DamagedStore(f"{file.name} does not match its checksum")
-            arrays[name] = np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
-        except OSError as problem:
-            raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
+    arrays = {name: _read_array(path / f"{name}.bin", name, recorded) for name, recorded in meta["files"].items()}
     return Store(path, **arrays, names=tuple(meta["sources"]), meta=meta["notes"])
+
+
+def _read_array(file: pathlib.Path, name: str, recorded: Mapping[str, int]) -> np.ndarray:
+    dtype = (_ARRAYS | _EXTRAS)[name]
+    try:
+        size = file.stat().st_size
+        if size != recorded["bytes"]:
+            raise DamagedStore(f"{file.name} has {size:,} bytes, not {recorded['bytes']:,}")
+        if _checksum(file) != recorded["crc32"]:
+            raise DamagedStore(f"{file.name} does not match its checksum")
+        return np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
+    except OSError as problem:
+        raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
 
 
 def _read_meta(file: pathlib.Path) -> dict[str, Any] | None:
@@ -202,11 +252,9 @@ def _publish(draft: pathlib.Path, path: pathlib.Path) -> None:
     except OSError:
         if not path.exists():
             raise
-        with contextlib.suppress(DamagedStore):
-            if open_store(path) is not None:
-                return
-        shutil.rmtree(path)
-        os.rename(draft, path)
+        if _open(path)[0] is None:
+            shutil.rmtree(path)
+            os.rename(draft, path)
 
 
 @contextlib.contextmanager
@@ -214,49 +262,50 @@ def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise UserError(
-            f"tokenised data cannot be written: {problem.strerror or problem}",
-            where=str(directory),
-            fix="free space there, or set MESHTUNE_CACHE to a directory that can be written",
-        ) from problem
+        fix = "free space there, or set MESHTUNE_CACHE to a directory that can be written"
+        what = f"tokenised data cannot be written: {problem.strerror or problem}"
+        raise UserError(what, where=str(directory), fix=fix) from problem
 
 
-def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, object]]) -> None:
-    sources: dict[str, int] = {}
+class _ArrayFile:
+    """A file of an array that is written in pieces; its size and checksum."""
+
+    def __init__(self, path: pathlib.Path, dtype: type):
+        self.path, self.dtype, self.size, self.checksum = path, dtype, 0, 0
+        with _cache_errors(path.parent.parent):
+            self._file = path.open("wb", 1 << 20)
+
+    def append(self, values: Sequence[float] | np.ndarray) -> None:
+        data = np.asarray(values, self.dtype).tobytes()
+        with _cache_errors(self.path.parent.parent):
+            self._file.write(data)
+        self.checksum, self.size = zlib.crc32(data, self.checksum), self.size + len(data)
+
+    def synchronise(self) -> None:
+        with _cache_errors(self.path.parent.parent):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        # The contents were flushed and synchronised before; after a failed write, closing fails again on what is left.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _write(draft: pathlib.Path, groups: Iterable[ExampleArrays], meta: Callable[[], dict[str, object]]) -> None:
     with contextlib.ExitStack() as stack:
-        with _cache_errors(draft.parent):
-            files = {name: (draft / f"{name}.bin").open("wb", 1 << 20) for name in _ARRAYS}
+        files: dict[str, _ArrayFile] = {}
+        for name, dtype in (_ARRAYS | _EXTRAS).items():
+            files[name] = _ArrayFile(draft / f"{name}.bin", dtype)
+            stack.callback(files[name].close)
+        sources = _write_arrays(files, groups)
         for file in files.values():
-            stack.callback(_close, file)
-        checksums = dict.fromkeys(_ARRAYS, 0)
-        sizes = dict.fromkeys(_ARRAYS, 0)
-
-        def append(name: str, values: Sequence[float] | np.ndarray) -> None:
-            data = np.asarray(values, _ARRAYS[name]).tobytes()
-            with _cache_errors(draft.parent):
-                files[name].write(data)
-            checksums[name] = zlib.crc32(data, checksums[name])
-            sizes[name] += len(data)
-
-        end = 0
-        append("offsets", [0])
-        for group in _groups(examples):
-            append("ids", np.concatenate([example.ids for example in group]))
-            append("weights", np.concatenate([example.weights for example in group]))
-            ends = end + np.cumsum([len(example.ids) for example in group])
-            append("offsets", ends)
-            end = int(ends[-1])
-            append("sources", [sources.setdefault(example.origin.source, len(sources)) for example in group])
-            append("records", [example.origin.record for example in group])
-            hashed = (hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest() for example in group)
-            append("digests", np.frombuffer(b"".join(hashed), np.uint64))
-            append("values", [example.value for example in group])
-        with _cache_errors(draft.parent):
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-    recorded = {name: {"bytes": sizes[name], "crc32": checksums[name]} for name in _ARRAYS}
-    content = {"version": VERSION, "files": recorded, "sources": list(sources), "notes": meta()}
+            file.synchronise()
+    if not files["extras"].size:
+        for name in _EXTRAS:
+            files.pop(name).path.unlink()
+    recorded = {name: {"bytes": file.size, "crc32": file.checksum} for name, file in files.items()}
+    content = {"version": VERSION, "files": recorded, "sources": sources, "notes": meta()}
     content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
     with _cache_errors(draft.parent), (draft / META).open("w", encoding="utf-8") as file:
         json.dump({**content, "digest": _digest(content)}, file)
@@ -264,24 +313,39 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], 
         os.fsync(file.fileno())
 
 
-def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Consecutive examples, in lists of about _GROUP tokens."""
+def _write_arrays(files: Mapping[str, _ArrayFile], groups: Iterable[ExampleArrays]) -> list[str]:
+    """Writes groups of examples; returns the names of their sources."""
+    sources, ends = dict[str, int](), {"offsets": 0, "extra_offsets": 0}
+    for name, end in ends.items():
+        files[name].append([end])
+    for arrays in groups:
+        indices = np.array([sources.setdefault(name, len(sources)) for name in arrays.names], np.int32)
+        extra_lengths = arrays.extra_lengths if len(arrays.extra_lengths) else arrays.lengths * 0
+        for name, lengths in {"offsets": arrays.lengths, "extra_offsets": extra_lengths}.items():
+            group_ends = ends[name] + np.cumsum(lengths)
+            files[name].append(group_ends)
+            ends[name] += int(lengths.sum())
+        files["sources"].append(indices[arrays.sources])
+        for name in ("ids", "weights", "records", "values", "extras"):
+            files[name].append(getattr(arrays, name))
+        documents = np.split(arrays.ids, np.cumsum(arrays.lengths)[:-1]) if len(arrays.lengths) else []
+        hashed = (hashlib.blake2b(ids.tobytes(), digest_size=8).digest() for ids in documents)
+        files["digests"].append(np.frombuffer(b"".join(hashed), np.uint64))
+    return list(sources)
+
+
+def group_examples(examples: Iterable[Example]) -> Iterator[ExampleArrays]:
+    """The arrays of consecutive examples, in groups of about _GROUP tokens."""
     group: list[Example] = []
     tokens = 0
     for example in examples:
         group.append(example)
         tokens += len(example.ids)
         if tokens >= _GROUP:
-            yield group
+            yield ExampleArrays.of(group)
             group, tokens = [], 0
     if group:
-        yield group
-
-
-def _close(file: IO[bytes]) -> None:
-    # The contents were flushed and synchronised before; after a failed write, closing fails again on what is left.
-    with contextlib.suppress(OSError):
-        file.close()
+        yield ExampleArrays.of(group)
 
 
 def _checksum(file: pathlib.Path) -> int:

@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Iterator, Sequence
 
 from meshtune.data.conversation import Conversation, Document, Labelled, Message, Pair, Sample
-from meshtune.data.documents import DocumentList
 
 
-@dataclasses.dataclass(frozen=True)
-class WithSystemPrompt(Sequence[Sample]):
-    """Samples with `system` before every conversation that has no system turn, added as each is read."""
+def add_system(sample: Sample, system: str) -> Sample:
+    """The sample with `system` before every conversation that has no system turn."""
+    match sample:
+        case Pair():
+            chosen, rejected = (_add_to(document, system) for document in (sample.chosen, sample.rejected))
+            return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
+        case Labelled():
+            return dataclasses.replace(sample, document=_add_to(sample.document, system))
+        case _:
+            return _add_to(sample, system)
 
-    samples: DocumentList
-    system: str | None
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]: no slices
-        sample = self.samples[index]
-        match sample:
-            case Pair():
-                chosen, rejected = self._add(sample.chosen), self._add(sample.rejected)
-                return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
-            case Labelled():
-                return dataclasses.replace(sample, document=self._add(sample.document))
-            case _:
-                return self._add(sample)
-
-    def content_hash(self) -> str:
-        """A hash of all samples in order."""
-        return hashlib.sha256(f"{self.samples.content_hash()} {self.system!r}".encode()).hexdigest()
-
-    def check_unchanged(self) -> None:
-        """Raises UserError if a file has changed since it was opened."""
-        self.samples.check_unchanged()
-
-    def _add(self, document: Document) -> Document:
-        if self.system is None:
-            return document
-        if not isinstance(document, Conversation):
-            return dataclasses.replace(document, system_prompt=self.system)
-        if any(message.role == "system" for message in document.messages):
-            return document
-        return dataclasses.replace(document, messages=(Message("system", self.system), *document.messages))
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[index] for index in range(len(self)))
+def _add_to(document: Document, system: str) -> Document:
+    if not isinstance(document, Conversation):
+        return dataclasses.replace(document, system_prompt=system)
+    if any(message.role == "system" for message in document.messages):
+        return document
+    return dataclasses.replace(document, messages=(Message("system", system), *document.messages))

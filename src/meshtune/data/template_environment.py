@@ -309,24 +309,29 @@ def _bounded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def charge_and_call(*args: Any, **kwargs: Any) -> Any:
         _step()
-        before, (value, *options) = args[:skip], args[skip:]
-        if name == "replace":
-            value = str(value) if not isinstance(value, str) else value
-            _charge(_replaced_length(value, *options[:2], **{k: v for k, v in kwargs.items() if k in ("old", "new")}))
-            return call(*before, value, *options, **kwargs)
-        if name == "format":
-            _check_format(str(value), (options, kwargs))
-            return call(*before, value, *options, **kwargs)
-        if name == "sum" and any(isinstance(option, list | tuple) for option in (*options, *kwargs.values())):
-            raise TemplateLimitError("the chat template sums lists")
-        if not isinstance(value, str | bytes | Mapping | list | tuple) and isinstance(value, Iterable):
-            value = [*value]
-        factor = 1
-        for option in (*options, *kwargs.values()):
-            factor += abs(option) if isinstance(option, int) else _weight(option)
-        if name in ("escape", "e", "forceescape", "title", "urlencode", "urlize", "wordcount", "xmlattr"):
-            factor *= 12
-        _charge(factor * _weight(value))
-        return call(*before, value, *options, **kwargs)
+        value = _charge_filter(name, args[skip], args[skip + 1 :], kwargs)
+        return call(*args[:skip], value, *args[skip + 1 :], **kwargs)
 
     return charge_and_call
+
+
+def _charge_filter(name: str, value: Any, options: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Charges what a filter makes of `value`; returns the value, with a list in place of an iterator."""
+    if name == "replace":
+        value = str(value) if not isinstance(value, str) else value
+        _charge(_replaced_length(value, *options[:2], **{k: v for k, v in kwargs.items() if k in ("old", "new")}))
+        return value
+    if name == "format":
+        _check_format(str(value), (options, kwargs))
+        return value
+    if name == "sum" and any(isinstance(option, list | tuple) for option in (*options, *kwargs.values())):
+        raise TemplateLimitError("the chat template sums lists")
+    if not isinstance(value, str | bytes | Mapping | list | tuple) and isinstance(value, Iterable):
+        value = [*value]
+    factor = 1
+    for option in (*options, *kwargs.values()):
+        factor += abs(option) if isinstance(option, int) else _weight(option)
+    if name in ("escape", "e", "forceescape", "title", "urlencode", "urlize", "wordcount", "xmlattr"):
+        factor *= 12
+    _charge(factor * _weight(value))
+    return value

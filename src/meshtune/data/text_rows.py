@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshtune.data.conversation import Conversation, Origin, Text
+from meshtune.data.conversation import Conversation, Text
 from meshtune.data.documents import DocumentList
-from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, micro_batches
+from meshtune.data.loader import HostBatch, packed_batch, row_sizes
 from meshtune.data.packing import shuffled
 from meshtune.data.stream import StreamPosition, unreadable
 from meshtune.data.tokens import Example, Tokenize
@@ -66,26 +66,19 @@ class DocumentCursor:
 
     def batch(self, step: int) -> HostBatch:
         """The next batch, as update `step`."""
-        rows = self.rows
-        shape = (rows.batch_size, rows.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
-        origins: list[list[Origin]] = []
-        for row in range(rows.batch_size):
-            filled, row_origins = 0, list[Origin]()
-            while filled < rows.row_length:
+        rows, row_examples = self.rows, list[list[Example]]()
+        for _ in range(rows.batch_size):
+            room, examples = rows.row_length, list[Example]()
+            while room:
                 example, used = self.current()
-                count = min(len(example.ids) - 1 - used, rows.row_length - filled)
-                span, targets = slice(filled, filled + count), slice(used + 1, used + 1 + count)
-                row_origins.append(example.origin)
-                arrays["tokens"][row, span] = example.ids[used : used + count]
-                arrays["targets"][row, span] = example.ids[targets]
-                arrays["weights"][row, span] = example.weights[targets]
-                arrays["positions"][row, span] = np.arange(count)
-                arrays["segment_ids"][row, span] = len(row_origins)
-                filled += count
+                count = min(len(example.ids) - 1 - used, room)
+                span = slice(used, used + count + 1)
+                examples.append(dataclasses.replace(example, ids=example.ids[span], weights=example.weights[span]))
+                room -= count
                 self.advance(count)
-            origins.append(row_origins)
-        return micro_batches(arrays, origins, rows.accumulation, step, self.position.epoch)
+            row_examples.append(examples)
+        sizes = row_sizes(rows.batch_size, rows.row_length)
+        return packed_batch(row_examples, [], sizes, step, self.position.epoch, accumulation=rows.accumulation)
 
     def current(self) -> tuple[Example, int]:
         """The document at the cursor, and how many of its positions are used."""
@@ -132,5 +125,5 @@ class DocumentCursor:
                 document = None
             assert document is None or isinstance(document, Conversation | Text)
             documents.append(document)
-        examples = self.rows.tokenize.aligned(document for document in documents if document is not None)
+        examples = self.rows.tokenize.tokenise_each(document for document in documents if document is not None)
         self._group = [None if document is None else next(examples) for document in documents]

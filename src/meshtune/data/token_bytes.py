@@ -29,15 +29,11 @@ class TokenBytes:
     def __bool__(self) -> bool:
         return bool(self._bytes)
 
-    def ends(self, ids: np.ndarray, text: str, *, in_order: bool = False) -> np.ndarray | None:
+    def ends(self, ids: np.ndarray, text: str) -> np.ndarray | None:
         """The character after each token, int64 [n]; of each part of a split character, the one after the character.
 
-        None unless the tokens' bytes, one after another, are exactly those of the text; `in_order` says that they are
-        some of the text's, in order.
+        None unless the tokens' bytes, one after another, are exactly those of the text.
         """
-        if in_order and text.isascii():
-            ends = np.cumsum(self._lengths[ids])
-            return ends if (ends[-1] if len(ends) else 0) == len(text) else None
         data = text.encode()
         if b"".join([self._bytes[id_] for id_ in ids.tolist()]) != data:
             return None
@@ -49,7 +45,7 @@ class TokenBytes:
 
 
 def _byte_of() -> dict[int, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable ones of Latin-1 for themselves,
+    """The byte of each character of a byte-level vocabulary: printable ones of Latin-1 for themselves,
     the others, in order, for those from U+0100 on (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(0x100) if byte not in printable]
@@ -57,5 +53,3 @@ def _byte_of() -> dict[int, int]:
 
 
 _BYTE_OF = _byte_of()
-CHARACTER_OF = {byte: chr(character) for character, byte in _BYTE_OF.items()}
-"""The character of a byte-level vocabulary that stands for each byte."""

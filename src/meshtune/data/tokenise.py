@@ -10,20 +10,20 @@ import os
 import pathlib
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
+from meshtune.data.documents import DocumentList
 from meshtune.data.part_process import PartProcess, PartTask, process_count
-from meshtune.data.parts import PART, MakePart, add_counts, tokenised_parts
+from meshtune.data.parts import PART, MakePart, Part, add_counts, make_part, tokenised_parts
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.stage_examples import StageExamples
-from meshtune.data.store import Store, cache_directory, fingerprint, open_or_build
-from meshtune.data.system_prompt import WithSystemPrompt
-from meshtune.data.tokens import Example, TokenCounts
+from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, group_examples, open_or_build
+from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.data.units import with_companions
 from meshtune.errors import UserError, counted
 from meshtune.objectives.stages import STAGES
@@ -52,7 +52,7 @@ def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
 
 def tokenised_store(
     split: str,
-    samples: WithSystemPrompt,
+    samples: DocumentList,
     tokenizer: PreTrainedTokenizerFast,
     options: TokenOptions,
     stage: str,
@@ -60,57 +60,60 @@ def tokenised_store(
     progress: Progress | None,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[Store, TokenCounts, TemplateInfo | None]:
-    """The store of the tokenised samples, what was counted, and the chat template's properties (None for plain text).
+    """The store of the tokenised samples, the counts, and the chat template's properties (None for plain text).
 
-    `share` is the index of this host among so many that tokenise the same samples into the same cache.
+    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache.
 
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
 
-    def build() -> tuple[Iterable[Example], Callable[[], dict[str, object]]]:
-        total, conversation = TokenCounts(), False
-        makers = _makers(PartTask(tokenizer, options, stage_examples(stage)), len(samples), processes)
-
-        def report(done: int) -> None:
-            if progress is not None:
-                progress(f"tokenising {split} data", done, len(samples))
-
-        def examples() -> Iterator[Example]:
-            nonlocal conversation
-            try:
-                for part in tokenised_parts(samples, makers, directory, report, share):
-                    add_counts(total, part.counts)
-                    conversation |= part.conversation
-                    yield from part.examples
-            finally:
-                _check_unchanged(samples, directory)
-
-        def meta() -> dict[str, object]:
-            template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
-            return {"counts": dataclasses.asdict(total), "template": template}
-
-        if STAGES[stage].dataset_type == "labelled":  # companions cross the edges of parts
-            return with_companions(examples(), options.max_length), meta
-        return examples(), meta
-
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
-    key = fingerprint(samples.content_hash(), *parts)
+    basis = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
+    key = fingerprint(samples.content_hash(), *basis)
     directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
-    with contextlib.ExitStack() as processes:
-        # Stores of versions that did not look for the words of every message have no places of what they counted.
-        store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
+    total, conversation = TokenCounts(), False
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(f"tokenising {split} data", done, len(samples))
+
+    def parts() -> Iterator[ExampleArrays]:
+        nonlocal conversation
+        try:
+            for part in _parts(PartTask(tokenizer, options, stage_examples(stage)), samples, directory, report, share):
+                add_counts(total, part.counts)
+                conversation |= part.conversation
+                yield part.examples
+        finally:
+            _check_unchanged(samples, directory)
+
+    def meta() -> dict[str, object]:
+        template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
+        return {"counts": dataclasses.asdict(total), "template": template}
+
+    def build() -> tuple[Iterator[ExampleArrays], Callable[[], dict[str, object]]]:
+        if STAGES[stage].dataset_type == "labelled":  # whose companions cross the edges of parts
+            examples = (example for part in parts() for example in part)
+            return group_examples(with_companions(examples, options.max_length)), meta
+        return parts(), meta
+
+    # Stores of versions that did not look for the words of every message have no places of what they counted.
+    store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
+    return store, *_read_counts(store)
+
+
+def _read_counts(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
     stored, template = store.meta["counts"], store.meta["template"]
     names = {field.name for field in dataclasses.fields(TokenCounts)}
     counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
     counts.skipped = [(origin, reason) for origin, reason in stored["skipped"]]
-    return store, counts, TemplateInfo(**template) if template else None
+    return counts, TemplateInfo(**template) if template else None
 
 
-def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) -> None:
+def _check_unchanged(samples: DocumentList, directory: pathlib.Path | None) -> None:
     """Raises UserError if a file has changed since its records were checked, and removes the parts in `directory`,
     which may not be of the records that were checked."""
     try:
@@ -121,16 +124,41 @@ def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) 
         raise
 
 
-def _makers(task: PartTask, samples: int, processes: contextlib.ExitStack) -> list[MakePart]:
-    """What makes the parts of so many samples: processes that end with `processes`, or threads."""
-    if samples > IN_PROCESS and (count := process_count()) > 1:
-        pickled = pickle.dumps(task)
-        return [processes.enter_context(PartProcess(pickled)) for _ in range(count)]
-    return [task.maker() for _ in range(_THREADS if samples > PART else 1)]
+def _parts(
+    task: PartTask,
+    samples: DocumentList,
+    directory: pathlib.Path | None,
+    progress: Callable[[int], None],
+    share: tuple[int, int],
+) -> Iterator[Part]:
+    """The parts of some samples: one of few samples, or those that threads or processes make."""
+    if len(samples) > PART:
+        return _parts_at_once(task, samples, directory, progress, share)
+    part = make_part(samples, Tokenize(task.tokenizer, task.options), task.convert)
+    progress(len(samples))
+    return iter([part])
+
+
+def _parts_at_once(
+    task: PartTask,
+    samples: DocumentList,
+    directory: pathlib.Path | None,
+    progress: Callable[[int], None],
+    share: tuple[int, int],
+) -> Iterator[Part]:
+    with contextlib.ExitStack() as processes:
+        makers: list[MakePart]
+        if len(samples) > IN_PROCESS and (count := process_count()) > 1:
+            pickled = pickle.dumps(task)
+            makers = [processes.enter_context(PartProcess(pickled)) for _ in range(count)]
+        else:
+            makers = [task.maker() for _ in range(_THREADS)]
+        yield from tokenised_parts(samples, makers, directory, progress, share)
 
 
 def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """What ends turns beside the template, for the cache key: files other than the tokenizer's decide it."""
+    """The tokens that end turns where the template writes none, for the cache key: other files than the tokenizer's
+    decide them."""
     if not tokenizer.chat_template:
         return ()
     try:
@@ -140,7 +168,7 @@ def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
 
 
 def stage_examples(stage: str) -> StageExamples:
-    """What makes the examples of a stage."""
+    """The maker of a stage's examples."""
     properties = STAGES[stage]
     return StageExamples(properties.dataset_type, properties.has_score_head, plain_text=stage == "pt")
 
@@ -171,7 +199,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
-    """The error for a split of which no document is left, with the reasons."""
+    """The error for a split without any document left, with the reasons."""
     reasons = {
         ("contains", "contain", "nothing to train on"): counts.nothing_to_train,
         ("has", "have", "nothing to train on after truncation"): counts.nothing_after_truncation,

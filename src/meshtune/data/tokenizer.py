@@ -12,8 +12,8 @@ from meshtune.data.chat_templates import template_text
 from meshtune.data.new_tokens import NewTokens, add_tokens
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
-from meshtune.weights.gguf.directory import TOKENIZER_PROBLEM
 from meshtune.weights.hub import TOKENIZER, locate
+from meshtune.weights.safetensors_files import TOKENIZER_PROBLEM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -23,7 +23,6 @@ from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.data.overlong import positions_by_turns
 from meshtune.data.rendered import check_has_place
 from meshtune.data.token_bytes import TokenBytes
-from meshtune.data.word_ids import WordIds
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,13 +37,15 @@ _BATCH = 256  # documents given to the tokenizer at once, which works on them in
 class Example:
     """A tokenised document: `ids` int32 [n], and `weights` float32 [n], the loss weight of predicting each id.
 
-    `value` is the margin of a pair, or 1 for an answer labelled good.
+    `value` is the margin of a pair, or 1 for an answer labelled good. `extra` are bytes that a stage keeps with the
+    document, such as the columns of its record that a reward reads.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     origin: Origin
     value: float = 0.0
+    extra: bytes = b""
 
 
 class Tokenised(NamedTuple):
@@ -63,7 +64,7 @@ class Tokenised(NamedTuple):
 
 @dataclasses.dataclass
 class TokenCounts:
-    """What tokenising did to the documents.
+    """Counts of tokenised documents.
 
     `examples` are documents that were kept, `tokens` their ids and `trained_tokens` those with a weight above 0. The
     fields below `tokens_cut` count documents; reasons to leave one out come first, then warnings about those kept.
@@ -106,7 +107,6 @@ class Tokenize:
         self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()
         self._token_bytes = TokenBytes(tokenizer)
-        self._word_ids = WordIds(self._backend)
         self._chat: ChatTemplate | None = None
         self._prompt_ends: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
@@ -137,22 +137,20 @@ class Tokenize:
         Raises UserError, naming the record, if a template cannot render it (unless such records are skipped), or if it
         is too long and that is an error.
         """
-        return (example for example in self.aligned(documents) if example is not None)
+        return (example for example in self.tokenise_each(documents) if example is not None)
 
-    def aligned(self, documents: Iterable[Document], *, sides: int | None = None) -> Iterator[Example | None]:
+    def tokenise_each(self, documents: Iterable[Document], *, sides: int | None = None) -> Iterator[Example | None]:
         """One item per document: its example, or None if it has nothing to train on. Raises as calling does.
 
-        `sides` are the consecutive documents that share a prompt and are compared by their last answer; None: documents
-        stand alone, and all their answers count.
+        `sides` are the consecutive documents that share a prompt and are compared by their last answer; None:
+        documents are not compared, and all their answers count.
         """
         remaining = iter(documents)
         while batch := list(itertools.islice(remaining, _BATCH)):
             self.counts.documents += len(batch)
             masked = [(document, self._mask(document, sides)) for document in batch]
             encoded = self._encode([(document.origin, text) for document, text in masked if text is not None])
-            tokenised = [
-                None if text is None else self._with_bos_and_eos(document, next(encoded)) for document, text in masked
-            ]
+            tokenised = [None if text is None else self._finish(document, next(encoded)) for document, text in masked]
             for first in range(0, len(batch), sides or 1):
                 group = tokenised[first : first + (sides or 1)]
                 longest = max((text.last_answer for text in group if text is not None), default=0) if sides else None
@@ -218,22 +216,16 @@ class Tokenize:
         if not self._token_bytes:
             yield from map(_with_offsets, self._backend.encode_batch(texts, add_special_tokens=False))
             return
-        in_order = bool(self._word_ids)
-        for text, ids in zip(texts, self._ids(texts), strict=True):
-            ends = self._token_bytes.ends(ids, text, in_order=in_order)
+        for text, encoding in zip(texts, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            ids = np.asarray(encoding.ids, np.int32)
+            ends = self._token_bytes.ends(ids, text)
             if ends is None:  # the tokenizer changed the text, or left some out
                 yield _with_offsets(self._backend.encode(text, add_special_tokens=False))
             else:
                 yield ids, ends
 
-    def _ids(self, texts: list[str]) -> Iterator[np.ndarray]:
-        if self._word_ids:
-            return self._word_ids(texts)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return (np.asarray(encoding.ids, np.int32) for encoding in encodings)
-
     def _is_prompts_own(self, text: str, ids: np.ndarray, ends: np.ndarray, start: int, first: int) -> bool:
-        """Whether the tokens before `first` are those of the prompt alone, since a tokenizer may look ahead."""
+        """Whether the tokens before `first` are those of the prompt by itself, since a tokenizer may look ahead."""
         special = np.flatnonzero(self._is_special[np.minimum(ids[:first], len(self._is_special) - 1)])
         after = int(special[-1]) + 1 if len(special) else 0  # special tokens split the text: only the end can differ
         prompt_end = text[ends[after - 1] if after else 0 : start]
@@ -271,14 +263,17 @@ class Tokenize:
         answers = np.array([(position[start], position[end]) for start, end, _ in spans], np.int64).reshape(-1, 2)
         return Tokenised(split, np.repeat(piece_weights, lengths), answers)
 
-    def _with_bos_and_eos(self, document: Document, text: Tokenised) -> Tokenised:
+    def _finish(self, document: Document, text: Tokenised) -> Tokenised:
         """Adds the tokenizer's beginning and end to plain text; a conversation's template writes its own."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        ids, weights, answers = text
-        if isinstance(document, Conversation):
-            twice = bos is not None and ids[:2].tolist() == [bos, bos]
-            self.counts.count("double_bos", document.origin, number=int(twice))
-            return text
+        if not isinstance(document, Conversation):
+            return self._with_bos_and_eos(text)
+        bos = self.tokenizer.bos_token_id
+        twice = bos is not None and text.ids[:2].tolist() == [bos, bos]
+        self.counts.count("double_bos", document.origin, number=int(twice))
+        return text
+
+    def _with_bos_and_eos(self, text: Tokenised) -> Tokenised:
+        eos, (ids, weights, answers) = self.tokenizer.eos_token_id, text
         if len(self._bos) and not np.array_equal(ids[:1], self._bos):
             ids, weights, answers = np.concatenate([self._bos, ids]), np.concatenate([[0], weights]), answers + 1
         if eos is None:
@@ -291,39 +286,47 @@ class Tokenize:
     def _fit(self, text: Tokenised, origin: Origin, longest: int | None) -> Example | None:
         """The example, cut to `max_length`; None where nothing is left to train on, or it is dropped. `longest` is the
         length of the longest answer that it is compared with."""
-        counts, max_length, (ids, weights, answers) = self.counts, self.options.max_length, text
+        counts, ids, weights = self.counts, text.ids, text.weights
         if not np.any(weights[1:]):  # the first token is never predicted
             counts.count("nothing_to_train", origin)
             return None
-        beside = 0 if longest is None else longest - text.last_answer
-        by_turns = self.options.overlong == "turns" and len(answers) > 0
-        if len(ids) > max_length or (by_turns and len(ids) + beside > max_length):
-            if self.options.overlong == "error":
-                raise UserError(
-                    f"a document of {len(ids)} tokens, more than max_length {max_length}",
-                    where=str(origin),
-                    fix="raise data.max_length, or set data.overlong to truncate, turns or drop",
-                )
-            if self.options.overlong == "drop":
-                counts.count("dropped", origin)
-                counts.tokens_cut += len(ids)
+        by_turns = self.options.overlong == "turns" and len(text.answers) > 0
+        difference = 0 if longest is None or not by_turns else longest - text.last_answer
+        if len(ids) + max(difference, 0) > self.options.max_length:
+            positions = self._positions_that_fit(text, origin, longest, by_turns)
+            if positions is None:
                 return None
-            last_turn_first = longest is None and self.options.policy.last_turn_only
-            positions = (
-                positions_by_turns(answers, max_length, longest=longest, last_turn_first=last_turn_first)
-                if by_turns
-                else np.arange(max_length)
-            )
-            counts.count("truncated", origin)
-            counts.tokens_cut += len(ids) - len(positions)
             ids, weights = ids[positions], weights[positions]
-            if not np.any(weights[1:]):
-                counts.count("nothing_after_truncation", origin)
-                return None
         counts.examples += 1
         counts.tokens += len(ids)
         counts.trained_tokens += int(np.count_nonzero(weights[1:]))
         return Example(ids, weights, origin)
+
+    def _positions_that_fit(
+        self, text: Tokenised, origin: Origin, longest: int | None, by_turns: bool
+    ) -> np.ndarray | None:
+        """The positions of a document of more than `max_length` that are kept; None where it is left out."""
+        counts, max_length = self.counts, self.options.max_length
+        if self.options.overlong == "error":
+            raise UserError(
+                f"a document of {len(text.ids)} tokens, more than max_length {max_length}",
+                where=str(origin),
+                fix="raise data.max_length, or set data.overlong to truncate, turns or drop",
+            )
+        if self.options.overlong == "drop":
+            counts.count("dropped", origin)
+            counts.tokens_cut += len(text.ids)
+            return None
+        positions = np.arange(max_length)
+        if by_turns:
+            last_first = longest is None and self.options.policy.last_turn_only
+            positions = positions_by_turns(text.answers, max_length, longest=longest, last_turn_first=last_first)
+        counts.count("truncated", origin)
+        counts.tokens_cut += len(text.ids) - len(positions)
+        if not np.any(text.weights[positions][1:]):
+            counts.count("nothing_after_truncation", origin)
+            return None
+        return positions
 
 
 def _placeholder(answer: str) -> re.Match[str] | None:

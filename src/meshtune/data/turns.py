@@ -57,21 +57,25 @@ def locate_turn(view: Rendered, index: int, floor: int) -> Turn:
         start = len(prompt)
         if index == len(messages) - 1 and text.endswith(end.head + end.tail) and len(text) - len(end.tail) >= start:
             return Turn(start, len(text) - len(end.tail), False, bool(end.head))
-        content = conversation.messages[index].content
-        if content and end.head:
-            for written in (content, content.strip()):
-                # The whole content followed by the end of turn proves where the turn lies.
-                if text.startswith(written + end.head, start):
-                    return Turn(start, start + len(written) + len(end.head), False, True)
+    return _turn_by_content(view, index, floor, prompt if unchanged else None)
+
+
+def _turn_by_content(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:
+    """Locates a turn by its content, which the end of turn follows, or by rendering other words in its place. `prompt`
+    is the prompt of generation, if the text begins with that."""
+    text, end, content = view.text, view.chat.end_of_turn, view.conversation.messages[index].content
+    if prompt is not None and content and end.head:
+        for written in (content, content.strip()):
+            if text.startswith(written + end.head, len(prompt)):
+                return Turn(len(prompt), len(prompt) + len(written) + len(end.head), False, True)
     header = _header(view, index)
     first, last = _content_span(view, index, header)
     # Unless generation is prompted with the text itself, the turn begins where its header ends: before the first
     # character that depends on its content if the template inserts something, such as an empty block of reasoning.
-    start = len(prompt) if unchanged and prompt is not None else _end_of_header(view, header, floor, first)
-    start = max(start, floor)
+    start = max(_end_of_header(view, header, floor, first) if prompt is None else len(prompt), floor)
     last = max(last, start)
     ended = bool(end.head) and text.startswith(end.head, last)
-    return Turn(start, last + len(end.head) if ended else last, not unchanged, ended)
+    return Turn(start, last + len(end.head) if ended else last, prompt is None, ended)
 
 
 def _turn_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:
@@ -161,7 +165,7 @@ def _prompt(view: Rendered, index: int) -> str | None:
 
 
 def _header(view: Rendered, index: int) -> str:
-    """What the template writes to start the assistant's turn at `index`."""
+    """The text that the template writes to start the assistant's turn at `index`."""
     past = view.messages[:index] or [{"role": "user", "content": "question"}]
     before, prompt = view.render(past), view.render(past, generation_prompt=True)
     return prompt[len(before) :] if before is not None and prompt is not None and prompt.startswith(before) else ""

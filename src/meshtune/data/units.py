@@ -1,6 +1,6 @@
-"""Units of two documents that are trained on together: a chosen and a rejected answer, or an example and its companion.
+"""Units of documents that are trained on together: a chosen and a rejected answer, or an example and its companion.
 
-Documents 2i and 2i + 1 of a store are unit i; in a packed row they are neighbouring segments. Properties of units are
+Neighbouring documents of a store are a unit; in a packed row they are neighbouring segments. Properties of units are
 further arrays of a batch (see objectives.score.Batch).
 """
 
@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from meshtune.arrays.batch import empty_arrays
 from meshtune.data.conversation import Labelled, Pair
 from meshtune.data.store import Store
 from meshtune.data.tokens import Example, Tokenize
@@ -20,7 +21,7 @@ from meshtune.objectives.config import NllMean
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """Options of the arrays that a batch of units has beside tokens.
+    """Options of the arrays that a batch of units of `segments` documents has in addition to those of tokens.
 
     `reference` float32 [documents] are log-probabilities of a reference model. `nll` requests the weights of the first
     documents' cross-entropy, over their answers or all their tokens. With `nll_mean` pairs the weights of each unit add
@@ -28,6 +29,7 @@ class Units:
     whole store), in all updates of an epoch together.
     """
 
+    segments: int = 2
     reference: np.ndarray | None = None
     nll: Literal["answer", "all"] | None = None
     nll_mean: NllMean = "tokens"
@@ -35,24 +37,22 @@ class Units:
 
     def arrays(
         self,
-        row_values: Sequence[np.ndarray],
+        row_values: Sequence[Sequence[float]],
         row_units: Sequence[np.ndarray],
-        max_units: int,
+        sizes: Mapping[str, int],
         tokens: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
-        """The arrays of rows with the units `row_units`, whose values are `row_values`, float32: units and values
-        [rows, max_units], reference [rows, 2 * max_units], nll [rows, T]."""
-        rows = len(row_units)
-        arrays = {name: np.zeros((rows, max_units), np.float32) for name in ("units", "values")}
-        if self.reference is not None:
-            arrays["reference"] = np.zeros((rows, 2 * max_units), np.float32)
+        """The arrays of rows with the units `row_units`, whose values are `row_values`: units, values, and where they
+        are asked for reference and nll (see arrays.batch, and `sizes` of its axes)."""
+        arrays = empty_arrays(["units", "values", *(["reference"] if self.reference is not None else [])], sizes)
         for row, (units, values) in enumerate(zip(row_units, row_values, strict=True)):
             arrays["units"][row, : len(units)] = 1.0
             arrays["values"][row, : len(units)] = values
             if self.reference is not None:
-                arrays["reference"][row, : 2 * len(units)] = self.reference.reshape(-1, 2)[units].ravel()
+                of_units = self.reference.reshape(-1, self.segments)[units].ravel()
+                arrays["reference"][row, : len(of_units)] = of_units
         if self.nll is not None:
-            first = tokens["segment_ids"] % 2 == 1
+            first = (tokens["segment_ids"] > 0) & ((tokens["segment_ids"] - 1) % self.segments == 0)
             counted = first if self.nll == "all" else first & (tokens["weights"] > 0)
             if self.nll_mean == "pairs":
                 share = _reciprocal_counts(tokens["segment_ids"], counted)
@@ -70,15 +70,15 @@ def _reciprocal_counts(segment_ids: np.ndarray, counted: np.ndarray) -> np.ndarr
     return shares
 
 
-def nll_share(store: Store, nll: Literal["answer", "all"] | None) -> float | None:
-    """Units per token that `nll` counts, over a whole store; None without `nll`."""
-    if nll is None:
+def nll_share(store: Store, units: Units) -> float | None:
+    """Units per token that `units.nll` counts, over a whole store; None without it."""
+    if units.nll is None:
         return None
     tokens = 0
-    for document in range(0, len(store), 2):
+    for document in range(0, len(store), units.segments):
         start, end = store.offsets[document] + 1, store.offsets[document + 1]
-        tokens += int(end - start) if nll == "all" else int(np.count_nonzero(store.weights[start:end]))
-    return len(store) / 2 / max(1, tokens)
+        tokens += int(end - start) if units.nll == "all" else int(np.count_nonzero(store.weights[start:end]))
+    return len(store) / units.segments / max(1, tokens)
 
 
 def tokenise_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, score_position: bool = False) -> Iterator[Example]:
@@ -94,7 +94,7 @@ def tokenise_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, score_position:
             yield pair.chosen
             yield pair.rejected
 
-    examples = tokenize.aligned(sides(), sides=2)
+    examples = tokenize.tokenise_each(sides(), sides=2)
     for chosen in examples:
         rejected, pair = next(examples), pending.pop(0)
         if chosen is None or rejected is None or np.array_equal(chosen.ids, rejected.ids):
@@ -119,7 +119,7 @@ def tokenise_answers(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterato
             labels.append(sample.good)
             yield sample.document
 
-    for example in tokenize.aligned(documents(), sides=1):
+    for example in tokenize.tokenise_each(documents(), sides=1):
         good = labels.pop(0)
         if example is not None:
             yield dataclasses.replace(example, value=float(good))

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from meshtune.data.conversation import Origin, Sample
-from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, fill_row, micro_batches
+from meshtune.data.conversation import Sample
+from meshtune.data.loader import HostBatch, packed_batch, row_sizes
 from meshtune.data.packing import PackedRows, pack, shuffled, unpacked_rows
 from meshtune.data.stream import StreamPosition, unreadable
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
@@ -31,11 +31,9 @@ Examples = Callable[[Tokenize, Iterable[Sample]], Iterator[Example]]
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Tokenised samples and their rows. `rows` are indices of units (or documents): with units, examples 2i and 2i + 1
-    are unit i."""
+    """Tokenised samples and their rows. `rows` are indices of units of neighbouring examples, or of examples."""
 
     examples: Sequence[Example]
-    values: np.ndarray
     rows: PackedRows
     counts: TokenCounts
 
@@ -46,9 +44,9 @@ class Window:
 
 
 class WindowRows:
-    """Rows with room for one document of `max_length`, or for two with `units`; `batch_size` of them are an update.
+    """Rows with room for one document of `max_length`, or for a unit of them; `batch_size` rows are an update.
 
-    `examples` tokenises samples. Without `packing` every unit, or document, has a row of its own. With `skip` records
+    `examples` tokenises samples. Without `packing` every unit, or document, has its own row. With `skip` records
     that cannot be read are left out, instead of raising UserError with the record's name.
     """
 
@@ -68,7 +66,7 @@ class WindowRows:
         units: Units | None = None,
     ):
         self.documents, self.tokenize, self.examples = documents, tokenize, examples
-        self.units, self.unit_size = units, 1 if units is None else 2
+        self.units, self.unit_size = units, 1 if units is None else units.segments
         self.row_length, self.packing = max_length * self.unit_size, packing
         self.batch_size, self.accumulation = batch_size, accumulation
         self.shuffle, self.seed, self.skip = shuffle, seed, skip
@@ -116,7 +114,7 @@ class WindowRows:
         if self.units is not None:
             lengths = np.maximum(lengths, -(-self.row_length // self.max_units))
         rows = pack(lengths, order, self.row_length) if self.packing else unpacked_rows(order)
-        return Window(examples, np.array([example.value for example in examples], np.float32), rows, counts)
+        return Window(examples, rows, counts)
 
     def _samples(self, chosen: np.ndarray) -> Iterator[Sample]:
         for index in chosen:
@@ -137,23 +135,22 @@ class WindowCursor:
 
     def batch(self, step: int) -> HostBatch:
         """The next batch, as update `step`."""
-        rows, size = self.rows, self.rows.unit_size
-        shape = (rows.batch_size, rows.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
-        origins: list[list[Origin]] = []
+        rows, row_examples = self.rows, list[Sequence[Example]]()
         row_units: list[np.ndarray] = []
-        row_values: list[np.ndarray] = []
-        for row in range(rows.batch_size):
+        for _ in range(rows.batch_size):
             window, units = self._next_row()
-            documents = (size * units[:, None] + np.arange(size)).ravel().tolist()
-            examples = [window.examples[document] for document in documents]
-            fill_row({name: array[row] for name, array in arrays.items()}, examples)
-            origins.append([example.origin for example in examples[::size]])
+            documents = (rows.unit_size * units[:, None] + np.arange(rows.unit_size)).ravel()
+            row_examples.append([window.examples[document] for document in documents.tolist()])
             row_units.append(units)
-            row_values.append(window.values[size * units])
-        if rows.units is not None:
-            arrays |= rows.units.arrays(row_values, row_units, rows.max_units, arrays)
-        return micro_batches(arrays, origins, rows.accumulation, step, self.position.epoch)
+        return packed_batch(
+            row_examples,
+            row_units,
+            row_sizes(rows.batch_size, rows.row_length, rows.max_units, rows.unit_size),
+            step,
+            self.position.epoch,
+            accumulation=rows.accumulation,
+            units=rows.units,
+        )
 
     def _next_row(self) -> tuple[Window, np.ndarray]:
         """The next row's window and its units, or documents, there."""

@@ -12,7 +12,7 @@ from typing import Any
 from meshtune import json_text
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
-from meshtune.runs.output import claimed
+from meshtune.runs.output import claim_output
 
 SETTINGS = "settings.json"
 PREDICTIONS, TOTALS, TASKS = "predictions.jsonl", "metrics.json", "tasks.json"
@@ -40,7 +40,7 @@ def results_folder(
             where=str(folder),
             fix="--resume goes on with the same evaluation, --overwrite moves it aside; or give another --output",
         )
-    with claimed(folder, overwrite=overwrite) as aside:
+    with claim_output(folder, overwrite=overwrite) as aside:
         write_json(folder / SETTINGS, settings)
         yield aside
 

@@ -48,7 +48,6 @@ PERPLEXITY = {
     "metadata": {"version": 1.0},
 }
 SHOTS = {"mmlu": 5, "ceval": 5, "cmmlu": 5}  # where the protocol of a benchmark has them and lm-eval's config none
-SAMPLES_LEFT_OUT = ("doc", "resps", "filtered_resps", "arguments", "target", "doc_id", "filter", "metrics")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def held_out_loss(
     Records beyond the model's context are cut, and counted. Raises UserError where nothing can be learned from any.
     """
     tokenize = Tokenize(model.tokenizer, TokenOptions(max_length=model.engine.context, policy=policy))
-    examples = list(tokenize.aligned(record.document for record in records))
+    examples = list(tokenize.tokenise_each(record.document for record in records))
     usable = [example for example in examples if example is not None]
     if not usable:
         raise UserError(

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshtune.evaluate.predict import Predictions
 from meshtune.evaluate.statistics import TOO_FEW, Difference
-from meshtune.plan.picture import GRID, INK
+from meshtune.terminal import GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

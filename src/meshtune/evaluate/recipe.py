@@ -7,6 +7,7 @@ import tempfile
 
 from rich.console import Console
 
+from meshtune import terminal
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.evaluate.compare import Evaluation
@@ -17,12 +18,20 @@ from meshtune.evaluate.predict import PredictOptions
 from meshtune.evaluate.records import Record
 from meshtune.evaluate.report import HTML, MARKDOWN
 from meshtune.evaluate.run import BASE, Subject, evaluate_model, make_evaluation, run_data
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.runs.run_mesh import run_mesh
+from meshtune.setup.shortage import explain_shortage
 
 
-def check_evaluation(recipe: Recipe) -> None:
-    """Raises UserError for what would stop the evaluation at the end of a run: tasks, files, packages, metrics."""
+def check_evaluation(recipe: Recipe, job: Job = SINGLE_PROCESS) -> None:
+    """Raises UserError, on every process, for what would stop the evaluation at the end of a run: tasks, files,
+    packages, metrics."""
+    with raise_collectively(job, "evaluation: check"):
+        _check(recipe)
+
+
+def _check(recipe: Recipe) -> None:
     section = recipe.evaluate
     if section is None:
         return
@@ -37,10 +46,17 @@ def check_evaluation(recipe: Recipe) -> None:
 
 
 def evaluate_run(recipe: Recipe, console: Console, job: Job = SINGLE_PROCESS) -> pathlib.Path | None:
-    """Evaluates what a run made beside what it started from, on the run's mesh and by its processes; returns the folder
-    of the report (None: not asked for)."""
+    """Evaluates the result of a run and its base, on the run's mesh and by its processes; returns the folder of the
+    report, or None if the recipe has no `evaluate` section."""
     if recipe.evaluate is None:
         return None
+    again = terminal.command("eval", str(pathlib.Path(recipe.output).expanduser()), "--compare", "base")
+    with explain_shortage(lambda: f"the result is written; measure it with {again} --rows 4"):
+        return _evaluate(recipe, console, job)
+
+
+def _evaluate(recipe: Recipe, console: Console, job: Job) -> pathlib.Path:
+    assert recipe.evaluate is not None
     records, trained_on = run_data(recipe.output)
     evaluation = _evaluation(recipe, records if recipe.evaluate.held_out else [])
     output = default_output(recipe.output, "evaluation", BASE)

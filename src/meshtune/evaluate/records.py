@@ -13,7 +13,6 @@ from meshtune.data.chat import as_dicts, template_error
 from meshtune.data.conversation import Conversation, Document, Sample
 from meshtune.data.documents import load_documents
 from meshtune.data.rendered import check_has_place, check_messages_are_written, check_variables_are_read
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.turns import Rendered
 from meshtune.errors import UserError
 from meshtune.generate.prompts import chat_template, continuation_ids
@@ -49,7 +48,7 @@ def read_records(source: SourceSection, *, system: str | None = None, limit: int
     if limit is not None:
         source = source.model_copy(update={"cap": min(limit, source.cap or limit)})
     documents = load_documents(DataSection(train=[source], packing=False), seed=0).train
-    records = [record_of(number, document) for number, document in enumerate(WithSystemPrompt(documents, system))]
+    records = [record_of(number, document) for number, document in enumerate(documents.with_system(system))]
     for record in records:
         check_has_place(record.document)
     return records

@@ -13,7 +13,6 @@ from rich.console import Console
 from meshtune.config.load import load_recipe
 from meshtune.data.conversation import Sample
 from meshtune.data.documents import load_documents, open_documents
-from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.errors import UserError
 from meshtune.evaluate.compare import Evaluation, Outcome, evaluate
 from meshtune.evaluate.folder import results_folder
@@ -190,7 +189,7 @@ def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
     trained_on: Sequence[Sample] = () if recipe.data.streaming else documents.train
     if documents.validation is None:
         return [], trained_on
-    held_out = WithSystemPrompt(documents.validation, recipe.data.system)
+    held_out = documents.validation.with_system(recipe.data.system)
     return [record_of(number, document) for number, document in enumerate(held_out)], trained_on
 
 

@@ -51,7 +51,7 @@ def chat_text(
     chat = chat_template(tokenizer)
     _check(messages)
     try:
-        return chat.render(chat.adapted(messages), tools, generation_prompt=True, options=options)
+        return chat.render(chat.adapt(messages), tools, generation_prompt=True, options=options)
     except chat.failures as problem:
         error = template_error(problem, where=str(tokenizer.name_or_path))
         fix = "change the conversation, or give another chat_template"

@@ -74,7 +74,7 @@ def _config_map(command: TrainCommand, options: JobSetOptions, name: str) -> Man
 
 
 def _secret(options: JobSetOptions, name: str) -> Manifest:
-    """What the pods of this set alone know, without which nobody joins them."""
+    """Returns a secret that only the pods of this set know, and that is needed to join them."""
     metadata = {"name": name} | ({"namespace": options.namespace} if options.namespace else {})
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"job": secrets.token_hex(32)}}
 

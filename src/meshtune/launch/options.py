@@ -19,7 +19,7 @@ ACCELERATORS = r"[A-Za-z0-9.\-]+(:\d+)?"
 
 
 def check_text(name: str, text: str, allowed: str = "") -> None:
-    """Raises UserError for a control character, such as a line break, which would begin a line of its own in a file."""
+    """Raises UserError for a control character, such as a line break, which would begin a new line in a file."""
     for character in text:
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") and character not in allowed:
             raise UserError(

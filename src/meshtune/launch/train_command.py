@@ -53,7 +53,7 @@ class TrainCommand:
 
     @property
     def input_files(self) -> list[pathlib.Path]:
-        """Recipe and model, as far as they are local files: every node must see them."""
+        """Returns the recipe and the model if they are local files: every node must see them."""
         names = [str(self.recipe_file or ""), self.recipe.model.path]
         paths = [pathlib.Path(name).expanduser().absolute() for name in names if name]
         return [path for path in paths if path.exists()]
@@ -66,7 +66,8 @@ def parse_train_command(arguments: list[str]) -> TrainCommand:
 
 
 def parse_restartable_command(arguments: list[str], *, output_is_visible: bool = True) -> TrainCommand:
-    """The command for a job that a scheduler may restart: resume=true is added, which starts anew in an empty output.
+    """The command for a job that a scheduler may restart: resume=true is added, which starts from the beginning in an
+    empty output.
 
     `output_is_visible`: this machine sees the output directory at the same path as the job.
     Raises: UserError if the output is not empty and the arguments do not say resume=true, or if overwrite=true would

@@ -24,7 +24,7 @@ def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, f
 
     Raises, on every process: UserError naming the first field that differs, with both values and the processes.
     """
-    flat = {name: _shown(value) for name, value in _flatten(fields)}
+    flat = {name: _short_text(value) for name, value in _flatten(fields)}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     digests = job.exchange(f"{subject}: digest", digest)
     if len(set(digests)) == 1:
@@ -79,7 +79,7 @@ def _flatten(fields: Mapping[str, object], prefix: str = "") -> list[tuple[str, 
     return pairs
 
 
-def _shown(value: object) -> str:
+def _short_text(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     if len(text) <= MAX_SHOWN:
         return text

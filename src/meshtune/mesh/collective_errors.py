@@ -1,4 +1,5 @@
-"""Raises an error of one process on all of them: no process continues alone, and none waits for one that has failed."""
+"""Raises an error of one process on all of them: no process continues on its own, and none waits for one that has
+failed."""
 
 from __future__ import annotations
 

@@ -35,6 +35,8 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("head_dim", ()),
     ("score", ()),
     ("slots", ()),
+    ("units", ()),
+    ("segments", ()),
     ("layers", ()),
     ("whole", ()),
 )

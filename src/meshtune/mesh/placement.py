@@ -10,33 +10,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from meshtune.arrays.batch import batch_axes
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.mesh.layout import Layout
 
 HOST = "pinned_host"  # JAX's memory kind
 MIN_OFFLOAD_BYTES = 2**14  # smaller arrays stay on the device: a transfer costs more than their memory
-_TOKENS, _DOCUMENTS = ("batch", "length"), ("batch", "whole")
-# The logical axes of every array of a batch, after the axis of micro-batches.
-BATCH_AXES = {
-    "tokens": _TOKENS,
-    "targets": _TOKENS,
-    "positions": _TOKENS,
-    "rope_positions": _TOKENS,
-    "segment_ids": _TOKENS,
-    "weights": _TOKENS,
-    "nll": _TOKENS,
-    "units": _DOCUMENTS,
-    "values": _DOCUMENTS,
-    "reference": _DOCUMENTS,
-}
-
-
-def batch_axes(name: str, dimensions: int) -> tuple[str, ...]:
-    """The logical axes of an array of a batch; one of one more dimension has micro-batches in front."""
-    axes = BATCH_AXES[name]
-    assert 0 <= dimensions - len(axes) <= 1, f"{name} has {dimensions} dimensions, its axes are {axes}"
-    return ("whole", *axes)[-dimensions:]
 
 
 def shardings(abstract: Tree, layout: Layout) -> Tree:
@@ -131,7 +111,7 @@ def cast_offloaded(array: jax.Array, dtype: str) -> jax.Array:
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Tree:
     """The arrays of a batch as global arrays, sharded by rows and positions.
 
-    `arrays` are complete on every process and have the axes that BATCH_AXES lists, after one of micro-batches or
+    `arrays` are complete on every process and have the axes that arrays.batch lists, after one of micro-batches or
     without it. Each process transfers to its devices only their rows and positions. `order` permutes the positions of
     every row first (see kernels.attention.zigzag_order).
     """

@@ -1,6 +1,6 @@
 """Reads from the launcher's environment variables which process of the job this is, and the coordinator's address.
 
-Every launcher has variables of its own. JAX reads some of them too, but it ties a Slurm or Open MPI process to a single
+Every launcher has its own variables. JAX reads some of them too, but it ties a Slurm or Open MPI process to a single
 device of its node, and needs a package and permissions to query Kubernetes; so all of them are read here.
 """
 
@@ -30,8 +30,8 @@ class ProcessInfo:
     `launcher` is who launched the processes. `local_index` of `local_count` counts the processes of this host, where
     that is known. `local_devices` is how many of the visible GPUs this process uses, if that is not an even share.
     `devices_isolated` says that the launcher shows each process only its own devices, so that none have to be divided.
-    `job` is the launcher's name of the job: processes of another job are rejected. `secret` is known to the processes
-    of this job alone; without one nobody has to prove that he belongs to it.
+    `job` is the launcher's name of the job: processes of another job are rejected. `secret` is known only to the
+    processes of this job; without one nobody has to prove that he belongs to it.
     """
 
     process_index: int = 0

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class StopDecision:
-    """What all processes know about one update, equal on every process.
+    """The facts about one update that all processes share.
 
     `signal` is the highest signal number that any process received (0: none). `seconds[p]` is the time that process p
     reported for the update before.
@@ -28,7 +28,7 @@ class StopDecision:
 
 
 class StopFlag:
-    """All-gathers each process's signal and step time, beside the training step and not in it.
+    """All-gathers each process's signal and step time, outside the training step.
 
     `submit` is called after each update is dispatched, and `decision` when that update's metrics are read (one update
     later): decisions come in the order of submission, and the device is never waited for in between. All processes

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.kernels.row_order import order_by
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import ExchangeName
+from meshtune.model.compute import ExchangeName
 from meshtune.model.expert_exchange import by_all_to_all, by_gather, choose_exchange
 from meshtune.model.linear import Groups
 

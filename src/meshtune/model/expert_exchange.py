@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshtune.kernels.row_order import order_by
-from meshtune.model.config import ExchangeName
+from meshtune.model.compute import ExchangeName
 from meshtune.translatable import Translatable
 
 # (rows [R, D], experts [R, k], weights [R, k], parameters) -> sums [R, D] over the experts of this device

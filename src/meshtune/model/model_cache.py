@@ -11,7 +11,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.block import Mixer
 from meshtune.model.cache import Cache, empty
 from meshtune.model.coded_cache import coded, is_key_or_value
-from meshtune.model.config import CacheName
+from meshtune.model.compute import CacheName
 from meshtune.model.spec import ModelSpec
 
 

@@ -83,10 +83,10 @@ def without_adapters(params: Tree) -> Tree:
     return split(params, lambda path: path.rpartition("/")[2] == "adapter")[1]
 
 
-def by_side(values: Float[Array, "B S"]) -> tuple[Float[Array, "B U"], Float[Array, "B U"]]:
-    """Splits values per segment into those of the first and those of the second segment of every unit."""
-    sides = values.reshape(values.shape[0], -1, 2)
-    return sides[..., 0], sides[..., 1]
+def by_side(values: Float[Array, "B S"], unit_segments: int = 2) -> tuple[Float[Array, "B U"], ...]:
+    """Splits values per segment into those of the first segment of every unit, those of the second, and so on."""
+    sides = values.reshape(values.shape[0], -1, unit_segments)
+    return tuple(sides[..., side] for side in range(unit_segments))
 
 
 def _log_probs(

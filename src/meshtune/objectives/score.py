@@ -21,9 +21,9 @@ from meshtune.model.stacks import layers_result
 Batch = dict[str, Array]
 """tokens, targets, positions, segment_ids int32 [B, T]; weights float32 [B, T].
 
-Stages that compare answers have further float32 arrays. A unit is two neighbouring segments of a row, unit u being
-segments 2u + 1 and 2u + 2, and a row has at most U units: `units` [B, U] is 1 where a unit exists; `values` [B, U] is
-the margin of a pair or the label of an answer. Where needed, `reference` [B, 2U] is the reference model's
+Stages that compare answers have further float32 arrays. A unit is n neighbouring segments of a row, two for pairs: unit
+u is segments nu + 1 to nu + n, and a row has at most U units. `units` [B, U] is 1 where a unit exists; `values` [B, U]
+is the margin of a pair or the label of an answer. Where needed, `reference` [B, nU] is the reference model's
 log-probability of every segment, and `nll` [B, T] the weight of every target in a term of plain cross-entropy; the
 weights of one update add up to its number of units.
 """

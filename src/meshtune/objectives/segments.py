@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from meshtune.objectives.score import Batch
 
 
-def max_segments(batch: Batch) -> int:
-    """S, the largest number of segments that a row of this batch can have."""
-    return 2 * batch["units"].shape[-1] if "units" in batch else batch["segment_ids"].shape[-1]
+def max_segments(batch: Batch, unit_segments: int = 2) -> int:
+    """S, the largest number of segments that a row of this batch can have, with `unit_segments` in every unit."""
+    return unit_segments * batch["units"].shape[-1] if "units" in batch else batch["segment_ids"].shape[-1]
 
 
 def segment_sum(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], count: int) -> Float[Array, "B S"]:

@@ -54,6 +54,11 @@ class Stage(Generic[Options]):
     has_score_head: bool = False
     nll_mean: Callable[[Options], NllMean | None] = lambda options: None
 
+    @property
+    def unit_segments(self) -> int:
+        """The documents of a unit, which are neighbouring segments of one row: those that are compared."""
+        return 1 if self.dataset_type == "documents" else 2
+
 
 def _sft_mean(options: DpoConfig | SimpoConfig | CpoConfig) -> NllMean | None:
     return options.sft_mean if options.sft_weight > 0 else None

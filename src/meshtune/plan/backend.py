@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
 from meshtune.plan.compilers import compile_recipe
 from meshtune.plan.compilers.compiled import Compiled
 from meshtune.plan.compilers.find import MissingCompiler, find_compiler
 from meshtune.plan.compilers.process import Progress
-from meshtune.plan.hardware import Target
 
 CompileStep = Callable[[Recipe, Target], Compiled]
 

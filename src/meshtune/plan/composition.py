@@ -21,7 +21,7 @@ from meshtune.adapters.registry import ADAPTERS
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.model.config import OffloadName
+from meshtune.model.compute import OffloadName
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.plan.program import step_of

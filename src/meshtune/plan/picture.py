@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.plan.estimate import ROLES
+from meshtune.costs.estimate import ROLES
+from meshtune.costs.roofline import EFFICIENCY, Roofline
 from meshtune.plan.report import PlanReport
-from meshtune.plan.roofline import EFFICIENCY, Roofline
+from meshtune.terminal import GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,6 @@ COLORS = {
     "output": "#8896a5",
 }
 LIMIT, BOUND = "#d9480f", "#8896a5"
-INK, GRID = "#1f2933", "#e4e7eb"
 GIB = 2**30
 
 

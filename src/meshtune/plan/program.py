@@ -13,19 +13,18 @@ from jax.stages import Lowered, Wrapped
 
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
-from meshtune.plan.autotune import autotune, merge_decisions
-from meshtune.plan.hardware import Target
-from meshtune.plan.local_target import local_target
-from meshtune.setup.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
 from meshtune.setup.choices import Decision, compute_of
-from meshtune.setup.machine import Machine, this_machine
-from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.machine import Machine, local_target, this_machine
+from meshtune.setup.run import Run, resolve_run
+from meshtune.setup.search import autotune, merge_decisions
 from meshtune.setup.stage import row_length
+from meshtune.train.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
 from meshtune.train.step.state import TrainState
 
 DEFAULT_STEPS = 1000  # for a recipe in epochs; only a constant of the learning-rate schedule depends on it
@@ -41,7 +40,7 @@ class Program:
 
     step: Wrapped
     arguments: tuple[TrainState, Tree, Tree, jax.ShapeDtypeStruct]
-    resolved: ResolvedRun
+    run: Run
     compute: Compute
     decisions: list[Decision]
     rows: int
@@ -51,7 +50,7 @@ class Program:
 
     @property
     def layout(self) -> Layout | None:
-        return self.resolved.layout
+        return self.run.layout
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -88,26 +87,26 @@ def step_of(
         machine = Machine(target.device.platform, tuple(devices or ()), target.device.arch)
     assert machine.devices, f"no devices that describe {target}"
     recipe, autotuned = autotune(recipe, target or local_target(machine))
-    resolved = resolve_run(recipe, machine, weights=False)
+    run = resolve_run(recipe, machine, weights=False)
     accumulation = recipe.train.accumulation
-    rows, length = recipe.train.batch_size // accumulation, length or row_length(recipe)
-    if resolved.layout is not None:
-        check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
-    compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout, machine)
+    length = length or row_length(recipe)
+    if run.layout is not None:
+        check_batch(MeshConfig(**run.layout.mesh.shape), run.rows, length)
+    compute, decisions = compute_of(recipe, run.spec, run.precision, run.rows, length, run.layout, machine)
     steps = recipe.train.steps or DEFAULT_STEPS
-    optimizer, _ = optimizer_for(recipe, resolved, steps)
+    optimizer, _ = optimizer_for(run, steps)
     arguments = (
-        state_like(resolved, optimizer),
-        frozen_like(resolved),
-        batch_like(recipe, resolved, (accumulation, rows, length)),
+        state_like(run, optimizer),
+        frozen_like(run),
+        batch_like(run, (accumulation, run.rows, length)),
         jax.ShapeDtypeStruct((), np.dtype("int32")),
     )
-    if target is not None and resolved.layout is None:
+    if target is not None and run.layout is None:
         # Without a mesh, the shardings of its arguments alone tell the compiler which device the step is for.
         arguments = jax.tree.map(lambda leaf: _on(leaf, machine.devices[0]), arguments)
-    step = step_for(recipe, resolved, compute, optimizer)
-    decisions = merge_decisions(autotuned, [*resolved.decisions, *decisions])
-    return Program(step, arguments, resolved, compute, decisions, rows, length, accumulation, steps)
+    step = step_for(run, compute, optimizer)
+    decisions = merge_decisions(autotuned, [*run.decisions, *decisions])
+    return Program(step, arguments, run, compute, decisions, run.rows, length, accumulation, steps)
 
 
 def _on(leaf: jax.ShapeDtypeStruct, device: jax.Device) -> jax.ShapeDtypeStruct:

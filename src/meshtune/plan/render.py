@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune import terminal
+from meshtune.costs.roofline import EFFICIENCY
 from meshtune.mesh.config import MeshConfig
 from meshtune.plan.report import PlanReport, StepPlan
-from meshtune.plan.roofline import EFFICIENCY
-from meshtune.plan.search import Overrides
 from meshtune.setup.memory import size_in_words
+from meshtune.setup.search import override_arguments
 
 COLORS = {
     "weights": "blue",
@@ -49,19 +49,6 @@ def print_report(report: PlanReport, arguments: Sequence[str], console: Console 
     parts.append(_next_command(report, arguments))
     parts += [Text(note, style="dim") for note in _notes(report)]
     console.print(Panel(Group(*parts), title=f"[bold]{report.target}[/]", title_align="left", padding=(1, 2)))
-
-
-def override_arguments(overrides: Overrides) -> list[str]:
-    """Overrides as command-line arguments: `mesh.fsdp=8 compute.remat=full`."""
-    arguments = []
-    for key, value in overrides.items():
-        if isinstance(value, dict):
-            arguments += [f"{key}.{name}={item}" for name, item in value.items()]
-        elif isinstance(value, list):
-            arguments.append(f"{key}=[{','.join(map(str, value))}]")
-        else:
-            arguments.append(f"{key}={value}")
-    return arguments
 
 
 def format_duration(seconds: float) -> str:

@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.collectives import Collective
+from meshtune.costs.estimate import ROLES, estimated_collectives
+from meshtune.costs.hardware import Target
+from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.plan.backend import CompileStep
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.collectives import Collective
 from meshtune.plan.compilers.compiled import Compiled
-from meshtune.plan.estimate import ROLES, estimated_collectives
-from meshtune.plan.hardware import Target
-from meshtune.plan.remedies import Remedy, smallest_machine, try_remedies
-from meshtune.plan.roofline import Roofline, roofline
-from meshtune.plan.search import RESERVE, ScoredCandidate, memory_limit, open_keys, rank_candidates, score
 from meshtune.plan.updates import Updates
-from meshtune.plan.work import work_of
 from meshtune.setup.choices import Decision
 from meshtune.setup.coverage import coverage_decisions
+from meshtune.setup.remedies import Remedy, smallest_machine, try_remedies
+from meshtune.setup.search import RESERVE, ScoredCandidate, memory_limit, open_keys, rank_candidates, score, workload_of
 
 COMPILED_CANDIDATES = 3  # of a search: the best so many are compiled
 SHOWN_CANDIDATES = 12
@@ -49,7 +47,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """The plan of a recipe. `as_given` is for the recipe as it is, or for the best candidate of a search.
+    """The plan of a recipe. `as_given` is for the unchanged recipe, or for the best candidate of a search.
 
     `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
     is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe.

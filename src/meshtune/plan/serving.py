@@ -2,8 +2,8 @@
 
 Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
 cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
-the data sheet allow. The expected speed assumes the shares of both that plan.roofline assumes. What devices send each
-other is not counted.
+the data sheet allow. The expected speed assumes the shares of both that costs.roofline assumes. Messages between
+devices are not counted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 
 from meshtune.arrays.tree import named_leaves
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
+from meshtune.costs.roofline import EFFICIENCY
+from meshtune.costs.workload import PersistentArray, Workload, bytes_per_element, layout_on
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import CacheName
+from meshtune.model.compute import CacheName
 from meshtune.model.model_cache import cache_specs, check_cache, describe_cache
 from meshtune.model.spec import ModelSpec
-from meshtune.plan.candidate import PersistentArray, Workload, bytes_per_element, layout_on, workload_of
-from meshtune.plan.hardware import Target
-from meshtune.plan.roofline import EFFICIENCY
+from meshtune.setup.search import workload_of
 
 ROLES = ("frozen", "full", "adapter")  # what of a training run is there to serve
 LAYER_COPIES = 4  # of a layer's largest cache array at once, decoded to DTYPE: as XLA's GPU compilers make the step
@@ -76,7 +77,7 @@ class ServePlan:
 def serve_plan(
     recipe: Recipe, target: Target, *, rows: Sequence[int], length: int, reserve: float, cache: str | None = None
 ) -> ServePlan:
-    """What serving the recipe's model on a target takes, `reserve` of each device's memory left free.
+    """Plans a server of the recipe's model on a target, with `reserve` of each device's memory left free.
 
     The quantised base, the adapters and the whole context are those of the recipe's model; `cache` "int8" holds keys
     and values in 8 bits. Raises UserError for numbers out of range, a length beyond the context, a device of unknown
@@ -140,7 +141,7 @@ def _cache_bytes(workload: Workload, layout: Layout, length: int, cache: CacheNa
 
 
 def _step_bytes(workload: Workload, layout: Layout, length: int, cache: CacheName | None) -> float:
-    """Bytes on each device that a decode step takes for a row beside its cache.
+    """Bytes on each device that a decode step takes for a row, without its cache.
 
     Copies of a layer's largest array and of the logits: within 5% of what XLA's compilers for GPUs report for an 8B
     (tests/plan).

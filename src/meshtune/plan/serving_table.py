@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune import terminal
-from meshtune.plan.roofline import EFFICIENCY
+from meshtune.costs.roofline import EFFICIENCY
 from meshtune.plan.serving import ServePlan
 from meshtune.setup.memory import size_in_words
 

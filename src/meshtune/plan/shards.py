@@ -1,4 +1,4 @@
-"""The sharding of every persistent array of a run, from the model's config alone."""
+"""The sharding of every persistent array of a run, from only the model's config."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from jax.sharding import PartitionSpec
 from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import make_optimizer
-from meshtune.plan.autotune import autotune, merge_decisions
-from meshtune.plan.hardware import Target
-from meshtune.plan.local_target import local_target
 from meshtune.setup.choices import Decision, mesh_decisions, mesh_of, optimizer_of, precision_of
 from meshtune.setup.coverage import coverage_decisions
-from meshtune.setup.machine import this_machine
+from meshtune.setup.machine import local_target, this_machine
+from meshtune.setup.search import autotune, merge_decisions
 from meshtune.setup.start import start_of
 from meshtune.train.step.state import abstract_state
 from meshtune.weights.hub import CONFIG, locate

@@ -55,7 +55,7 @@ def _count(recipe: Recipe) -> Updates:
     total = len(documents)
     if total <= SAMPLE:
         return Updates(prepare_data(recipe, tokenizer).train.total_steps(epochs), f"{epochs:g} epochs of the data")
-    data = _sampled(recipe.data, documents.sources, SAMPLE / total)
+    data = _sample(recipe.data, documents.sources, SAMPLE / total)
     with tempfile.TemporaryDirectory(prefix="meshtune-updates-") as cache:
         # One row per update, so that a fraction of a batch is not rounded up before scaling.
         one_row = recipe.train.model_copy(update={"batch_size": 1, "micro_batch": 1})
@@ -66,7 +66,7 @@ def _count(recipe: Recipe) -> Updates:
     return Updates(updates, f"{epochs:g} epochs, estimated from {sampled:,} of {total:,} documents")
 
 
-def _sampled(data: DataSection, sources: Sequence[CheckedSource], fraction: float) -> DataSection:
+def _sample(data: DataSection, sources: Sequence[CheckedSource], fraction: float) -> DataSection:
     """The data section with this fraction of every source's records, and without validation data."""
     train = [
         section.model_copy(update={"cap": max(1, round(len(checked.usable) * fraction))})

@@ -14,7 +14,8 @@ HISTORY = ("metrics.jsonl", "samples.jsonl")
 
 
 def branch(source: pathlib.Path, step: int, output: pathlib.Path) -> None:
-    """Makes `output` a run that was stopped after update `step` of the run in `source`, from where resume=true goes on.
+    """Makes `output` a run that was stopped after update `step` of the run in `source`, from where resume=true
+    continues.
 
     Checkpoints are linked where both are on one file system, else copied.
 

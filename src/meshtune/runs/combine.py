@@ -26,7 +26,7 @@ def combine_checked(
 ) -> Combined:
     """Verifies the digests of each adapter, calls `adapters.combine.combine`, and writes digests of the result.
 
-    Raises: UserError as `combine` does, and DamagedError for an adapter whose files are not what was written.
+    Raises: UserError as `combine` does, and DamagedError for an adapter with damaged files.
     """
     for source in sources:
         check_result(pathlib.Path(source).expanduser())

@@ -64,7 +64,7 @@ def export_gguf(
         ends = read_ends(source.base, source.adapter)
         metadata |= _tokenizer_metadata(tokenizer, ends, spec)
         tied = all(part.name != "output.weight" for part in layout.parts)
-        mixture = Mixture(file_type, spec.layers, tied, _experts(layout.metadata), layout.architecture.name)
+        mixture = Mixture(file_type, spec.layers, tied, _experts(layout.metadata))
         partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
         try:
             with disk_errors(dest), new_file(partial, dest):

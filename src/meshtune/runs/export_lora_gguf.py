@@ -17,8 +17,7 @@ from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families import module_names
 from meshtune.families.gguf import GgufLayout, GgufPart, gguf_layout
-from meshtune.families.gguf.architecture import UNADAPTED
-from meshtune.families.tensors import View
+from meshtune.families.gguf.layout import STACKED
 from meshtune.quantize.gguf import TYPES
 from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
 from meshtune.runs.export_gguf import check_file, end_texts, modelfile_of
@@ -26,11 +25,14 @@ from meshtune.runs.modelfile import modelfile
 from meshtune.runs.sources import Source
 from meshtune.weights.ends import read_ends
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.gguf.file import header, read_gguf
-from meshtune.weights.gguf.writer import encoded
+from meshtune.weights.gguf.file import read_gguf
+from meshtune.weights.gguf.writer import encoded, start_file
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors, new_file
 from meshtune.weights.safetensors_files import LINK
+
+# Tensors that llama.cpp multiplies without adapters: it loads those of them, and does not apply them.
+UNADAPTED = frozenset({"per_layer_model_proj", *STACKED.values()})
 
 
 def export_lora_gguf(
@@ -70,13 +72,12 @@ def export_lora_gguf(
         "adapter.lora.alpha": alpha,
     }
     chosen = {name: (TYPES[file_type], array.shape) for name, array in tensors.items()}
-    start, offsets = header(metadata, chosen)
     partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
     tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
     try:
         with disk_errors(dest), new_file(partial, dest):
-            with partial.open("wb") as stream:
-                stream.write(start)
+            stream, offsets = start_file(partial, metadata, chosen)
+            with stream:
                 for number, (name, array) in enumerate(tensors.items(), 1):
                     stream.seek(offsets[name])
                     stream.write(encoded(name, file_type, array.reshape(-1, array.shape[-1]))[0].tobytes())
@@ -135,7 +136,7 @@ def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.n
 
 
 def _factors(part: GgufPart, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
-    """The factors of a tensor: B has its rows, in its order and with its multipliers."""
+    """The factors of a tensor: B has its rows, in its order."""
     name, rank = part.name, b.shape[-1]
     if name.removesuffix(".weight").rpartition(".")[2] in UNADAPTED:
         raise UserError(
@@ -152,9 +153,8 @@ def _factors(part: GgufPart, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarr
         )
     if part.source is not None:
         b = part.source.of_rows(rank).read(b)
-    if not part.view.is_identity or part.factors:
-        rows = View.identity(b.shape) if part.view.is_identity else part.view.of_rows(rank)
-        b = dataclasses.replace(part, view=rows, source=None, offset=0.0).to_tensor(b)
+    if not part.view.is_identity:
+        b = dataclasses.replace(part, view=part.view.of_rows(rank), source=None, offset=0.0).to_tensor(b)
     if name == "token_embd.weight":
         a = np.ascontiguousarray(a.T)
     return {f"{name}.lora_a": a, f"{name}.lora_b": b}

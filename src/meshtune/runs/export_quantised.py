@@ -27,7 +27,7 @@ from meshtune.weights.verify import probe_logits
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedExport:
-    """What was written, in which quantisation, and whether it is the base of an adapter, without it."""
+    """The written codes, their quantisation, and whether they are of an adapter's base without the adapter."""
 
     written: WrittenCodes
     config: QuantizeConfig
@@ -79,7 +79,7 @@ def export_quantised(
                 fix="leave --format out",
             )
         expected = probe_logits(params, spec)
-        leaves, changed = _merged(flatten(params), spec, adapter)
+        leaves, changed = _merge(flatten(params), spec, adapter)
         record = {"merged": {"base": str(resolved.base), "hash": hash, "into": str(config)}}
     else:
         expected, leaves = probe_logits(params, spec), flatten(params)
@@ -121,7 +121,7 @@ def _config(adapter: LoadedAdapter | None, writer: Writer) -> QuantizeConfig:
     return config
 
 
-def _merged(leaves: Leaves, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Leaves, frozenset[str]]:
+def _merge(leaves: Leaves, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Leaves, frozenset[str]]:
     """The leaves without adapters, quantised again where they were, and the paths of other leaves that changed."""
     nodes = nodes_to_write(spec, {path.rpartition("/")[0] for path in flatten(adapter.trainable)})
     part = {path: leaf for path, leaf in leaves.items() if path.rpartition("/")[0] in nodes or path == SHARED}

@@ -47,7 +47,7 @@ class MergedNumbers:
         if group in self._adapted:
             if group != self._group:
                 self._leaves.clear()
-                self._group, self._leaves = group, self._merged(group)
+                self._group, self._leaves = group, self._merge(group)
             return np.asarray(self._leaves[path][index][start:stop], np.float32)
         if (place := stack_path(path)) is not None:
             base_key, row = self._base_rows[place.key, index[0]]
@@ -59,7 +59,7 @@ class MergedNumbers:
         group = _group(path)
         return group if group in self._adapted else ""
 
-    def _merged(self, group: str) -> Leaves:
+    def _merge(self, group: str) -> Leaves:
         paths = [path for path in flatten(abstract_params(self._spec)) if _group(path) == group]
         leaves = {
             path: load_weight(self._source.base, self._spec, path, quantize=self._quantised.get(path)) for path in paths

@@ -24,7 +24,7 @@ class Turns:
     """A chat template that writes every message alike: (text before, text after) by role, and what opens an answer.
 
     `start` is what the template writes first where a conversation has no system message. With `system_in`, a system
-    message stands at the beginning of the first or the last message if that is a user's, and `start` before all.
+    message is put at the beginning of the first or the last message if that is a user's, and `start` before all.
     """
 
     delimiters: dict[str, tuple[str, str]]
@@ -112,7 +112,7 @@ def _render_of(tokenizer: PreTrainedTokenizerFast) -> Render:
 
 
 def _can_be_said(part: str) -> bool:
-    """Whether a text may stand in a TEMPLATE: Ollama leaves out what cannot be printed, but for spaces."""
+    """Whether a text may be part of a TEMPLATE: Ollama leaves out what cannot be printed, but for spaces."""
     return "{{" not in part and '"""' not in part and all(c.isprintable() or c in "\t\n\r" for c in part)
 
 

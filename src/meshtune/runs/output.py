@@ -88,7 +88,7 @@ def _unusable(output: pathlib.Path, error: OSError) -> UserError:
 
 
 @contextlib.contextmanager
-def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path | None]:
+def claim_output(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path | None]:
     """Locks `output` for this process. With `overwrite`, existing contents are first moved to another directory.
 
     Yields the directory that an earlier run was moved to, or None. The operating system releases the lock when the
@@ -97,14 +97,14 @@ def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path |
     output.mkdir(parents=True, exist_ok=True)
     aside = None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_locked(output))
+        stack.enter_context(_lock(output))
         if overwrite and _content(output):
             aside = _free_name(output)
             os.rename(output, aside)
             output.mkdir()
             if (aside / LOGS).is_dir():
                 os.rename(aside / LOGS, output / LOGS)  # they are being written: a launch adds to them
-            stack.enter_context(_locked(output))
+            stack.enter_context(_lock(output))
         yield aside
 
 
@@ -177,7 +177,7 @@ def _free_name(output: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _locked(output: pathlib.Path) -> Iterator[None]:
+def _lock(output: pathlib.Path) -> Iterator[None]:
     with (output / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from meshtune import runs
 from meshtune.errors import UserError
+from meshtune.hooks import WRITE_STATE
 from meshtune.json_text import read_json
 from meshtune.runs.output import CHECKPOINTS, is_run, read_run
 
@@ -29,8 +29,7 @@ def state_result(run: Path, name: str) -> Path:
 
     Raises UserError for a state that is not kept, naming those that are, and as train.result.states does.
     """
-    assert runs.write_state is not None
-    return runs.write_state(run, state_step(run, name))
+    return WRITE_STATE(run, state_step(run, name))
 
 
 def state_step(run: Path, name: str) -> int:

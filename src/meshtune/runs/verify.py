@@ -41,7 +41,7 @@ def check_source(directory: Path, job: Job) -> None:
 def find_damage_collectively(
     directory: Path, job: Job, *, required: bool = False, local: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """Finds the damaged files of a directory and what is wrong with each; each process of `job` hashes some of them.
+    """Finds the damaged files of a directory and the fault of each; each process of `job` hashes some of them.
 
     Every process gets the same result. A directory without digests counts as undamaged unless they are `required`.
     `local` is what `find_local_damage` has already found.

@@ -12,7 +12,7 @@ from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
-from meshtune.model.compute import Compute
+from meshtune.model.compute import Compute, Precision, RematName
 from meshtune.model.sharding import Unsplit, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
@@ -24,17 +24,6 @@ from meshtune.translatable import Translatable
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
 ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # relative to LoRA's rate, following the papers
 GENTLER = 0.1  # factor for preference stages, whose gradients do not shrink near the initial model
-
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """The dtypes of a run: frozen and trainable weights, activations (`compute`) and optimizer state (`state`)."""
-
-    name: str
-    frozen: str
-    trainable: str
-    compute: str
-    state: str
 
 
 WARNING = "warning"  # the name of a Decision that users should hardly want as it is
@@ -83,9 +72,9 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
 def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:
     """Resolves the mesh for `devices` devices and returns it with the reason.
 
-    A mesh without a -1 axis keeps its own device count. plan.autotune must have resolved 'auto' before.
+    A mesh without a -1 axis keeps its own device count. setup.search must have resolved 'auto' before.
     """
-    assert recipe.mesh != "auto", "resolve mesh=auto before (plan.autotune)"
+    assert recipe.mesh != "auto", "resolve mesh=auto before (setup.search)"
     config = recipe.mesh
     check_experts(config.ep, spec)
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), Translatable("asked for")
@@ -123,13 +112,7 @@ def compute_of(
     options = recipe.compute
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
-    remat, why = options.remat, Translatable("asked for")
-    if remat == "auto" and recipe.optimizer.layerwise:
-        remat, why = "full", Translatable("auto: each layer is made again when its update comes")
-    elif remat == "auto" and (attention_chunk or "residual" in options.offload):
-        remat, why = "full", Translatable("auto: what would be kept is far more than the residual stream")
-    elif remat == "auto":
-        remat, why = "selective", Translatable("auto: products are kept")
+    remat, why = _remat_of(recipe, attention_chunk)
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
     chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
     tokens = Decision("loss_chunk", Translatable("{count} tokens", count=chunk * rows), reason)
@@ -157,6 +140,19 @@ def compute_of(
     if options.offload:
         decisions.append(Decision("offload", ", ".join(options.offload), Translatable("asked for")))
     return compute, decisions
+
+
+def _remat_of(recipe: Recipe, attention_chunk: int | None) -> tuple[RematName, str]:
+    """Decides remat where no search has: setup.search, which `train` and `plan` run first, compares the possible ones
+    unless the optimizer fixes it."""
+    remat, offload = recipe.compute.remat, recipe.compute.offload
+    if remat != "auto":
+        return remat, Translatable("asked for")
+    if recipe.optimizer.layerwise:
+        return "full", Translatable("auto: each layer is made again when its update comes")
+    if attention_chunk or "residual" in offload:
+        return "full", Translatable("auto: what would be kept is far more than the residual stream")
+    return "selective", Translatable("auto: products are kept")
 
 
 def _block_decisions(compute: Compute, spec: ModelSpec) -> list[Decision]:

@@ -28,9 +28,10 @@ NORMS, OTHERS = Translatable("norms"), Translatable("others")
 
 
 def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
-    """What has adapters, what is trained itself, and a warning where the load-balancing loss reaches no router.
+    """Describes which modules have adapters and which are trained, and warns of a load-balancing loss that reaches no
+    router.
 
-    Of a dense model without adapters nothing is said. Raises UserError for a method that the model cannot have.
+    Returns [] for a dense model without adapters. Raises UserError for a method that the model cannot have.
     """
     if method.adapters is None and not has_experts(spec):
         return []
@@ -41,16 +42,16 @@ def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
     if config := method.adapters:
         targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
         adapted = [among.by_name[name] for name in selection.adapted]
-        value, reason = Translatable("on {parts}", parts=_counted(adapted)), listed((config.adapter, targets))
+        value, reason = Translatable("on {parts}", parts=_count_parts(adapted)), listed((config.adapter, targets))
         decisions.append(Decision("adapters", value, _with_frozen(reason, frozen)))
     if trained:
         reason = _with_frozen(Translatable("in full"), None if decisions else frozen)
-        decisions.append(Decision("trained", _counted(trained.values()), reason))
+        decisions.append(Decision("trained", _count_parts(trained.values()), reason))
     decisions += _bias_update(spec)
     return decisions + _aux_loss_warning(method, spec, among.by_name, {*selection.adapted, *trained})
 
 
-def _counted(modules: Iterable[Module]) -> str:
+def _count_parts(modules: Iterable[Module]) -> str:
     """Modules as counts by part of the model, such as "128 experts in each of 48 layers (6,144), 192 linear layers of
     attention"."""
     modules = list(modules)
@@ -118,8 +119,8 @@ def _part(module: Module) -> str:
 
 
 def _frozen_parts(among: Mapping[str, Module], chosen: set[str]) -> str | None:
-    """The parts of a mixture that stay as they are: routers, and experts where none of their matrices is chosen. None
-    if there are none."""
+    """Names the frozen parts of a mixture: routers, and experts if none of their matrices is chosen. None if there are
+    none."""
     routers = [name for name, module in among.items() if _routes(module)]
     experts = [name for name, module in among.items() if module.role == "experts"]
     if chosen.isdisjoint(experts):
@@ -130,7 +131,7 @@ def _frozen_parts(among: Mapping[str, Module], chosen: set[str]) -> str | None:
 
 
 def _bias_update(spec: ModelSpec) -> list[Decision]:
-    """What moves by the load of experts, where model.router_bias_update_rate asks for it."""
+    """Describes the biases that move by the load of experts, if model.router_bias_update_rate is set."""
     layers = [
         (kind.ffn.router.experts, kind.ffn.bias_update_rate, repeats)
         for _, repeats, kind, _ in spec.positions()

@@ -43,7 +43,7 @@ def gather_devices(job: Job) -> list[ProcessDevices]:
 
 
 def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:
-    """Renders a table with a row per host and kind of device. Defaults to the devices of this process alone."""
+    """Renders a table with a row per host and kind of device. Defaults to the devices of this process."""
     processes = processes or [local_devices()]
     several = len(processes) > 1
     table = Table(title="devices", title_justify="left")

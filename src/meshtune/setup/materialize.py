@@ -6,7 +6,6 @@ quantised and hashed like any other model, and adapters record it as their base.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,12 +21,10 @@ from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE
 from meshtune.runs.verify import find_damage_collectively
-from meshtune.setup.resolved import ResolvedRun
-from meshtune.setup.start import staged
-from meshtune.setup.start_files import write_start
+from meshtune.setup.run import Run
+from meshtune.setup.start import spec_for_stage
 from meshtune.setup.start_spec import Start
 from meshtune.weights.export import write_json
-from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors, published
 
@@ -65,11 +62,13 @@ def materialize_start(
         "vocab": start.spec.vocab,
         "new_layers": start.blocks,
     }
-    is_there = all(job.exchange("start: record", _recorded(dest) == record))
+    is_there = all(job.exchange("start: record", _read_record(dest) == record))
     damage = find_damage_collectively(dest, job, required=True) if is_there else {}
     if damage:
         log(f"what the run starts from is damaged ({damaged(dest, damage, '').what}) and is written again")
     if damage or not is_there:
+        from meshtune.setup.start_files import write_start  # exports are imported only where an adapter may be merged
+
         log(f"writing what the run starts from to {dest}")
         with published(dest, "config.json", job) as folder, raise_collectively(job, "start: files"), disk_errors(dest):
             if job.is_main_process:
@@ -77,7 +76,7 @@ def materialize_start(
                 tokenizer.save_pretrained(str(folder))
                 write_json(folder / RECORD, record)
                 write_digests(folder)
-    written = staged(load_spec(dest, start.spec.dtype)[0], recipe)
+    written = spec_for_stage(load_spec(dest, start.spec.dtype)[0], recipe)
     if (grouped(written, start.blocks) if start.blocks else written) != start.spec:
         raise UserError(
             "an adapter that is folded in makes another model of its base (its head is not the embedding any more)",
@@ -87,38 +86,20 @@ def materialize_start(
     return dest
 
 
-def materialize_base(
-    resolved: ResolvedRun,
-    recipe: Recipe,
-    output: pathlib.Path,
-    tokenizer: PreTrainedTokenizerFast,
-    base: BaseRecord,
-    job: Job,
-    log: Callable[[str], None],
-) -> tuple[ResolvedRun, BaseRecord]:
-    """Writes the base of a run if needed (`materialize_start`); returns the resolved run and the record of its base."""
-    start = resolved.start
-    if start is None or not start.changed:
-        return resolved, base
-    assert base.hash is not None
-    source = materialize_start(start, recipe, output, tokenizer, base.hash, job, log)
-    return dataclasses.replace(resolved, source=source), BaseRecord(str(source), base_hash(source), base.quantize)
-
-
-def resumed_adapter(recipe: Recipe, resolved: ResolvedRun, base: BaseRecord) -> str:
+def resumed_adapter(run: Run, base: BaseRecord) -> str:
     """Returns the hash of the adapter that a run continues from, for its record; "" if there is none.
 
     Raises: UserError for an adapter of another base, unless the recipe accepts any.
     """
-    source = resolved.method.resumes
+    source = run.method.resumes
     if source is None:
         return ""
-    if not recipe.model.any_base:
-        check_continued(source, resolved.spec, base)
+    if not run.recipe.model.any_base:
+        check_continued(source, run.spec, base)
     return f" with adapter {content_hash(source)}"
 
 
-def _recorded(dest: pathlib.Path) -> dict[str, object] | None:
+def _read_record(dest: pathlib.Path) -> dict[str, object] | None:
     """Reads the record of what the model in `dest` was made from; None if it is missing or damaged."""
     file = dest / RECORD
     try:

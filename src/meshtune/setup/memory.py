@@ -46,11 +46,11 @@ def memory_in_use() -> int:
 
 
 def memory_kind() -> str:
-    """What `memory_in_use` counts: device, or host where the devices tell nothing."""
+    """Returns which memory `memory_in_use` counts: device, or host if the devices report nothing."""
     return "device" if "bytes_in_use" in (jax.local_devices()[0].memory_stats() or {}) else "host"
 
 
 def bytes_on_each(tree: PyTree, itemsize: int | None = None) -> int:
-    """Bytes of a tree's arrays on one device; with `itemsize`, as if every number took so many."""
+    """Returns the bytes of a tree's arrays on one device; `itemsize` overrides the bytes of each number."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize) for leaf in leaves)

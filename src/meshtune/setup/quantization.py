@@ -19,8 +19,8 @@ from meshtune.setup.choices import Decision
 
 
 def quantize_decisions(arrays: PreparedModel, layout: Layout | None, quantize: QuantizeConfig | None) -> list[Decision]:
-    """The format of the quantised weights with what it takes, and which of them a mesh cannot split; of a checkpoint
-    that is published quantised also what is read wide."""
+    """Describes the format of the quantised weights, their bits, and which of them a mesh cannot split; of a checkpoint
+    that is published quantised also the weights that are read wide."""
     weights = {path: x for path, x in flatten(arrays.frozen).items() if isinstance(x, QuantisedWeight)}
     decisions = _read_wide(arrays, set(weights), quantize)
     if not weights:
@@ -44,7 +44,7 @@ def quantize_decisions(arrays: PreparedModel, layout: Layout | None, quantize: Q
 
 
 def _read_wide(arrays: PreparedModel, coded: set[str], quantize: QuantizeConfig | None) -> list[Decision]:
-    """That weights which are quantised in the checkpoint's files are read as the numbers that they stand for."""
+    """Says which weights of a quantised checkpoint are read as unquantised numbers, and why."""
     scheme, spec = arrays.spec.published, arrays.spec
     if scheme is None or (quantize is not None and quantize.quantises):
         return []

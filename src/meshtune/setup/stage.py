@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from meshtune.adapters.training_method import Method
+from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
-from meshtune.data.loader import TOKEN_ARRAYS
 from meshtune.errors import UserError
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.score import Objective
@@ -40,28 +40,28 @@ def draws(recipe: Recipe, method: Method) -> bool:
 
 
 def row_length(recipe: Recipe) -> int:
-    """Positions of a packed row: two documents of max_length fit where they are learned from two by two."""
-    return recipe.data.max_length * (1 if STAGES[recipe.stage.kind].dataset_type == "documents" else 2)
+    """Positions of a packed row, which has room for a unit of documents of max_length."""
+    return recipe.data.max_length * STAGES[recipe.stage.kind].unit_segments
 
 
 ShapeAndDtype = tuple[tuple[int, ...], np.dtype]
 
 
 def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, ShapeAndDtype]:
-    """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
+    """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
-    arrays: dict[str, ShapeAndDtype] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
-    stage = STAGES[recipe.stage.kind]
-    if stage.dataset_type == "documents":
-        return arrays
-    units = max(1, shape[-1] // (2 * PLANNED_LENGTH)) if recipe.data.packing else 1
-    arrays |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
-    if stage.nll_mean(recipe.stage) is not None:
-        arrays["nll"] = (shape, np.dtype(np.float32))
-    choice = reference_of(recipe, method)
-    if choice is not None and choice.value != BASE:
-        arrays["reference"] = ((*shape[:2], 2 * units), np.dtype(np.float32))
-    return arrays
+    (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
+    if stage.dataset_type != "documents":
+        names += ["units", "values"]
+        if stage.nll_mean(recipe.stage) is not None:
+            names.append("nll")
+        choice = reference_of(recipe, method)
+        if choice is not None and choice.value != BASE:
+            names.append("reference")
+    units = max(1, length // (stage.unit_segments * PLANNED_LENGTH)) if recipe.data.packing else 1
+    sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
+    arrays = ((name, BATCH_ARRAYS[name]) for name in names)
+    return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:

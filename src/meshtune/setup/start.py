@@ -29,7 +29,7 @@ from meshtune.weights.load import load_config, spec_of
 
 
 def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
-    """Resolves the start of a recipe's run from the config in `source` and the tokenizer alone; weights are `dtype`.
+    """Resolves the start of a recipe's run from only the config in `source` and the tokenizer; weights are `dtype`.
 
     Raises: UserError for tokens, layers or an adapter that the model cannot have.
     """
@@ -49,7 +49,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     if section.adapter is not None:
         assert method.adapters is not None, "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))
-        method = resumed_config(adapter_directory(section.adapter), staged(spec, recipe), method.adapters)
+        method = resumed_config(adapter_directory(section.adapter), spec_for_stage(spec, recipe), method.adapters)
     spec = grouped(spec, blocks) if blocks else spec
     changed = section.changed or blocks > 0
     if changed:  # it is written in the checkpoint's dtype
@@ -60,10 +60,10 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
             where="method.loftq_iterations, model",
             fix="set method.loftq_iterations=1, or make the start first and give it as model.path",
         )
-    return Start(source, config, staged(spec, recipe), method, tokens, blocks, changed)
+    return Start(source, config, spec_for_stage(spec, recipe), method, tokens, blocks, changed)
 
 
-def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
+def spec_for_stage(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
     """The model with the head that the recipe's stage needs, and what balances the load of its experts.
 
     Raises: UserError for a reward model in other stages, for a loss of experts in a model without them, and for a rate

@@ -75,7 +75,7 @@ def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterat
     copies: dict[int, list[int]] = {}
     for number, (old, _) in enumerate(layer_origins):
         copies.setdefault(old, []).append(number)
-    for name, info in _stored(source, spec).items():
+    for name, info in _source_tensors(source, spec).items():
         if spec.tied and name == tensor_name(spec, HEAD):
             continue
         if passed_through(spec, name) is not None:
@@ -94,7 +94,7 @@ def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterat
                 yield _tensor(new, info, reader, None)
 
 
-def _stored(source: pathlib.Path, spec: ModelSpec) -> dict[str, TensorInfo]:
+def _source_tensors(source: pathlib.Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Returns the tensors of the source. Weights that are published quantised have the dtype to write them in."""
     as_dtype = ST_DTYPES[stored_dtype(source, load_config(source))]
     tensors = model_tensors(source, spec.published)

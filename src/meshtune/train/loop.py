@@ -60,7 +60,7 @@ class BatchSource(Protocol):
 
 
 class LoadedBatches:
-    """Batches that are read ahead of the updates, since they depend on the step alone.
+    """Batches that are read ahead of the updates, since they depend only on the step.
 
     `iterate(start, stop)` yields the batches of the updates from `start` up to, not including, `stop`.
     """
@@ -89,8 +89,8 @@ class Task:
     `record` is the checkpoint record to start from and `epoch_at(step)` the fractional epoch. `place` puts a batch's
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
-    pairs, are optional, as are `saved(trainable, step)`, which is called after each save, and `lost_updates`, which
-    warns of updates that are rounded away. `announce(done)` says what makes the next update slower than others, if so.
+    pairs, are optional, as is `lost_updates`, which warns of updates that are rounded away. Each of `saved` is called
+    with (trainable, step) after each save. `announce(done)` says what makes the next update slower than others, if so.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -107,7 +107,7 @@ class Task:
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
-    saved: Callable[[Tree, int], None] | None = None
+    saved: Sequence[Callable[[Tree, int], None]] = ()
     lost_updates: LostUpdates | None = None
     announce: Callable[[int], str | None] = lambda done: None
 
@@ -274,8 +274,8 @@ class _Loop:
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
         self.saved = done
         self._emit(Saved(done, self.checkpoints.path(done)))
-        if self.task.saved is not None:
-            self.task.saved(self.task.shown(self.state), done)
+        for saved in self.task.saved:
+            saved(self.task.shown(self.state), done)
 
     def _emit(self, event: Event) -> None:
         self.events.emit(event)

@@ -1,6 +1,6 @@
 """Pushes what a run makes to the hub: at every n-th save in the background, and when it has ended.
 
-The repository is checked before training. From then on a push that fails is reported, and the run goes on.
+The repository is checked before training. From then on a push that fails is reported, and training continues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshtune import terminal
-from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import Tree
 from meshtune.config.hub import HubSection
 from meshtune.config.recipe import Recipe
@@ -25,8 +24,9 @@ from meshtune.hub.push import Package, push, run_base, send
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE
+from meshtune.train.assemble import LoadedRun
 from meshtune.train.result.final import export_result
-from meshtune.train.run_setup import RunSetup
+from meshtune.train.run_setup import PreparedRun
 
 STAGING = ".hub"  # in the run: the result as it was at the save that is being pushed
 
@@ -41,11 +41,12 @@ def check_hub(recipe: Recipe, job: Job) -> None:
             _open(section)
 
 
-def push_result(recipe: Recipe, output: pathlib.Path, console: Console, job: Job) -> None:
+def push_result(recipe: Recipe, console: Console, job: Job) -> None:
     """Pushes the result of a run that has ended; what the hub refuses is reported, with the command to repeat it."""
     section = recipe.hub
     if section is None or not job.is_main_process:
         return
+    output = pathlib.Path(recipe.output).expanduser()
     try:
         pushed = push(
             output,
@@ -69,11 +70,12 @@ def push_result(recipe: Recipe, output: pathlib.Path, console: Console, job: Job
 
 
 class Pusher:
-    """Pushes the result as it is at every `every`-th save. The files are written while training waits; they are sent in
+    """Pushes the current result at every `every`-th save. The files are written while training waits; they are sent in
     a thread, and a save that comes while one is being sent is left out."""
 
-    def __init__(self, setup: RunSetup, model: PreparedModel, section: HubSection):
-        self._setup, self._model, self._section = setup, model, section
+    def __init__(self, run: LoadedRun):
+        assert run.recipe.hub is not None
+        self._run, self._section = run, run.recipe.hub
         self._saves = 0
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hub")
         self._sending: concurrent.futures.Future[str] | None = None
@@ -82,10 +84,10 @@ class Pusher:
         """Called after each save by all processes of the job."""
         self._saves += 1
         every = self._section.every
-        if every is None or self._saves % every or step == self._setup.total_steps:  # the end has a push of its own
+        if every is None or self._saves % every or step == self._run.total_steps:  # the end has a push of its own
             return
         busy = self._sending is not None and not self._sending.done()
-        if self._setup.job.exchange("hub: busy", busy)[0]:
+        if self._run.job.exchange("hub: busy", busy)[0]:
             self._say(f"not pushed after update {step}: the push before it is still being sent")
             return
         self._collect()
@@ -94,45 +96,45 @@ class Pusher:
         except UserError as error:
             self._say(f"not pushed after update {step}: {_line(error)}")
             return
-        if self._setup.job.is_main_process:
+        if self._run.job.is_main_process:
             self._sending = self._pool.submit(self._send, path, step)
 
     def close(self) -> None:
         """Waits for a push under way, and removes the files that were written for it."""
         self._pool.shutdown(wait=True)
         self._collect()
-        if self._setup.job.is_main_process:
-            shutil.rmtree(self._setup.output / STAGING, ignore_errors=True)
+        if self._run.job.is_main_process:
+            shutil.rmtree(self._run.output / STAGING, ignore_errors=True)
 
     def _write(self, trainable: Tree) -> pathlib.Path:
-        setup = self._setup
-        staging = setup.output / STAGING
-        if setup.job.is_main_process:
+        run = self._run
+        staging = run.output / STAGING
+        if run.job.is_main_process:
             staging.mkdir(exist_ok=True)
         return export_result(
             staging,
-            dataclasses.replace(self._model, trainable=trainable),
-            setup.resolved.method,
-            setup.resolved.source,
-            setup.base,
-            setup.tokenizer,
-            ends=setup.ends,
-            layout=setup.resolved.layout,
-            job=setup.job,
+            dataclasses.replace(self._run.model, trainable=trainable),
+            run.method,
+            run.source,
+            run.base,
+            run.tokenizer,
+            ends=run.ends,
+            layout=run.layout,
+            job=run.job,
         )
 
     def _send(self, path: pathlib.Path, step: int) -> str:
         """Sends a result; returns what to tell the user."""
         from huggingface_hub.utils import disable_progress_bars
 
-        section, setup = self._section, self._setup
+        section, run = self._section, self._run
         disable_progress_bars()  # they would be drawn over the run's own
         try:
-            base = run_base(setup.output, section.base_model)
-            scored = setup.resolved.spec.scored
-            package = Package(path.name, path, base, setup.output, setup.resolved.source, scored)
-            with tempfile.TemporaryDirectory(dir=setup.output / STAGING) as folder:
-                message = f"After update {step} of {setup.total_steps}"
+            base = run_base(run.output, section.base_model)
+            scored = run.spec.scored
+            package = Package(path.name, path, base, run.output, run.source, scored)
+            with tempfile.TemporaryDirectory(dir=run.output / STAGING) as folder:
+                message = f"After update {step} of {run.total_steps}"
                 send(package, _open(section), pathlib.Path(folder), message=message, report=lambda text: None)
         except UserError as error:
             return f"[yellow]not pushed after update {step}: {escape(_line(error))}[/]"
@@ -142,11 +144,11 @@ class Pusher:
         if self._sending is not None:
             failure = self._sending.exception()
             text = self._sending.result() if failure is None else f"[yellow]the push failed: {escape(repr(failure))}[/]"
-            self._setup.console.print(text, soft_wrap=True)
+            self._run.console.print(text, soft_wrap=True)
             self._sending = None
 
     def _say(self, text: str) -> None:
-        _report(self._setup.console, text)
+        _report(self._run.console, text)
 
 
 def _open(section: HubSection) -> Repository:
@@ -154,13 +156,13 @@ def _open(section: HubSection) -> Repository:
     return open_repository(section.repository, token, public=section.public, overwrite=section.overwrite)
 
 
-def check_base(setup: RunSetup) -> None:
+def check_base(run: PreparedRun) -> None:
     """Raises UserError where the adapter alone would be pushed of a run that changes its base."""
-    section = setup.recipe.hub
+    section = run.recipe.hub
     if section is None:
         return
-    adapters = setup.resolved.method.adapters
-    own = adapters is not None and (adapters.changes_base or (setup.output / BASE).is_dir())
+    adapters = run.method.adapters
+    own = adapters is not None and (adapters.changes_base or (run.output / BASE).is_dir())
     if own and not section.merge:
         raise UserError(
             "this run makes a base of its own, which is not on the hub: its adapter alone would be of no use there",

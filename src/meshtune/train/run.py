@@ -13,42 +13,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 
 from meshtune import terminal
-from meshtune.adapters.method import PreparedModel
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError, counted
-from meshtune.evaluate.recipe import check_evaluation, evaluate_run
+from meshtune.hooks import SECTIONS, SectionHooks
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
-from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
+from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claim_output, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
-from meshtune.setup.parameters import InitializedRun, Parameters
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
+from meshtune.train.assemble import LoadedRun, load_run
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
-from meshtune.train.pushing import Pusher, check_base, check_hub, push_result
 from meshtune.train.report import banner, metrics_log, page, prediction, trackers
-from meshtune.train.report.console_log import ConsoleLog, logged
-from meshtune.train.report.events import Sink, opened
+from meshtune.train.report.console_log import ConsoleLog, log_console
+from meshtune.train.report.events import Sink, open_sinks
 from meshtune.train.report.plot import LossPlot
 from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
 from meshtune.train.result.final import export_result
 from meshtune.train.result.result import Result
-from meshtune.train.run_setup import RunSetup, set_up_run, with_base, with_micro_batch
+from meshtune.train.run_setup import PreparedRun, set_up_run, with_base, with_micro_batch
 from meshtune.train.shrink import CompiledShortage, runtime_fix, smaller_micro_batches
-from meshtune.train.task import Parts, make_task
+from meshtune.train.task import make_task
 
 
 def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = None) -> Result:
     """Runs a recipe, or resumes it (`recipe.resume`), and leaves everything in `recipe.output`.
 
     `job` are the processes that share the work (mesh.processes.start); all of them call this. Process 0 shows and
-    writes what is not split.
+    writes everything that is not split.
 
     Raises: UserError for whatever is wrong with recipe, data, model, disk or numbers. Ctrl-C and SIGTERM end the run
     after the update under way, saved, with `Result.interrupted` set.
@@ -56,11 +54,11 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     job = job or Job(ProcessInfo())
     console = console or terminal.console(quiet=not job.is_main_process)
     output = pathlib.Path(recipe.output).expanduser()
-    if recipe.evaluate is not None:
-        check_evaluation(recipe)
-    check_hub(recipe, job)
+    hooks = hooks_of(recipe)
+    for hook in hooks:
+        hook.check(recipe, job)
     try:
-        with logged(console) as log:
+        with log_console(console) as log:
             result = _run(recipe, output, console, log, job)
     except OSError as error:
         if _is_deleted(output, error):
@@ -77,14 +75,14 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
     if result.interrupted is None:
-        with explain_shortage(lambda: f"the result is written; measure it with {_evaluation_command(output)} --rows 4"):
-            evaluate_run(recipe, console, job)
-        push_result(recipe, output, console, job)
+        for hook in hooks:
+            hook.finish(recipe, console, job)
     return result
 
 
-def _evaluation_command(output: pathlib.Path) -> str:
-    return terminal.command("eval", str(output), "--compare", "base")
+def hooks_of(recipe: Recipe) -> list[SectionHooks]:
+    """Returns the hooks of the sections that a recipe has."""
+    return [hooks for section, hooks in SECTIONS.items() if getattr(recipe, section) is not None]
 
 
 def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
@@ -95,127 +93,128 @@ def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
 
 
 def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> Result:
-    setup = set_up_run(recipe, output, console, log, job)
-    keep = setup.recipe.checkpoint.keep
-    with _claim_output(setup), Checkpoints(output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-        setup = with_base(setup)
+    run = set_up_run(recipe, output, console, log, job)
+    keep = run.recipe.checkpoint.keep
+    with _claim_output(run), Checkpoints(output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
+        run = with_base(run)
         while True:
             with (
-                explain_shortage(lambda setup=setup: runtime_fix(setup, checkpoints.latest())),
-                _way_to_go_on(setup, checkpoints),
+                explain_shortage(lambda run=run: runtime_fix(run, checkpoints.latest())),
+                _way_to_go_on(run, checkpoints),
             ):
-                result = _train_or_shrink(setup, checkpoints)
+                result = _train_or_shrink(run, checkpoints)
             if isinstance(result, Result):
                 return result
-            setup = result
+            run = result
             gc.collect()  # the weights of the attempt before
 
 
 @contextlib.contextmanager
-def _way_to_go_on(setup: RunSetup, checkpoints: Checkpoints) -> Iterator[None]:
-    """Says how a run that a second Ctrl-C ended at once goes on from what was saved."""
+def _way_to_go_on(run: PreparedRun, checkpoints: Checkpoints) -> Iterator[None]:
+    """Prints how to continue a run that a second Ctrl-C ended at once."""
     try:
         yield
     except KeyboardInterrupt:
         saved = checkpoints.latest()
         if saved is None:
-            setup.console.print("[bold]ended at once[/], before anything was saved")
+            run.console.print("[bold]ended at once[/], before anything was saved")
         else:
-            _say_how_to_go_on(setup, f"[bold]ended at once[/]; saved is update {saved} of {setup.total_steps}")
+            _say_how_to_go_on(run, f"[bold]ended at once[/]; saved is update {saved} of {run.total_steps}")
         raise
 
 
-def _say_how_to_go_on(setup: RunSetup, status: str) -> None:
-    setup.console.print(f"{status}; to go on:")
-    line = terminal.command("train", f"{setup.output}/recipe.yaml", "--resume")
-    setup.console.print(f"  {line}", markup=False, soft_wrap=True)
+def _say_how_to_go_on(run: PreparedRun, status: str) -> None:
+    run.console.print(f"{status}; to go on:")
+    line = terminal.command("train", f"{run.output}/recipe.yaml", "--resume")
+    run.console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _train_or_shrink(setup: RunSetup, checkpoints: Checkpoints) -> Result | RunSetup:
-    """The result or, where a micro-batch that was left open did not fit, the setup with a smaller one.
+def _train_or_shrink(run: PreparedRun, checkpoints: Checkpoints) -> Result | PreparedRun:
+    """The result or, where a micro-batch that was left open did not fit, the run with a smaller one.
 
     Of several processes one alone may run out while it computes: then all end. With a checkpoint the run can go on.
     """
     try:
-        return _train(setup, checkpoints)
+        return _train(run, checkpoints)
     except (RuntimeError, MemoryError, MemoryShortage) as error:
         agreed = isinstance(error, CompiledShortage)
-        if not ran_out(error) or not setup.halves or (not agreed and setup.job.process_count > 1):
+        if not ran_out(error) or not run.halves or (not agreed and run.job.process_count > 1):
             raise
-        rows = error.rows if isinstance(error, CompiledShortage) else next(iter(smaller_micro_batches(setup)), None)
+        rows = error.rows if isinstance(error, CompiledShortage) else next(iter(smaller_micro_batches(run)), None)
         if rows is None or checkpoints.latest() is not None:
             raise
         what = error.what if isinstance(error, MemoryShortage) else as_shortage(error, "").what
-    setup.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
-    return with_micro_batch(setup, rows)
+    run.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
+    return with_micro_batch(run, rows)
 
 
 @contextlib.contextmanager
-def _claim_output(setup: RunSetup) -> Iterator[None]:
+def _claim_output(run: PreparedRun) -> Iterator[None]:
     """Holds the output directory for this job, on process 0 for all, and opens the log of the console in it."""
-    if not setup.job.is_main_process:
-        setup.job.exchange("output", None)
+    if not run.job.is_main_process:
+        run.job.exchange("output", None)
         yield
         return
-    with claimed(setup.output, overwrite=setup.recipe.overwrite) as aside:
+    with claim_output(run.output, overwrite=run.recipe.overwrite) as aside:
         if aside is not None:
-            setup.console.print(f"the old run is now in {aside}", soft_wrap=True)
-        setup.log.open(setup.output)
-        setup.job.exchange("output", None)
+            run.console.print(f"the old run is now in {aside}", soft_wrap=True)
+        run.log.open(run.output)
+        run.job.exchange("output", None)
         yield
 
 
-def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
-    console = setup.console
-    check_base(setup)
-    record = setup.record()
-    resumed = find_resume(checkpoints, record) if setup.recipe.resume else None
-    _show_resume(setup, resumed)
-    reference = Reference(setup.recipe, setup.resolved, setup.compute, setup.data, setup.job, console.print)
-    reference.from_model(setup.tokenizer)
-    initialized = _initialize(setup)
-    model, state = initialized.model, initialized.state
-    reference.from_start(model.parameters, model.spec, setup.start_hash)
+def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
+    console = run.console
+    hooks = hooks_of(run.recipe)
+    for hook in hooks:
+        if hook.start is not None:
+            hook.start(run)
+    record = run.record()
+    resumed = find_resume(checkpoints, record) if run.recipe.resume else None
+    _show_resume(run, resumed)
+    reference = Reference(run)
+    reference.from_model()
+    loaded, state = load_run(run)
+    reference.from_start(loaded.model.parameters, loaded.model.spec)
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
-    banner.show_plan(console, setup.plan(model, state), setup.decisions)
-    if record.step < setup.total_steps:
+    banner.show_plan(console, run.plan(loaded.model, state), run.decisions)
+    if record.step < run.total_steps:
         checkpoints.check_room(state)
-    if setup.job.is_main_process:
-        step, interval = resumed.step if resumed else None, setup.recipe.log.every
-        for note in metrics_log.cut_back(setup.output, step, interval=interval):
+    if run.job.is_main_process:
+        step, interval = resumed.step if resumed else None, run.recipe.log.every
+        for note in metrics_log.cut_back(run.output, step, interval=interval):
             console.print(f"[yellow]{note}[/]", highlight=False)
-        write_recipe(setup.output, setup.fields | dict.fromkeys(COMMANDS, False))
-    _write_run(setup, _facts(setup, record, "running"))
+        write_recipe(run.output, run.fields | dict.fromkeys(COMMANDS, False))
+    _write_run(run, _facts(run, record, "running"))
     # Nothing is trained with kernels whose numbers are wrong on this kind of device.
-    for line in checked_attention(setup.compute, setup.resolved.spec, setup.rows, setup.data.train.row_length):
+    for line in checked_attention(run.compute, run.spec, run.rows, run.data.train.row_length):
         console.print(line)
-    task = make_task(_parts(setup, initialized), record, state)
-    pusher = Pusher(setup, model, setup.recipe.hub) if setup.recipe.hub is not None else None
-    if pusher is not None:
-        task = dataclasses.replace(task, saved=pusher.saved)
-    probes = _step_probes(setup, task)
-    history = metrics_log.read(setup.output / metrics_log.METRICS) if setup.job.is_main_process else []
-    loss = SmoothedLoss(setup.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
+    task = make_task(loaded, record, state)
+    savers = [hook.on_save(loaded) for hook in hooks if hook.on_save is not None]
+    task = dataclasses.replace(task, saved=[saver.saved for saver in savers])
+    probes = _step_probes(run, task)
+    history = metrics_log.read(run.output / metrics_log.METRICS) if run.job.is_main_process else []
+    loss = SmoothedLoss(run.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
     with interruptible() as interrupt:
-        with opened([*_sinks(setup, record.step, history, loss), *probes]) as events:
+        with open_sinks([*_sinks(run, record.step, history, loss), *probes]) as events:
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
-    if pusher is not None:
-        pusher.close()
-    for line in prediction.summary_lines(probes, lambda fields: _write_run(setup, fields)):
+    for saver in savers:
+        saver.close()
+    for line in prediction.summary_lines(probes, lambda fields: _write_run(run, fields)):
         console.print(line)
-    if ended.interrupted is not None and ended.step < setup.total_steps:
-        return _interrupted(setup, ended, loss)
-    return _finished(setup, ended, model, checkpoints, record, task, loss)
+    if ended.interrupted is not None and ended.step < run.total_steps:
+        return _stop(run, ended, loss)
+    return _finish(loaded, ended, checkpoints, record, task, loss)
 
 
-def _show_resume(setup: RunSetup, resumed: Resumed | None) -> None:
-    console = setup.console
-    if setup.recipe.resume and resumed is None:
+def _show_resume(run: PreparedRun, resumed: Resumed | None) -> None:
+    console = run.console
+    if run.recipe.resume and resumed is None:
         console.print(
-            f"nothing to resume: {setup.output} holds no checkpoint, so the run starts from the first update",
+            f"nothing to resume: {run.output} holds no checkpoint, so the run starts from the first update",
             soft_wrap=True,
         )
     if resumed is None:
@@ -224,72 +223,41 @@ def _show_resume(setup: RunSetup, resumed: Resumed | None) -> None:
     for note in resumed.notes:
         console.print(f"[yellow]{note}[/]", highlight=False)
     try:
-        read_run(setup.output)
+        read_run(run.output)
     except DamagedError as error:
         console.print(f"[yellow]{error.what}; it is written again[/]", highlight=False)
 
 
-def _initialize(setup: RunSetup) -> InitializedRun:
-    """Loads the weights of the base and makes the first state."""
-    return Parameters(
-        recipe=setup.recipe,
-        resolved=setup.resolved,
-        compute=setup.compute,
-        data=setup.data,
-        total=setup.total_steps,
-        job=setup.job,
-        processes_a_host=setup.processes_per_host,
-        console=setup.console,
-    ).initialize()
-
-
-def _parts(setup: RunSetup, initialized: InitializedRun) -> Parts:
-    return Parts(
-        recipe=setup.recipe,
-        resolved=setup.resolved,
-        compute=setup.compute,
-        data=setup.data,
-        total=setup.total_steps,
-        tokenizer=setup.tokenizer,
-        console=setup.console,
-        model=initialized.model,
-        optimizer=initialized.optimizer,
-        schedule=initialized.schedule,
-        job=setup.job,
-        memory=setup.memory,
-    )
-
-
-def _step_probes(setup: RunSetup, task: Task) -> list[prediction.StepProbe]:
-    """What measures the step beside its prediction, on process 0."""
-    if not setup.job.is_main_process:
+def _step_probes(run: PreparedRun, task: Task) -> list[prediction.StepProbe]:
+    """Returns the probes that compare the step with its prediction, on process 0."""
+    if not run.job.is_main_process:
         return []
-    length = setup.data.train.row_length
-    return prediction.step_probes(task.step, setup.recipe, setup.target, setup.resolved.layout, length)
+    length = run.data.train.row_length
+    return prediction.step_probes(task.step, run.recipe, run.target, run.layout, length)
 
 
-def _sinks(setup: RunSetup, start: int, history: Sequence[Mapping[str, object]], loss: SmoothedLoss) -> list[Sink]:
-    log, output = setup.recipe.log, setup.output
-    if not setup.job.is_main_process:
-        return [metrics_log.ProcessLog(output, setup.job.process_index, interval=log.every)]
-    stage = STAGES[setup.recipe.stage.kind]
+def _sinks(run: PreparedRun, start: int, history: Sequence[Mapping[str, object]], loss: SmoothedLoss) -> list[Sink]:
+    log, output = run.recipe.log, run.output
+    if not run.job.is_main_process:
+        return [metrics_log.ProcessLog(output, run.job.process_index, interval=log.every)]
+    stage = STAGES[run.recipe.stage.kind]
     plot = LossPlot(
         output,
         loss,
         interval=log.plot_every,
-        title=f"{setup.resolved.source.name}, {stage.title}, {setup.recipe.method.kind}",
+        title=f"{run.source.name}, {stage.title}, {run.recipe.method.kind}",
         unit=stage.unit,
         history=history,
     )
-    progress = ProgressBar(setup.console, loss, setup.log, headline=stage.headline)
+    progress = ProgressBar(run.console, loss, run.log, headline=stage.headline)
     sinks: list[Sink] = [loss, progress, metrics_log.MetricsLog(output, interval=log.every), plot]
-    return sinks + [trackers.TRACKERS[name](output, log.project, setup.fields, start) for name in log.trackers]
+    return sinks + [trackers.TRACKERS[name](output, log.project, run.fields, start) for name in log.trackers]
 
 
-def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
-    """What run.json says of a run whatever its end."""
-    base = {name: value for name, value in dataclasses.asdict(setup.base).items() if value is not None}
-    report = setup.data.report
+def _facts(run: PreparedRun, record: Record, status: str) -> dict[str, object]:
+    """Returns the fields of run.json that every run has, however it ends."""
+    base = {name: value for name, value in dataclasses.asdict(run.base).items() if value is not None}
+    report = run.data.report
     trained_on = {
         "samples": report.samples,
         "noun": report.noun,
@@ -299,9 +267,9 @@ def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
     }
     facts: dict[str, object] = {
         "status": status,
-        "platform": setup.resolved.machine.platform,
-        "ends": list(setup.ends),
-        "total": setup.total_steps,
+        "platform": run.machine.platform,
+        "ends": list(run.ends),
+        "total": run.total_steps,
         RESULT_DIGEST: None,
         "versions": record.versions,
         "base": base,
@@ -309,21 +277,21 @@ def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
     return facts | {"data": record.data, "trained_on": trained_on}
 
 
-def _write_run(setup: RunSetup, fields: Mapping[str, object]) -> None:
-    if setup.job.is_main_process:
-        write_run(setup.output, fields)
+def _write_run(run: PreparedRun, fields: Mapping[str, object]) -> None:
+    if run.job.is_main_process:
+        write_run(run.output, fields)
 
 
-def _write_report(setup: RunSetup) -> None:
-    if setup.job.is_main_process:
-        page.write_report(setup.output)
+def _write_report(run: PreparedRun) -> None:
+    if run.job.is_main_process:
+        page.write_report(run.output)
 
 
-def _interrupted(setup: RunSetup, ended: Ended, loss: SmoothedLoss) -> Result:
-    _write_run(setup, {"status": "interrupted", "step": ended.step})
-    _write_report(setup)
-    _say_how_to_go_on(setup, f"[bold]saved[/] after update {ended.step} of {setup.total_steps}")
-    return _result(setup, ended, loss, None, ended.interrupted)
+def _stop(run: PreparedRun, ended: Ended, loss: SmoothedLoss) -> Result:
+    _write_run(run, {"status": "interrupted", "step": ended.step})
+    _write_report(run)
+    _say_how_to_go_on(run, f"[bold]saved[/] after update {ended.step} of {run.total_steps}")
+    return _result(run, ended, loss, None, ended.interrupted)
 
 
 def _is_result_best(recipe: Recipe) -> bool:
@@ -332,10 +300,9 @@ def _is_result_best(recipe: Recipe) -> bool:
     return by_default if recipe.checkpoint.result is None else recipe.checkpoint.result == "best"
 
 
-def _finished(
-    setup: RunSetup,
+def _finish(
+    run: LoadedRun,
     ended: Ended,
-    model: PreparedModel,
     checkpoints: Checkpoints,
     record: Record,
     task: Task,
@@ -343,50 +310,50 @@ def _finished(
 ) -> Result:
     state, best = ended.state, ended.early_stopping.best
     exported_step = ended.step
-    if _is_result_best(setup.recipe) and best and best.step != ended.step:
+    if _is_result_best(run.recipe) and best and best.step != ended.step:
         state, exported_step = checkpoints.restore(best.step, state), best.step
-    with setup.console.status("writing and verifying the result"):
+    with run.console.status("writing and verifying the result"):
         path = export_result(
-            setup.output,
-            dataclasses.replace(model, trainable=task.shown(state), buffers={}),
-            setup.resolved.method,
-            setup.resolved.source,
-            setup.base,
-            setup.tokenizer,
-            ends=setup.ends,
-            layout=setup.resolved.layout,
-            job=setup.job,
+            run.output,
+            dataclasses.replace(run.model, trainable=task.shown(state), buffers={}),
+            run.method,
+            run.source,
+            run.base,
+            run.tokenizer,
+            ends=run.ends,
+            layout=run.layout,
+            job=run.job,
         )
-    fields = _facts(setup, record, "finished") | {
+    fields = _facts(run, record, "finished") | {
         "step": ended.step,
         "exported_step": exported_step,
         "loss": ended.last_loss,
         "smoothed_loss": loss.value,
         "result": path.name,
     }
-    if setup.job.is_main_process:
+    if run.job.is_main_process:
         fields[RESULT_DIGEST] = read_digests(path)[1]
     if best is not None:
         fields["best"] = dataclasses.asdict(best)
-    _write_run(setup, fields)
-    _write_report(setup)
-    result = _result(setup, ended, loss, path, None)
-    banner.show_summary(setup.console, result, exported_step)
+    _write_run(run, fields)
+    _write_report(run)
+    result = _result(run, ended, loss, path, None)
+    banner.show_summary(run.console, result, exported_step)
     return result
 
 
 def _result(
-    setup: RunSetup, ended: Ended, loss: SmoothedLoss, path: pathlib.Path | None, interrupted: int | None
+    run: PreparedRun, ended: Ended, loss: SmoothedLoss, path: pathlib.Path | None, interrupted: int | None
 ) -> Result:
     return Result(
-        output=setup.output,
+        output=run.output,
         steps=ended.step,
-        total=setup.total_steps,
+        total=run.total_steps,
         loss=ended.last_loss,
         eval_loss=ended.last_evaluation,
         best=ended.early_stopping.best,
         path=path,
-        seconds=time.monotonic() - setup.started,
+        seconds=time.monotonic() - run.started,
         interrupted=interrupted,
         smoothed_loss=loss.value,
     )

@@ -15,6 +15,7 @@ from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
+from meshtune.costs.hardware import Target
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
@@ -25,19 +26,16 @@ from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
-from meshtune.plan.autotune import autotune, merge_decisions
-from meshtune.plan.fit import MemoryCheck
-from meshtune.plan.hardware import Target
-from meshtune.plan.local_target import local_target
-from meshtune.plan.search import MICRO, apply_overrides
 from meshtune.runs.output import RECIPE, check_output
 from meshtune.runs.verify import check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
 from meshtune.setup.devices import device_table, gather_devices, hosts
-from meshtune.setup.machine import this_machine
-from meshtune.setup.materialize import materialize_base, resumed_adapter
-from meshtune.setup.memory import bytes_on_each, free_memory
-from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.fit import MemoryCheck
+from meshtune.setup.machine import local_target, this_machine
+from meshtune.setup.materialize import materialize_start, resumed_adapter
+from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
+from meshtune.setup.run import Run, resolve_run
+from meshtune.setup.search import MICRO, apply_overrides, autotune, merge_decisions
 from meshtune.setup.shortage import MemoryShortage
 from meshtune.setup.stage import reference_of
 from meshtune.train.checkpoint.record import Record, versions
@@ -54,21 +52,18 @@ TOO_LARGE = "this is not expected to fit"
 
 
 @dataclasses.dataclass(frozen=True)
-class RunSetup:
-    """A run whose every open choice is resolved, with its data prepared; no weights are loaded yet.
+class PreparedRun(Run):
+    """A run with its data prepared and all choices made, before any weight is loaded: the second stage.
 
-    `recipe` has no key left at 'auto' that `autotune` decides, and `fields` are its values for JSON. The run makes
-    `total_steps` updates. `adapter` names the adapter that it continues from, if any, by its hash. `memory` is what is
-    compared with the memory that is free.
+    `requested` is the recipe as it was given, and `free` the memory that was free when the run began. The run makes
+    `total_steps` updates. `adapter` names the adapter that it continues from, if any, by its hash.
     """
 
-    recipe: Recipe
-    fields: dict[str, object]
+    requested: Recipe
     output: pathlib.Path
     console: Console
     log: ConsoleLog
     job: Job
-    resolved: ResolvedRun
     target: Target
     tokenizer: PreTrainedTokenizerFast
     data: PreparedData
@@ -76,46 +71,49 @@ class RunSetup:
     compute: Compute
     base: BaseRecord
     adapter: str
-    decisions: list[Decision]
     processes_per_host: int
+    free: FreeMemory
     started: float
-    memory: MemoryCheck
 
     @property
-    def rows(self) -> int:
-        """Rows of a micro-batch."""
-        return self.recipe.train.batch_size // self.recipe.train.accumulation
+    def fields(self) -> dict[str, object]:
+        """The resolved recipe as values for JSON."""
+        return self.recipe.model_dump(mode="json")
+
+    @property
+    def memory(self) -> MemoryCheck:
+        """The comparison of what the run needs with the memory that is free."""
+        length = self.data.train.row_length
+        return MemoryCheck(self.requested, self.recipe, self.target, self.layout, length, self.free)
 
     @property
     def start_hash(self) -> str:
-        """What identifies the weights that the run starts from."""
+        """Identifies the weights that the run starts from."""
         return f"{self.base.hash}{self.adapter}"
 
     @property
     def ends(self) -> tuple[int, ...]:
         """The ids at which the chat template ends the answers that are trained on; none of plain text or scores."""
-        if self.data.report.template is None or self.resolved.spec.scored:
+        if self.data.report.template is None or self.spec.scored:
             return ()
         end = ChatTemplate(self.tokenizer).end_of_turn.token
         return () if end is None else (end,)
 
     def record(self) -> Record:
         """The checkpoint record of the run's start."""
-        recipe = self.fields
-        return Record(
-            0, self.recipe.seed, recipe, self.base.path, self.start_hash, self.data.fingerprint, versions=versions()
-        )
+        seed, data = self.recipe.seed, self.data.fingerprint
+        return Record(0, seed, self.fields, self.base.path, self.start_hash, data, versions=versions())
 
     @property
     def halves(self) -> bool:
         """Whether a micro-batch that does not fit is made smaller."""
-        return self.memory.recipe.train.micro_batch == "auto"
+        return self.requested.train.micro_batch == "auto"
 
     def plan(self, model: PreparedModel, state: TrainState) -> banner.Plan:
         """The run in numbers, for the banner."""
-        recipe, report, method = self.recipe, self.data.report, self.resolved.method
+        recipe, report, method = self.recipe, self.data.report, self.method
         gradients = 0 if recipe.optimizer.layerwise else bytes_on_each(model.trainable, itemsize=4)
-        optimizer = optimizer_of(recipe, self.resolved.precision)
+        optimizer = optimizer_of(recipe, self.precision)
         return banner.Plan(
             model=recipe.model.path,
             family=model.spec.family,
@@ -132,7 +130,7 @@ class RunSetup:
         )
 
 
-def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> RunSetup:
+def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> PreparedRun:
     """Resolves a recipe for the devices of `job`, prepares its data, and shows the devices; writes nothing to `output`.
 
     All processes of the job call this. Raises: UserError for whatever can be known to be wrong by now.
@@ -150,31 +148,31 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     target = local_target(machine, host_count)
     requested = with_saved_micro_batch(recipe, output, job)
     recipe, autotuned = autotune(requested, target, job)
-    resolved = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
-    check_source(resolved.source, job)
-    reference = reference_of(recipe, resolved.method)
-    tokenizer, _ = tokenizer_of(recipe.model, resolved.source)
+    run = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
+    check_source(run.source, job)
+    reference = reference_of(recipe, run.method)
+    tokenizer, _ = tokenizer_of(recipe.model, run.source)
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
-        data = _prepare_data(recipe, resolved, tokenizer, console, share)
-    rows, length = recipe.train.batch_size // recipe.train.accumulation, data.train.row_length
-    if resolved.layout is not None:
-        check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
-    compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout)
+        data = _prepare_data(run, tokenizer, console, share)
+    length = data.train.row_length
+    if run.layout is not None:
+        check_batch(MeshConfig(**run.layout.mesh.shape), run.rows, length)
+    compute, decisions = compute_of(recipe, run.spec, run.precision, run.rows, length, run.layout)
     decisions += [] if reference is None else [reference]
     total = recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
-    decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, rows)]
-    base = BaseRecord(recipe.model.path, base_hash(resolved.source), recorded(resolved.quantize))
-    adapter = resumed_adapter(recipe, resolved, base)
+    decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, run.rows)]
+    base = BaseRecord(recipe.model.path, base_hash(run.source), recorded(run.quantize))
+    adapter = resumed_adapter(run, base)
     inputs = {"base model": base.hash, "training data": data.fingerprint, "adapter": adapter}
     require_agreement(job, "what they read", inputs, fix="give every host the same files")
-    setup = RunSetup(
-        recipe=recipe,
-        fields=recipe.model_dump(mode="json"),
+    run = dataclasses.replace(run, decisions=merge_decisions(autotuned, [*run.decisions, *decisions]))
+    prepared = PreparedRun(
+        **vars(run),
+        requested=requested,
         output=output,
         console=console,
         log=log,
         job=job,
-        resolved=resolved,
         target=target,
         tokenizer=tokenizer,
         data=data,
@@ -182,16 +180,15 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         compute=compute,
         base=base,
         adapter=adapter,
-        decisions=merge_decisions(autotuned, [*resolved.decisions, *decisions]),
         processes_per_host=max(1, len(processes) // host_count),
+        free=free_memory(job, target.per_host),
         started=started,
-        memory=MemoryCheck(requested, recipe, target, resolved.layout, length, free_memory(job, target.per_host)),
     )
-    return _fitting(setup)
+    return _fitting(prepared)
 
 
 def warm_up_warning(recipe: Recipe, total: int) -> list[Decision]:
-    """A warning where a warm-up takes a tenth of the updates and more, of which the first changes nothing."""
+    """Warns of a warm-up that takes a tenth of the updates or more: its first update changes nothing."""
     warmup = recipe.optimizer.warmup(total)
     if not warmup or 10 * warmup < total or recipe.optimizer.warmup_steps is not None:
         return []
@@ -224,79 +221,69 @@ def with_saved_micro_batch(recipe: Recipe, output: pathlib.Path, job: Job) -> Re
     return apply_overrides(recipe, {MICRO: saved}) if fits else recipe
 
 
-def _fitting(setup: RunSetup) -> RunSetup:
-    """The setup if it is expected to fit the memory that is free, or with a smaller micro-batch where that is open.
+def _fitting(run: PreparedRun) -> PreparedRun:
+    """The run if it is expected to fit the memory that is free, or with a smaller micro-batch where that is open.
 
     Raises: MemoryShortage if it is not, and compute.memory_check is on. All processes decide alike.
     """
-    shortage = setup.memory.before_loading()
-    shrinks = shortage is not None and setup.halves and setup.recipe.compute.memory_check
-    rows = setup.memory.micro_batch() if shrinks else None
+    shortage = run.memory.before_loading()
+    shrinks = shortage is not None and run.halves and run.recipe.compute.memory_check
+    rows = run.memory.micro_batch() if shrinks else None
     fields = None if shortage is None else [shortage.what, shortage.where, shortage.fix, rows]
-    fields = setup.job.exchange("memory check", fields)[0]
+    fields = run.job.exchange("memory check", fields)[0]
     if fields is None:
-        return setup
+        return run
     problem, where, fix, rows = fields
     if rows is not None:
-        setup.console.print(f"[yellow]{problem}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
-        return _fitting(with_micro_batch(setup, rows))
-    if setup.recipe.compute.memory_check:
+        run.console.print(f"[yellow]{problem}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
+        return _fitting(with_micro_batch(run, rows))
+    if run.recipe.compute.memory_check:
         raise MemoryShortage(problem, where=where, fix=fix)
     warning = Decision(WARNING, TOO_LARGE, f"{problem}; compute.memory_check is off")
-    return dataclasses.replace(setup, decisions=[warning, *setup.decisions])
+    return dataclasses.replace(run, decisions=[warning, *run.decisions])
 
 
-def with_micro_batch(setup: RunSetup, rows: int) -> RunSetup:
-    """The setup of the same run with micro-batches of `rows` rows."""
-    recipe = apply_overrides(setup.recipe, {MICRO: rows})
-    quiet = terminal.console(quiet=True)
-    data = _prepare_data(recipe, setup.resolved, setup.tokenizer, quiet, (0, 1))
-    arguments = recipe, setup.resolved.spec, setup.resolved.precision, rows, data.train.row_length
-    compute, decisions = compute_of(*arguments, setup.resolved.layout)
+def with_micro_batch(run: PreparedRun, rows: int) -> PreparedRun:
+    """The same run with micro-batches of `rows` rows."""
+    recipe = apply_overrides(run.recipe, {MICRO: rows})
+    run = dataclasses.replace(run, recipe=recipe)
+    data = _prepare_data(run, run.tokenizer, terminal.console(quiet=True), (0, 1))
+    compute, decisions = compute_of(recipe, run.spec, run.precision, rows, data.train.row_length, run.layout)
     fresh = {choice.name: choice for choice in decisions}
     chosen = Decision("micro_batch", counted(rows, "row"), "auto: made smaller until it fits")
     outdated = (chosen.name, TOO_LARGE)
-    remaining = (choice for choice in setup.decisions if choice.name not in outdated and choice.value not in outdated)
-    decisions = [fresh.get(choice.name, choice) for choice in remaining]
-    return dataclasses.replace(
-        setup,
-        recipe=recipe,
-        fields=recipe.model_dump(mode="json"),
-        data=data,
-        compute=compute,
-        decisions=[*decisions, chosen],
-        memory=dataclasses.replace(setup.memory, resolved=recipe),
-    )
+    remaining = (choice for choice in run.decisions if choice.name not in outdated and choice.value not in outdated)
+    decisions = [*(fresh.get(choice.name, choice) for choice in remaining), chosen]
+    return dataclasses.replace(run, data=data, compute=compute, decisions=decisions)
 
 
-def with_base(setup: RunSetup) -> RunSetup:
-    """The setup with the model that the run starts from written to its output, where it is not one as published."""
-    resolved, base = materialize_base(
-        setup.resolved, setup.recipe, setup.output, setup.tokenizer, setup.base, setup.job, setup.console.print
-    )
-    return dataclasses.replace(setup, resolved=resolved, base=base)
+def with_base(run: PreparedRun) -> PreparedRun:
+    """The run with the model that it starts from written to its output, where that is not a published one."""
+    if not run.start.changed:
+        return run
+    assert run.base.hash is not None
+    arguments = run.output, run.tokenizer, run.base.hash, run.job, run.console.print
+    source = materialize_start(run.start, run.recipe, *arguments)
+    base = BaseRecord(str(source), base_hash(source), run.base.quantize)
+    return dataclasses.replace(run, source=source, base=base)
 
 
 def _prepare_data(
-    recipe: Recipe,
-    resolved: ResolvedRun,
-    tokenizer: PreTrainedTokenizerFast,
-    console: Console,
-    share: tuple[int, int],
+    run: Run, tokenizer: PreTrainedTokenizerFast, console: Console, share: tuple[int, int]
 ) -> PreparedData:
     clock = ProgressClock()
     with console.status("reading data") as status:
         data = prepare_data(
-            recipe,
+            run.recipe,
             tokenizer,
-            vocab=resolved.spec.vocab,
+            vocab=run.spec.vocab,
             progress=lambda activity, done, of: status.update(clock.line(activity, done, of)),
             share=share,
         )
     for report in (data.report, data.validation_report):
         for warning in report.warnings if report else ():
             console.print(f"[yellow]{report.split} data:[/] {warning}" if report else "")
-    longest, context = recipe.data.max_length, resolved.spec.max_length
+    longest, context = run.recipe.data.max_length, run.spec.max_length
     if context and longest > context:
         console.print(f"[yellow]data.max_length {longest} is beyond the model's context of {context} tokens[/]")
     return data

@@ -8,10 +8,10 @@ from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.sharding import check_batch
-from meshtune.plan.fit import MemoryCheck
+from meshtune.setup.fit import MemoryCheck
 from meshtune.setup.memory import free_memory
 from meshtune.setup.shortage import MemoryShortage, size_in_words
-from meshtune.train.run_setup import RunSetup
+from meshtune.train.run_setup import PreparedRun
 
 
 class CompiledShortage(MemoryShortage):
@@ -40,26 +40,26 @@ def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job
     raise error
 
 
-def smaller_micro_batches(setup: RunSetup) -> Iterator[int]:
+def smaller_micro_batches(run: PreparedRun) -> Iterator[int]:
     """Micro-batches of at most half the rows that batch and mesh allow, largest first."""
-    recipe, layout = setup.recipe, setup.resolved.layout
+    recipe, layout = run.recipe, run.layout
     if recipe.optimizer.in_backward:
         return
-    for rows in range(setup.rows // 2, 0, -1):
+    for rows in range(run.rows // 2, 0, -1):
         if recipe.train.batch_size % rows:
             continue
         try:
             if layout is not None:
-                check_batch(MeshConfig(**layout.mesh.shape), rows, setup.data.train.row_length)
+                check_batch(MeshConfig(**layout.mesh.shape), rows, run.data.train.row_length)
         except UserError:
             continue
         yield rows
 
 
-def runtime_fix(setup: RunSetup, saved: int | None) -> str:
+def runtime_fix(run: PreparedRun, saved: int | None) -> str:
     """Suggests changes for a run that ran out of memory while it loaded or computed; `saved` is its last checkpoint."""
-    recipe, compute, length = setup.recipe, setup.compute, setup.data.train.row_length
-    fixes = [f"train.micro_batch={rows} (the result stays the same)" for rows in smaller_micro_batches(setup)][:1]
+    recipe, compute, length = run.recipe, run.compute, run.data.train.row_length
+    fixes = [f"train.micro_batch={rows} (the result stays the same)" for rows in smaller_micro_batches(run)][:1]
     if compute.remat != "full":
         fixes.append("compute.remat=full")
     if "residual" not in compute.offload and compute.platform != "cpu":

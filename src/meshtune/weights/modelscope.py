@@ -37,15 +37,17 @@ def is_default() -> bool:
 def download_model(repository: str, revision: str | None, allow: Sequence[str], ignore: Sequence[str]) -> Path:
     """The local directory of a model's files that match `allow` and not `ignore`. Raises UserError without the package,
     and for whatever ModelScope refuses."""
-    return _download("snapshot_download", repository, revision, allow_patterns=[*allow], ignore_patterns=[*ignore])
+    return _call_modelscope(
+        "snapshot_download", repository, revision, allow_patterns=[*allow], ignore_patterns=[*ignore]
+    )
 
 
 def download_data(repository: str, revision: str | None) -> Path:
     """The local directory of a data set's files. Raises as `download_model` does."""
-    return _download("dataset_snapshot_download", repository, revision)
+    return _call_modelscope("dataset_snapshot_download", repository, revision)
 
 
-def _download(function: str, repository: str, revision: str | None, **patterns: Any) -> Path:
+def _call_modelscope(function: str, repository: str, revision: str | None, **patterns: Any) -> Path:
     where = f"{PREFIX}{repository}" + (f", revision '{revision}'" if revision else "")
     try:
         from modelscope.hub import errors  # pyright: ignore[reportMissingImports]

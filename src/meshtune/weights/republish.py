@@ -120,13 +120,13 @@ def republish(
     moved: dict[str, float] = {}
 
     def tensors_of(reader: TensorReader) -> Iterator[NewTensor]:
-        return _tensors(changed, spec, source, reader, moved)
+        return _republished_tensors(changed, spec, source, reader, moved)
 
     difference = publish_model(publication, source, load_config(source), tensors_of, expected, progress)
     return Republished(publication.dest, len(moved), max(moved.values(), default=0.0), difference)
 
 
-def _tensors(
+def _republished_tensors(
     changed: Leaves, spec: ModelSpec, source: Path, reader: TensorReader, moved: dict[str, float]
 ) -> Iterator[NewTensor]:
     """Every tensor of the source's files, in their order."""

@@ -15,7 +15,7 @@ from meshtune.config.foreign.keys import TABLES, markdown
 from meshtune.config.load import load_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Origin
-from meshtune.data.formats import stanford_alpaca
+from meshtune.data.formats.stanford_alpaca import STANFORD_ALPACA
 from meshtune.errors import UserError
 
 
@@ -78,8 +78,8 @@ def test_prompts_of_axolotl_that_are_texts_are_written_in_its_words(recipe_of):
 
     def prompt(prompts, record=record):
         source = recipe_of(AXOLOTL | {"datasets": [{"path": "d", "type": prompts}]}).data.train[0]
-        fields = stanford_alpaca.FORMAT.resolve(source.columns)
-        return stanford_alpaca.convert(record, fields, source.tags, Origin("d", 0)).prompt
+        fields = STANFORD_ALPACA.resolve(source.columns)
+        return STANFORD_ALPACA.convert(record, fields, source.tags, Origin("d", 0)).prompt
 
     below = "Below is an instruction that describes a task"
     write = "Write a response that appropriately completes the request."

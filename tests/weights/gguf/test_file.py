@@ -10,8 +10,9 @@ import pytest
 
 from meshtune.errors import UserError
 from meshtune.quantize.gguf import TYPES
-from meshtune.weights.gguf.file import header, read_gguf
+from meshtune.weights.gguf.file import read_gguf
 from meshtune.weights.gguf.tensors_in import small_tensor
+from meshtune.weights.gguf.writer import start_file
 
 METADATA = {
     "general.architecture": "llama",
@@ -27,13 +28,18 @@ METADATA = {
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
-    start, offsets = header(METADATA, {"a.weight": (TYPES["F32"], (2, 3)), "b.weight": (TYPES["F16"], (4,))})
-    content = bytearray(offsets["b.weight"] + 8)
-    content[: len(start)] = start
-    content[offsets["a.weight"] : offsets["a.weight"] + 24] = matrix.tobytes()
-    content[offsets["b.weight"] :] = np.ones(4, np.float16).tobytes()
-    (tmp_path / "m.gguf").write_bytes(bytes(content))
+    tensors = {"a.weight": (TYPES["F32"], (2, 3)), "b.weight": (TYPES["F16"], (4,))}
+    stream, offsets = start_file(tmp_path / "m.gguf", METADATA, tensors)
+    with stream:
+        for name, array in (("a.weight", matrix), ("b.weight", np.ones(4, np.float16))):
+            stream.seek(offsets[name])
+            stream.write(array.tobytes())
     return tmp_path / "m.gguf"
+
+
+def without_tensors(file: Path, metadata: dict) -> Path:
+    start_file(file, metadata, {})[0].close()
+    return file
 
 
 def test_a_header_is_read_by_the_package_gguf(file: Path):
@@ -124,17 +130,16 @@ def test_an_unknown_type_is_named(file: Path):
 @pytest.mark.parametrize("alignment", [0, 3, 33, 2**31, -8, "32", 32.0, True, [32]])
 def test_an_alignment_that_is_no_power_of_two_is_refused(tmp_path: Path, alignment):
     """llama.cpp refuses it as well: another one would read the tensors from elsewhere than they were written."""
-    start, _ = header(METADATA | {"general.alignment": alignment}, {})
-    (tmp_path / "m.gguf").write_bytes(start)
+    file = without_tensors(tmp_path / "m.gguf", METADATA | {"general.alignment": alignment})
     with pytest.raises(UserError, match=r"general\.alignment is"):
-        read_gguf(tmp_path / "m.gguf")
+        read_gguf(file)
 
 
 @pytest.mark.parametrize("count", ["2", 2.0, -1, [1], 2**40])
 def test_a_number_of_parts_that_is_none_is_refused(tmp_path: Path, count):
-    (tmp_path / "m.gguf").write_bytes(header(METADATA | {"split.count": count}, {})[0])
+    file = without_tensors(tmp_path / "m.gguf", METADATA | {"split.count": count})
     with pytest.raises(UserError, match=r"split\.count is|is one of the|metadata"):
-        read_gguf(tmp_path / "m.gguf")
+        read_gguf(file)
 
 
 def test_names_given_twice_overlaps_and_gaps_are_refused(file: Path):

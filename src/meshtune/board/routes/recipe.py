@@ -28,8 +28,8 @@ from meshtune.config.recipe import DEFAULT_EPOCHS
 from meshtune.config.renamed import with_current_names
 from meshtune.config.schema import json_schema
 from meshtune.config.short_forms import written_out
+from meshtune.costs.hardware import known_devices
 from meshtune.errors import UserError
-from meshtune.plan.hardware import known_devices
 from meshtune.setup.choices import learning_rate_of
 
 RECIPE_FILES = 200  # shown of the root

@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshtune.data.formats import (
-    alpaca,
-    hermes,
-    hints,
-    labelled,
-    messages,
-    preference,
-    prompt_completion,
-    sharegpt,
-    stanford_alpaca,
-    text,
-    xlam,
-)
+from meshtune.data.formats import hints
+from meshtune.data.formats.alpaca import ALPACA
+from meshtune.data.formats.hermes import HERMES
+from meshtune.data.formats.labelled import LABELLED_FORMATS
 from meshtune.data.formats.meanings import FIELDS
+from meshtune.data.formats.messages import MESSAGES
+from meshtune.data.formats.preference import PREFERENCE_FORMATS
+from meshtune.data.formats.prompt_completion import PROMPT_COMPLETION
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.sharegpt import SHAREGPT
+from meshtune.data.formats.stanford_alpaca import STANFORD_ALPACA
+from meshtune.data.formats.text import TEXT
+from meshtune.data.formats.xlam import XLAM
 from meshtune.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
 
 DOCUMENT_FORMATS: dict[str, RecordFormat] = {
-    module.FORMAT.name: module.FORMAT
-    for module in (alpaca, sharegpt, messages, prompt_completion, text, stanford_alpaca, hermes, xlam)
+    form.name: form for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION, TEXT, STANFORD_ALPACA, HERMES, XLAM)
 }
 
 FORMATS_BY_TYPE: dict[DatasetType, dict[str, RecordFormat]] = {
     "documents": DOCUMENT_FORMATS,
-    "pairs": {candidate.name: candidate for candidate in preference.FORMATS},
-    "labelled": {candidate.name: candidate for candidate in labelled.FORMATS},
+    "pairs": {form.name: form for form in PREFERENCE_FORMATS},
+    "labelled": {form.name: form for form in LABELLED_FORMATS},
 }
 EXAMPLE_STAGE: dict[DatasetType, str] = {"documents": "sft", "pairs": "dpo", "labelled": "kto"}
 
@@ -52,40 +49,52 @@ def select_format(
     the records hold preferences (chosen and rejected, or a label) and `dataset_type` is documents.
     """
     columns, tags = columns or {}, tags or {}
-    candidates = _candidates(name, columns, tags, where, dataset_type)
+    candidates = list(FORMATS_BY_TYPE[dataset_type].values())
+    if name != "auto" or columns or tags:
+        candidates = _candidates(name, columns, tags, where, dataset_type)
     if name != "auto":
-        missing = candidates[0].missing(columns)
-        if missing:
-            listed = ", ".join(missing)
-            problem = f"format {name} cannot do without {listed}, which columns says is not to be read"
-            raise UserError(problem, where=f"{where}, columns", fix="name the field that holds it, or another format")
+        _check_not_missing(candidates[0], columns, where)
         return candidates[0]
     objects = [record for record in records if isinstance(record, dict)]
     if not objects:
         fix = 'write records as {"field": value}'
         raise UserError("the first records are not objects, so no format fits", where=where, fix=fix)
-    if dataset_type == "documents":
-        _refuse_preferences(objects, columns, where)
+    if dataset_type == "documents" and (evidence := _holds_preferences(objects, columns)):
+        raise _preferences_error(evidence, objects, where)
     fitting, score = _best_fitting(objects, candidates, columns, tags)
-    names = ", ".join(dict.fromkeys(str(key) for record in objects for key in record)) or "none"
-    if score == 0:
-        expected = "\n".join(f"  {candidate.name}: {candidate.expects}" for candidate in candidates)
-        fix = "name the format and, where fields have other names, columns: {the format's field: the record's}"
-        line = hints.columns_line(objects, {candidate.name: candidate for candidate in candidates}, where)
-        raise UserError(
-            f"no format fits the records; their fields are: {names}\n{expected}"
-            + _stage_hint(objects, columns, tags, dataset_type),
-            where=where,
-            fix=f"{line}; or {fix}" if line else fix,
-        )
-    if len(fitting) > 1:
-        listed = ", ".join(candidate.name for candidate in fitting)
-        raise UserError(
-            f"the records fit more than one format: {listed}; their fields are: {names}",
-            where=where,
-            fix=hints.name_one(objects, fitting, columns, tags),
-        )
+    if score == 0 or len(fitting) > 1:
+        raise _no_format_error(objects, fitting if score else candidates, score, columns, tags, where, dataset_type)
     return fitting[0]
+
+
+def _check_not_missing(form: RecordFormat, columns: FieldNames, where: str) -> None:
+    """Raises UserError where `columns` leaves out a field that the format cannot do without."""
+    if missing := form.missing(columns):
+        problem = f"format {form.name} cannot do without {', '.join(missing)}, which columns says is not to be read"
+        raise UserError(problem, where=f"{where}, columns", fix="name the field that holds it, or another format")
+
+
+def _no_format_error(
+    records: Sequence[Record],
+    candidates: Sequence[RecordFormat],
+    score: int,
+    columns: FieldNames,
+    tags: Mapping[str, str],
+    where: str,
+    dataset_type: DatasetType,
+) -> UserError:
+    """The error for records that fit no format (`score` 0), or all of `candidates`."""
+    names = ", ".join(dict.fromkeys(str(key) for record in records for key in record)) or "none"
+    if score:
+        listed = ", ".join(form.name for form in candidates)
+        problem = f"the records fit more than one format: {listed}; their fields are: {names}"
+        return UserError(problem, where=where, fix=hints.name_one(records, candidates, columns, tags))
+    expected = "\n".join(f"  {form.name}: {form.expects}" for form in candidates)
+    fix = "name the format and, where fields have other names, columns: {the format's field: the record's}"
+    line = hints.columns_line(records, {form.name: form for form in candidates}, where)
+    problem = f"no format fits the records; their fields are: {names}\n{expected}"
+    problem += _stage_hint(records, columns, tags, dataset_type)
+    return UserError(problem, where=where, fix=f"{line}; or {fix}" if line else fix)
 
 
 def _best_fitting(
@@ -154,7 +163,7 @@ def _check_keys(keys: Iterable[str], known: Sequence[str], section: str, owner: 
 
 
 def _holds_preferences(records: Sequence[Record], columns: FieldNames) -> str:
-    """What of the first record says that it holds preferences: its answers, its label, or nothing."""
+    """The evidence that the first record holds preferences: "answers", "label", or ""."""
     first = records[0]
     if "chosen" in first and "rejected" in first:
         return "answers"
@@ -164,20 +173,18 @@ def _holds_preferences(records: Sequence[Record], columns: FieldNames) -> str:
     return "label" if _best_fitting([first], labelled_formats, columns, {})[1] == 2 else ""
 
 
-def _refuse_preferences(records: Sequence[Record], columns: FieldNames, where: str) -> None:
-    evidence = _holds_preferences(records, columns)
+def _preferences_error(evidence: str, records: Sequence[Record], where: str) -> UserError:
     if evidence == "answers":
         line = hints.chosen_line(records, DOCUMENT_FORMATS)
-        raise UserError(
+        return UserError(
             "these are preference data (chosen and rejected), which supervised tuning does not train on",
             where=where,
             fix="set stage: dpo (or rm, orpo, simpo, cpo); or, to train on the chosen answers, "
             + (line or "make records that hold them"),
         )
-    if evidence == "label":
-        raise UserError(
-            "these are preference data (a true/false label of each answer), and supervised tuning would train on "
-            "the answers labelled false too",
-            where=where,
-            fix="set stage: kto; or, to train on every answer whatever its label, columns: {label: null}",
-        )
+    return UserError(
+        "these are preference data (a true/false label of each answer), and supervised tuning would train on "
+        "the answers labelled false too",
+        where=where,
+        fix="set stage: kto; or, to train on every answer whatever its label, columns: {label: null}",
+    )

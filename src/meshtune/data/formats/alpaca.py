@@ -12,20 +12,16 @@ from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.formats.context import CONTEXT, read_variables, with_system
 from meshtune.data.formats.meanings import is_blank
 from meshtune.data.formats.record import check_text, describe, field_error, list_field, text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields, same_names
 from meshtune.data.formats.tools import parse_tools
 
 
-def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
-    return 2 if fields["instruction"] in record and fields["output"] in record else 0
-
-
-def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
+def convert_alpaca(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
     messages = with_system([], record, fields, origin)
     if fields["history"] and not is_blank(record.get(fields["history"])):
         messages += _history(record, fields["history"], origin)
-    instruction = _optional(record, fields["instruction"], origin)
-    extra = _optional(record, fields["input"], origin)
+    instruction = _optional_text(record, fields["instruction"], origin)
+    extra = _optional_text(record, fields["input"], origin)
     if not instruction.strip() and not extra.strip():
         text_field(record, fields["instruction"] or "instruction", origin)
     messages.append(Message("user", "\n".join(part for part in (instruction, extra) if part)))
@@ -34,7 +30,7 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     return Conversation(tuple(messages), origin, tools, read_variables(record, fields, origin))
 
 
-def _optional(record: Record, field: str | None, origin: Origin) -> str:
+def _optional_text(record: Record, field: str | None, origin: Origin) -> str:
     return text_field(record, field, origin, required=False) if field else ""
 
 
@@ -50,12 +46,12 @@ def _history(record: Record, field: str, origin: Origin) -> list[Message]:
     return messages
 
 
-FORMAT = RecordFormat(
+ALPACA = RecordFormat(
     name="alpaca",
     expects="instruction and output, text; also input, system, history ([[user, assistant], ...]), tools",
-    fields={key: key for key in ("instruction", "input", "output", "history", "tools")} | CONTEXT,
+    fields=same_names("instruction", "input", "output", "history", "tools") | CONTEXT,
     required=("output",),
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
-    detect=detect,
-    convert=convert,
+    detect=has_fields("instruction", "output"),
+    convert=convert_alpaca,
 )

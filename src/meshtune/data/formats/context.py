@@ -24,13 +24,12 @@ def with_system(messages: Sequence[Message], record: Record, fields: FieldNames,
     with another."""
     field = fields.get("system")
     value = record.get(field) if field else None
-    system = (
-        ""
-        if not field or (not isinstance(value, str) and is_blank(value))
-        else text_field(record, field, origin, required=False)
-    )
-    if not field or not system:
+    if not field or value == "" or (not isinstance(value, str) and is_blank(value)):
         return list(messages)
+    return _with_own_system(messages, text_field(record, field, origin, required=False), origin, field)
+
+
+def _with_own_system(messages: Sequence[Message], system: str, origin: Origin, field: str) -> list[Message]:
     if messages and messages[0].role == "system" and messages[0].content.strip() == system.strip():
         return list(messages)
     if messages and messages[0].role == "system":
@@ -45,8 +44,10 @@ def read_variables(record: Record, fields: FieldNames, origin: Origin) -> JsonOb
     are none."""
     field = fields.get("chat_template_kwargs")
     value = record.get(field) if field else None
-    if not field or is_blank(value):
-        return {}
+    return {} if not field or is_blank(value) else _parse_variables(value, field, origin)
+
+
+def _parse_variables(value: object, field: str, origin: Origin) -> JsonObject:
     if isinstance(value, str):
         value = parse_json(value, origin, field)
     if not isinstance(value, Mapping):

@@ -11,23 +11,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Origin
-from meshtune.data.formats import sharegpt
 from meshtune.data.formats.context import read_variables
 from meshtune.data.formats.hermes_text import tools_of_text
-from meshtune.data.formats.record_format import FieldNames, Record
+from meshtune.data.formats.record_format import FieldNames, Record, only_by_name
+from meshtune.data.formats.sharegpt import SHAREGPT, read_turns
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tools
 
 LISTED = "<tools> of the system prompt"
 
 
-def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
-    """Never: records look like those of the format sharegpt, and this one must be named."""
-    return 0
-
-
-def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
-    messages, role_names, field = sharegpt.read_turns(record, fields, tags, origin)
+def convert_hermes(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
+    messages, role_names, field = read_turns(record, fields, tags, origin)
     tools = parse_tools(record, fields["tools"], origin)
     listed = tools_of_text(messages[0].content, origin, LISTED) if messages[0].role == "system" else None
     if listed is not None and len(messages) > 1:
@@ -37,11 +32,11 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     return Conversation(turns, origin, tools, read_variables(record, fields, origin))
 
 
-FORMAT = dataclasses.replace(
-    sharegpt.FORMAT,
+HERMES = dataclasses.replace(
+    SHAREGPT,
     name="hermes",
     expects="conversations whose system turn lists tools in <tools>; calls in <tool_call>; only where it is named",
-    detect=detect,
-    convert=convert,
+    detect=only_by_name,
+    convert=convert_hermes,
     convert_bad=None,
 )

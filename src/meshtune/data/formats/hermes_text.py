@@ -38,7 +38,7 @@ def tools_of_text(text: str, origin: Origin, field: str) -> list[object] | None:
 
 
 def check_tools_are_given_once(messages: Sequence[Message], origin: Origin, field: str) -> None:
-    """Raises UserError for a system prompt that lists tools although the record declares them beside it."""
+    """Raises UserError for a system prompt that lists tools although the record declares them too."""
     if messages and messages[0].role == "system" and _TOOLS.search(messages[0].content):
         raise field_error(
             "the system prompt lists tools in <tools>, and the record declares tools too: they would be written twice",
@@ -50,7 +50,7 @@ def check_tools_are_given_once(messages: Sequence[Message], origin: Origin, fiel
 
 
 def calls_of_text(message: Message, origin: Origin, field: str) -> Message:
-    """The message with the calls that end its text as tool calls; other messages as they are.
+    """The message with the calls that end its text as tool calls; other messages unchanged.
 
     Raises UserError where such a call is malformed.
     """

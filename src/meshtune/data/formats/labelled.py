@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Labelled, Origin, Text
-from meshtune.data.formats import alpaca, messages, prompt_completion, sharegpt
+from meshtune.data.formats.alpaca import ALPACA
+from meshtune.data.formats.messages import MESSAGES
+from meshtune.data.formats.prompt_completion import PROMPT_COMPLETION
 from meshtune.data.formats.record import describe, field_error, missing_field_error
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.sharegpt import SHAREGPT
 
 
 def with_label(base: RecordFormat) -> RecordFormat:
@@ -37,6 +40,4 @@ def with_label(base: RecordFormat) -> RecordFormat:
     return RecordFormat(base.name, expects, fields, detect, convert, aliases, base.tags, required=required)
 
 
-FORMATS: tuple[RecordFormat, ...] = tuple(
-    with_label(module.FORMAT) for module in (alpaca, sharegpt, messages, prompt_completion)
-)
+LABELLED_FORMATS = tuple(with_label(form) for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION))

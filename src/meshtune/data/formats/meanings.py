@@ -80,22 +80,17 @@ def is_blank(value: object) -> bool:
     return value is None
 
 
-def check_fields(
-    record: Record, form: RecordFormat, fields: FieldNames, tags: Mapping[str, str], origin: Origin
-) -> None:
-    """Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields`
-    says that it is not to be read."""
-    for name in record.keys() & FIELDS.keys():
-        if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
-            raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
-
-
 def read_record(
     form: RecordFormat, record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin
 ) -> Sample:
-    """The sample of a record. Raises UserError for a field that is not read though it means something, and as the
-    format does."""
-    check_fields(record, form, fields, tags, origin)
+    """The sample of a record.
+
+    Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields` says
+    that it is not to be read; and as the format does.
+    """
+    for name in record.keys() & FIELDS.keys():
+        if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
+            raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
     return form.convert(record, fields, tags, origin)
 
 
@@ -149,13 +144,17 @@ def check_turn(turn: Mapping[str, object], origin: Origin, field: str) -> None:
     """Raises UserError for a field of a turn that means something elsewhere and is not read."""
     for name in turn.keys() & TURN_FIELDS.keys():
         if not is_blank(turn[name]):
-            problem = f"the field is not read, and {TURN_FIELDS[name]}: {describe(turn[name])}"
-            fix = "remove it"
-            if "mask" in name or "detail" in name:
-                fix = "write weight: 0 in turns that are not to be trained on, and remove it"
-            elif name in ("tools", "functions"):
-                fix = "move it there, beside the list of turns"
-            raise field_error(problem, origin, f"{field}.{name}", fix)
+            raise _unread_turn_field_error(turn, name, origin, field)
+
+
+def _unread_turn_field_error(turn: Mapping[str, object], name: str, origin: Origin, field: str) -> UserError:
+    problem = f"the field is not read, and {TURN_FIELDS[name]}: {describe(turn[name])}"
+    fix = "remove it"
+    if "mask" in name or "detail" in name:
+        fix = "write weight: 0 in turns that are not to be trained on, and remove it"
+    elif name in ("tools", "functions"):
+        fix = "move it there, beside the list of turns"
+    return field_error(problem, origin, f"{field}.{name}", fix)
 
 
 def passed_over(record: Record, tags: Mapping[str, str]) -> set[str]:

@@ -23,12 +23,12 @@ from meshtune.data.formats.record import (
     parse_json,
     weight_field,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import call_id, parse_tool_call, parse_tools
-from meshtune.errors import nearest
+from meshtune.errors import UserError, nearest
 
-ROLES: dict[str, Role] = {
+MESSAGE_ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -37,17 +37,17 @@ ROLES: dict[str, Role] = {
     "function": "tool",
 }
 KNOWN_KEYS = {"role", "content", "tool_calls", "function_call", *WEIGHTS, *SWITCHES}
-MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
+MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
 
 
-def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+def detect_messages(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     turns = record.get(fields["messages"] or "")
     if not isinstance(turns, list):
         return 0
     return 2 if all(isinstance(turn, dict) and "role" in turn for turn in turns) else 1
 
 
-def convert(
+def convert_messages(
     record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, *, good: bool = True
 ) -> Conversation:
     field = fields["messages"] or "messages"
@@ -55,11 +55,14 @@ def convert(
     messages = with_system(messages, record, fields, origin)
     tools, functions = (parse_tools(record, fields[key], origin) for key in ("tools", "functions"))
     if tools and functions:
-        problem = "the record has tools, and functions as well"
-        raise field_error(problem, origin, fields["functions"] or "functions", "remove one of the two")
+        raise _two_lists_error(origin, fields["functions"] or "functions")
     tools = tools or functions
     turns = with_tool_use(messages, tools, origin, field, good=good)
     return Conversation(turns, origin, tools, read_variables(record, fields, origin))
+
+
+def _two_lists_error(origin: Origin, field: str) -> UserError:
+    return field_error("the record has tools, and functions as well", origin, field, "remove one of the two")
 
 
 def read_messages(turns: Sequence[object], origin: Origin, field: str) -> list[Message]:
@@ -74,11 +77,9 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     role = _role(turn, origin, field)
     check_turn(turn, origin, field)
     extra = {key: value for key, value in turn.items() if key not in KNOWN_KEYS and value is not None}
-    call_id(turn, "tool_call_id", origin, field)
-    calls = [
-        parse_tool_call(call, origin, f"{field}.tool_calls[{index}]")
-        for index, call in enumerate(_unparsed_calls(turn, origin, field))
-    ]
+    if "tool_call_id" in turn:
+        call_id(turn, "tool_call_id", origin, field)
+    calls = _calls(turn, origin, field) if turn.get("tool_calls") or turn.get("function_call") else []
     content = turn.get("content")
     if isinstance(content, list):
         content = _parts(content, origin, f"{field}.content", calls, extra)
@@ -87,19 +88,27 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     if calls and role != "assistant":
         problem = f"tool calls in a message of {turn['role']}"
         raise field_error(problem, origin, f"{field}.tool_calls", "only an assistant calls tools")
-    if role == "assistant" and not calls and not content:
+    if not content and not calls:
+        _check_content(turn, role, content, extra, origin, field)
+    if content is None and calls:
+        content = ""
+    required = role == "user" or (role == "assistant" and not calls)
+    content = check_text(content, origin, f"{field}.content", required=required)
+    return Message(role, content, weight_field(turn, origin, field), tuple(calls), tuple(extra.items()))
+
+
+def _check_content(
+    turn: Mapping[str, object], role: Role, content: object, extra: Mapping[str, object], origin: Origin, field: str
+) -> None:
+    """Raises UserError for a message without content whose content is missing or has another name."""
+    if role == "assistant":
         misspelt = _misspelt(extra, ("tool_calls", "content"))
         if misspelt or content is None:
             fix = misspelt or "add one of them, or remove the record"
             raise field_error("the answer has neither content nor tool_calls", origin, f"{field}.content", fix)
-    if content is None:
-        if "content" not in turn and not calls:
-            fix = _misspelt(extra, ("content",)) or "add it, or remove the record"
-            raise field_error("the message has no content", origin, f"{field}.content", fix)
-        content = "" if calls else content
-    required = role == "user" or (role == "assistant" and not calls)
-    content = check_text(content, origin, f"{field}.content", required=required)
-    return Message(role, content, weight_field(turn, origin, field), tuple(calls), tuple(extra.items()))
+    if content is None and "content" not in turn:
+        fix = _misspelt(extra, ("content",)) or "add it, or remove the record"
+        raise field_error("the message has no content", origin, f"{field}.content", fix)
 
 
 def _misspelt(fields: Mapping[str, object], names: Sequence[str]) -> str:
@@ -110,28 +119,32 @@ def _misspelt(fields: Mapping[str, object], names: Sequence[str]) -> str:
 
 def _role(turn: Mapping[str, object], origin: Origin, field: str) -> Role:
     name = turn.get("role")
-    role = ROLES.get(name) if isinstance(name, str) else None
-    if role is not None:
-        return role
+    if isinstance(name, str) and name in MESSAGE_ROLES:
+        return MESSAGE_ROLES[name]
+    raise _role_error(turn, name, origin, field)
+
+
+def _role_error(turn: Mapping[str, object], name: object, origin: Origin, field: str) -> UserError:
     if "role" not in turn:
         problem = f"the message has no role; its fields are: {', '.join(turn) or 'none'}"
         if misspelt := _misspelt(turn, ("role",)):
-            raise field_error(problem, origin, f"{field}.role", misspelt)
+            return field_error(problem, origin, f"{field}.role", misspelt)
     else:
         problem = f"unknown role {json.dumps(name, ensure_ascii=False, default=str)}"
-    hint = nearest(name, ROLES) if isinstance(name, str) else ""
+    hint = nearest(name, MESSAGE_ROLES) if isinstance(name, str) else ""
     sharegpt = "; for turns of from and value, set format: sharegpt" if "from" in turn else ""
-    raise field_error(problem, origin, f"{field}.role", f"{hint}known: {', '.join(ROLES)}{sharegpt}")
+    return field_error(problem, origin, f"{field}.role", f"{hint}known: {', '.join(MESSAGE_ROLES)}{sharegpt}")
 
 
-def _unparsed_calls(turn: Mapping[str, object], origin: Origin, field: str) -> list[object]:
+def _calls(turn: Mapping[str, object], origin: Origin, field: str) -> list[dict[str, object]]:
     calls = turn.get("tool_calls") or []
     if isinstance(calls, str):
         calls = parse_json(calls, origin, f"{field}.tool_calls")
     if not isinstance(calls, list):
         problem = f"expected a list of tool calls, found {describe(calls)}"
         raise field_error(problem, origin, f"{field}.tool_calls", "write a list")
-    return [*calls, turn["function_call"]] if turn.get("function_call") else list(calls)
+    calls = [*calls, turn["function_call"]] if turn.get("function_call") else calls
+    return [parse_tool_call(call, origin, f"{field}.tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
 def _parts(
@@ -145,7 +158,7 @@ def _parts(
             raise field_error(f"not a text part: {describe(part)}", origin, item, 'write {"type": "text", "text": ...}')
         part_type = part["type"]
         value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
-        if part_type in MEDIA:
+        if part_type in MEDIA_PARTS:
             problem = f"a part of type '{part_type}'"
             raise field_error(problem, origin, item, "only text can be trained on: remove images, audio and video")
         if part_type in ("text", "input_text", "output_text"):
@@ -161,12 +174,12 @@ def _parts(
     return "".join(texts) if texts or not calls else None
 
 
-FORMAT = RecordFormat(
+MESSAGES = RecordFormat(
     name="messages",
     expects="messages: a list of {role: system|user|assistant|tool, content: text}; also tool_calls, weight, tools",
-    fields={key: key for key in ("messages", "tools", "functions")} | CONTEXT,
+    fields=same_names("messages", "tools", "functions") | CONTEXT,
     required=("messages",),
-    detect=detect,
-    convert=convert,
-    convert_bad=functools.partial(convert, good=False),
+    detect=detect_messages,
+    convert=convert_messages,
+    convert_bad=functools.partial(convert_messages, good=False),
 )

@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Role, Text
-from meshtune.data.formats import alpaca, messages, sharegpt
+from meshtune.data.formats.alpaca import ALPACA, convert_alpaca
 from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
 from meshtune.data.formats.meanings import FIELDS, is_blank
-from meshtune.data.formats.messages import read_messages
+from meshtune.data.formats.messages import MESSAGES, read_messages
 from meshtune.data.formats.record import (
     check_text,
     check_turns,
@@ -27,7 +27,8 @@ from meshtune.data.formats.record import (
     missing_field_error,
     text_field,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
+from meshtune.data.formats.sharegpt import SHAREGPT, read_turns
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tools
 
@@ -59,14 +60,14 @@ def has_both_sides(record: Record, fields: FieldNames) -> bool:
 
 def ranked_alpaca() -> RecordFormat:
     """Instruction and input, with chosen and rejected texts in place of the output."""
-    names = {key: key for key in alpaca.FORMAT.fields if key != "output"} | {key: key for key in (*SIDES, "margin")}
+    names = {key: key for key in ALPACA.fields if key != "output"} | same_names(*SIDES, "margin")
 
     def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
         return 2 if has_both_sides(record, fields) and fields["instruction"] in record else 0
 
     def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
         chosen, rejected = (
-            alpaca.convert(record, {**fields, "output": fields[side] or side}, tags, origin) for side in SIDES
+            convert_alpaca(record, {**fields, "output": fields[side] or side}, tags, origin) for side in SIDES
         )
         return make_pair(chosen, rejected, record, fields, origin)
 
@@ -83,7 +84,9 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
             return 0
         return base.detect(record, fields, tags)
 
-    def continued(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, side: str) -> Document:
+    def continue_with(
+        record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, side: str
+    ) -> Document:
         field = fields[side] or side
         answer = record.get(field)
         if answer is None:
@@ -102,16 +105,16 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
         return document
 
     def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
-        chosen, rejected = (continued(record, fields, tags, origin, side) for side in SIDES)
+        chosen, rejected = (continue_with(record, fields, tags, origin, side) for side in SIDES)
         return make_pair(chosen, rejected, record, fields, origin)
 
-    names = {**base.fields, **{key: key for key in (*SIDES, "margin")}}
+    names = {**base.fields, **same_names(*SIDES, "margin")}
     required = (*base.required, *SIDES)
     return RecordFormat(base.name, expects, names, detect, convert, base.aliases, base.tags, required=required)
 
 
 def _whole_fix(answer: object, record: Record) -> str:
-    """The way to read whole conversations beside a prompt."""
+    """The way to read whole conversations that come with a prompt."""
     if any("role" not in turn for turn in answer if isinstance(turn, dict)):  # pyright: ignore[reportGeneralTypeIssues]
         return "leave out of it the turns that stand before the answer"
     fix = "set format: preference, which reads two whole conversations"
@@ -159,7 +162,7 @@ def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, s
 
 
 def _check_prompt_is_repeated(record: Record, prompt: str, sides: Sequence[Sequence[Message]], origin: Origin) -> None:
-    """Raises UserError unless whole conversations hold the prompt that stands beside them, as text."""
+    """Raises UserError unless whole conversations contain the text of the record's prompt."""
     text = record[prompt]
     fix = "columns: {prompt: null} reads the conversations alone"
     if not isinstance(text, str):
@@ -186,7 +189,7 @@ def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Me
         value = [value]
     turns = list_field({**record, field: value}, field, origin, "messages")
     if isinstance(turns[0], dict) and turns[0].keys() >= {"from", "value"}:  # trl.data_utils.maybe_convert_to_chatml
-        return sharegpt.read_turns({field: turns}, {"conversations": field}, {}, origin)[0]
+        return read_turns({field: turns}, {"conversations": field}, {}, origin)[0]
     return read_messages(turns, origin, field)
 
 
@@ -257,14 +260,12 @@ def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
 
 _SIDE_FIELDS = {side: side for side in SIDES}
 _BESIDE = {"margin": "margin", **CONTEXT}
-FORMATS: tuple[RecordFormat, ...] = (
+PREFERENCE_FORMATS: tuple[RecordFormat, ...] = (
     ranked_alpaca(),
     ranked_turns(
-        sharegpt.FORMAT, "conversations", "conversations (turns of from and value), chosen and rejected, a turn each"
+        SHAREGPT, "conversations", "conversations (turns of from and value), chosen and rejected, a turn each"
     ),
-    ranked_turns(
-        messages.FORMAT, "messages", "messages (role and content), chosen and rejected, a message each or a list"
-    ),
+    ranked_turns(MESSAGES, "messages", "messages (role and content), chosen and rejected, a message each or a list"),
     RecordFormat(
         "preference",
         "prompt, chosen and rejected, each text or a list of messages; without prompt whole conversations; margin",

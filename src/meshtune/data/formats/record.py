@@ -59,13 +59,18 @@ def check_text(value: object, origin: Origin, field: str, *, required: bool = Tr
         raise field_error(f"expected text, found {describe(value)}", origin, field, "write it as text, in quotes")
     if required and (not value or value.isspace()):
         raise field_error("the text is empty", origin, field, "fill it, or remove the record")
+    if not value.isascii():
+        _check_characters(value, origin, field)
+    return value
+
+
+def _check_characters(value: str, origin: Origin, field: str) -> None:
+    """Raises UserError for text with half of a character (a surrogate)."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        surrogate = f"\\u{ord(value[error.start]):04x}"
-        problem = f"half of a character ({surrogate}) at position {error.start}"
+        problem = f"half of a character (\\u{ord(value[error.start]):04x}) at position {error.start}"
         raise field_error(problem, origin, field, "write whole characters") from None
-    return value
 
 
 def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequence[object]:
@@ -74,12 +79,16 @@ def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequen
     value = record.get(field)
     if value is None:
         raise missing_field_error(record, field, origin)
-    if not isinstance(value, list | tuple):
-        problem = f"expected a list of {holds}, found {describe(value)}"
-        raise field_error(problem, origin, field, f"write a list of {holds}")
-    if not value:
-        raise field_error("the list is empty", origin, field, "fill it, or remove the record")
+    if not isinstance(value, list | tuple) or not value:
+        raise _list_error(value, origin, field, holds)
     return value
+
+
+def _list_error(value: object, origin: Origin, field: str, holds: str) -> UserError:
+    if isinstance(value, list | tuple):
+        return field_error("the list is empty", origin, field, "fill it, or remove the record")
+    fix = f"write a list of {holds}"
+    return field_error(f"expected a list of {holds}, found {describe(value)}", origin, field, fix)
 
 
 # Names of a turn's weight in the loss: OpenAI's and LLaMA-Factory's are numbers, the others switches: ms-swift's loss,
@@ -94,10 +103,14 @@ def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> floa
         key: _weight(turn[key], key, origin, field) for key in (*WEIGHTS, *SWITCHES) if turn.get(key) is not None
     }
     if len(set(weights.values())) > 1:
-        listed = " and ".join(f"{key} {turn[key]!r}" for key in weights)
-        problem = f"the turn's {listed} contradict each other"
-        raise field_error(problem, origin, f"{field}.{list(weights)[-1]}", "leave one of them")
+        raise _contradiction_error(turn, list(weights), origin, field)
     return next(iter(weights.values()), None)
+
+
+def _contradiction_error(turn: Mapping[str, object], keys: list[str], origin: Origin, field: str) -> UserError:
+    listed = " and ".join(f"{key} {turn[key]!r}" for key in keys)
+    fix = "leave one of them"
+    return field_error(f"the turn's {listed} contradict each other", origin, f"{field}.{keys[-1]}", fix)
 
 
 def _weight(value: object, key: str, origin: Origin, field: str) -> float:
@@ -145,34 +158,33 @@ def check_turns(
             continue
         expected = _expected_roles(previous, calls_in_text)
         if message.role not in expected:
-            position = f"after {names[index - 1]}" if index else "at the start"
-            raise field_error(
-                f"wrong role order: '{names[index]}' {position}, where {' or '.join(expected)} is expected",
-                origin,
-                f"{field}[{index}]",
-                "after at most one system turn, user and assistant alternate; tool results follow a tool call; correct "
-                "the record",
-            )
+            raise _wrong_order_error(names, index, expected, origin, field)
         previous = message
     if previous is None or previous.role != "assistant":
-        raise field_error(
-            f"the conversation ends with {names[-1]}, so there is no answer to it",
-            origin,
-            f"{field}[{len(messages) - 1}]",
-            "end it with an assistant turn; correct the record",
-        )
+        raise _no_answer_error(names, origin, field)
+
+
+def _no_answer_error(names: Sequence[str], origin: Origin, field: str) -> UserError:
+    problem = f"the conversation ends with {names[-1]}, so there is no answer to it"
+    fix = "end it with an assistant turn; correct the record"
+    return field_error(problem, origin, f"{field}[{len(names) - 1}]", fix)
+
+
+def _wrong_order_error(
+    names: Sequence[str], index: int, expected: Sequence[str], origin: Origin, field: str
+) -> UserError:
+    position = f"after {names[index - 1]}" if index else "at the start"
+    problem = f"wrong role order: '{names[index]}' {position}, where {' or '.join(expected)} is expected"
+    fix = "after at most one system turn, user and assistant alternate; tool results follow a tool call; correct the "
+    return field_error(problem, origin, f"{field}[{index}]", fix + "record")
+
+
+# The roles that may follow each.
+_FOLLOWING: dict[str, tuple[str, ...]] = {"user": ("assistant",), "tool": ("tool", "assistant")}
 
 
 def _expected_roles(previous: Message | None, calls_in_text: bool) -> tuple[str, ...]:
     """The roles that may follow `previous`, None being the start of the conversation."""
-    if previous is None:
-        return ("user",)
-    match previous.role:
-        case "user":
-            return ("assistant",)
-        case "tool":
-            return ("tool", "assistant")
-        case _:
-            if previous.tool_calls:
-                return ("tool",)
-            return ("user", "tool") if calls_in_text else ("user",)
+    if previous is None or previous.role in _FOLLOWING:
+        return ("user",) if previous is None else _FOLLOWING[previous.role]
+    return ("tool",) if previous.tool_calls else ("user", "tool") if calls_in_text else ("user",)

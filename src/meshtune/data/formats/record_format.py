@@ -12,6 +12,24 @@ FieldNames = Mapping[str, str | None]
 """A format's fields -> the record's; None where the records have no such field."""
 
 
+def same_names(*fields: str) -> dict[str, str]:
+    """Fields that records name as the format does."""
+    return {field: field for field in fields}
+
+
+Detect = Callable[[Record, FieldNames, Mapping[str, str]], int]
+
+
+def has_fields(*fields: str) -> Detect:
+    """The detection of a format whose records have all of these fields."""
+    return lambda record, names, tags: 2 if all(names[field] in record for field in fields) else 0
+
+
+def only_by_name(record: Record, names: FieldNames, tags: Mapping[str, str]) -> int:
+    """The detection of a format whose records look like those of another, so that it must be named."""
+    return 0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordFormat:
     """A format of records.
@@ -28,7 +46,7 @@ class RecordFormat:
     name: str
     expects: str
     fields: Mapping[str, str]
-    detect: Callable[[Record, FieldNames, Mapping[str, str]], int]
+    detect: Detect
     convert: Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -36,7 +54,7 @@ class RecordFormat:
     required: tuple[str, ...] = ()
 
     def converter(self, *, good: bool) -> Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]:
-        """What converts records of good or of bad answers."""
+        """The converter of records of good or of bad answers."""
         return self.convert if good or self.convert_bad is None else self.convert_bad
 
     def has_column(self, column: str) -> bool:

@@ -21,7 +21,7 @@ from meshtune.data.formats.record import (
     list_field,
     weight_field,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tool_call, parse_tools
 from meshtune.data.reasoning import split_reasoning
@@ -40,7 +40,7 @@ TAGS = {
 SYNONYMS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
 # What OpenAI's messages have beside role and content.
 MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-ROLES: dict[str, Role] = {
+SPEAKER_ROLES: dict[str, Role] = {
     "user_tag": "user",
     "assistant_tag": "assistant",
     "system_tag": "system",
@@ -49,7 +49,7 @@ ROLES: dict[str, Role] = {
 }
 
 
-def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+def detect_sharegpt(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     turns = record.get(fields["conversations"] or "")
     if not isinstance(turns, list):
         return 0
@@ -57,7 +57,7 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     return 2 if all(isinstance(turn, dict) and role in turn and content in turn for turn in turns) else 1
 
 
-def convert(
+def convert_sharegpt(
     record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, *, good: bool = True
 ) -> Conversation:
     messages, role_names, field = read_turns(record, fields, tags, origin)
@@ -76,7 +76,7 @@ def read_turns(
     keys, speakers = _keys(turns, tags), _speakers(tags)
     messages, role_names = [], []
     for index, turn in enumerate(turns):
-        message, role_name = _message(turn, keys, speakers, origin, f"{field}[{index}]")
+        message, role_name = _turn(turn, keys, speakers, origin, f"{field}[{index}]")
         messages.append(message)
         role_names.append(role_name)
     whole = with_system(messages, record, fields, origin)
@@ -96,14 +96,14 @@ def _keys(turns: Sequence[object], tags: Mapping[str, str]) -> tuple[str, str]:
 def _speakers(tags: Mapping[str, str]) -> dict[str, str]:
     """The names of speakers in a record -> the tag of each."""
     speakers = {}
-    for tag in ROLES:
+    for tag in SPEAKER_ROLES:
         speakers[tags.get(tag, TAGS[tag])] = tag
         if tag in SYNONYMS and tag not in tags:
             speakers.setdefault(SYNONYMS[tag], tag)
     return speakers
 
 
-def _message(
+def _turn(
     turn: object, keys: tuple[str, str], speakers: Mapping[str, str], origin: Origin, field: str
 ) -> tuple[Message, str]:
     """The message of a turn, and its speaker as the record names it."""
@@ -139,15 +139,15 @@ def _message(
     if tag == "function_tag":
         reasoning, calls = split_reasoning(content) if isinstance(content, str) else ("", content)
         extra = (("reasoning_content", reasoning),) if reasoning else ()
-        return Message("assistant", "", weight, _calls(calls, origin, content_field), extra), name
+        return Message("assistant", "", weight, _turn_calls(calls, origin, content_field), extra), name
     if tag == "observation_tag" and isinstance(content, dict | list):
         content = json.dumps(content, ensure_ascii=False)
     # A tool may return nothing, and an empty system prompt keeps a template from inserting its own.
     content = check_text(content, origin, content_field, required=tag in ("user_tag", "assistant_tag"))
-    return Message(ROLES[tag], content, weight), name
+    return Message(SPEAKER_ROLES[tag], content, weight), name
 
 
-def _calls(content: object, origin: Origin, field: str) -> tuple[JsonObject, ...]:
+def _turn_calls(content: object, origin: Origin, field: str) -> tuple[JsonObject, ...]:
     if isinstance(content, str):
         try:
             content = json.loads(content)
@@ -162,14 +162,14 @@ def _calls(content: object, origin: Origin, field: str) -> tuple[JsonObject, ...
     return tuple(parse_tool_call(call, origin, field) for call in calls)
 
 
-FORMAT = RecordFormat(
+SHAREGPT = RecordFormat(
     name="sharegpt",
     expects="conversations: a list of {from: human|gpt|system|function_call|observation, value: text}; system, tools",
-    fields={key: key for key in ("conversations", "tools")} | CONTEXT,
+    fields=same_names("conversations", "tools") | CONTEXT,
     required=("conversations",),
     aliases={"messages": "conversations"},
     tags=TAGS,
-    detect=detect,
-    convert=convert,
-    convert_bad=functools.partial(convert, good=False),
+    detect=detect_sharegpt,
+    convert=convert_sharegpt,
+    convert_bad=functools.partial(convert_sharegpt, good=False),
 )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.formats.record import text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, only_by_name, same_names
 
 BELOW = "Below is an instruction that describes a task"
 WRITE = "Write a response that appropriately completes the request.\n\n"
@@ -26,12 +26,9 @@ PROMPTS = {"prompt": WITH_INPUT, "prompt_without_input": WITHOUT_INPUT}  # tags
 TURNS = "turns"  # the tag that makes the prompt a user turn of the chat template
 
 
-def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
-    """Never: records look like those of the format alpaca, and this one must be named."""
-    return 0
-
-
-def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation | Text:
+def convert_stanford_alpaca(
+    record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin
+) -> Conversation | Text:
     instruction = text_field(record, fields["instruction"] or "instruction", origin)
     extra = text_field(record, fields["input"], origin, required=False) if fields["input"] else ""
     tag = "prompt" if extra else "prompt_without_input"
@@ -43,12 +40,12 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     return Text(output, origin, prompt=prompt)
 
 
-FORMAT = RecordFormat(
+STANFORD_ALPACA = RecordFormat(
     name="stanford_alpaca",
     expects="instruction and output, text; also input; only where it is named",
-    fields={key: key for key in ("instruction", "input", "output")},
-    detect=detect,
-    convert=convert,
+    fields=same_names("instruction", "input", "output"),
+    detect=only_by_name,
+    convert=convert_stanford_alpaca,
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
     required=("instruction", "output"),
     tags={TURNS: "plain", **PROMPTS},

@@ -32,6 +32,8 @@ def with_tool_use(
         check_tools_are_given_once(messages, origin, field)
         messages = with_text_read(messages, origin, field)
     check_turns(messages, origin, field, role_names, calls_in_text=calls_in_text)
+    if not tools and not any(message.tool_calls or message.role == "tool" for message in messages):
+        return tuple(messages)
     check_tool_use(messages, tools, origin, field, good=good)
     messages = list(results_of_text(messages))
     return tuple(messages[index] for index in in_order_of_calls([as_dict(message) for message in messages]))
@@ -41,7 +43,7 @@ def check_tool_use(
     messages: Sequence[Message], tools: Sequence[JsonObject], origin: Origin, field: str, *, good: bool = True
 ) -> None:
     """Raises UserError for a call of a tool that the record does not declare, for a result that is of no call, and for
-    a call without a result beside others whose results name them.
+    a call without a result where results name the turn's other calls.
 
     Records without tools may describe them in the system prompt; calls may be written in an assistant's text.
     """
@@ -74,8 +76,8 @@ def _ids(message: Message, origin: Origin, where: str) -> list[object]:
 
 
 def _check_none_waits(waiting: Sequence[object], origin: Origin, where: str) -> None:
-    """Raises UserError for calls without a result beside others that have one. All results may be in one message that
-    names no call, and nothing follows the last calls of a conversation."""
+    """Raises UserError for calls without a result in a turn whose other calls have one. All results may be in one
+    message that names no call, and nothing follows the last calls of a conversation."""
     if waiting:
         listed = ", ".join(str(call) for call in waiting)
         problem = f"no result of the call {listed}, while other calls of the turn have one"

@@ -20,8 +20,10 @@ def parse_tools(record: Record, field: str | None, origin: Origin) -> tuple[Mapp
     have no such field, or it is null or blank. Raises UserError where it is malformed.
     """
     value = record.get(field) if field else None
-    if not field or is_blank(value):
-        return ()
+    return () if not field or is_blank(value) else _parse_tools(value, field, origin)
+
+
+def _parse_tools(value: object, field: str, origin: Origin) -> tuple[Mapping[str, object], ...]:
     if isinstance(value, str):
         value = parse_json(value, origin, field)
     if not isinstance(value, list):

@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.formats.context import CONTEXT, read_variables, with_system
 from meshtune.data.formats.record import describe, field_error, missing_field_error, parse_json, text_field
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, has_fields, same_names
 from meshtune.data.formats.tool_use import with_tool_use
 from meshtune.data.formats.tools import parse_tool_call, parse_tools
 
 
-def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
-    return 2 if all(fields[key] in record for key in ("query", "answers", "tools")) else 0
-
-
-def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
+def convert_xlam(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
     field = fields["answers"] or "answers"
     answers = record.get(field)
     if answers is None:
@@ -40,11 +36,11 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     return Conversation(with_tool_use(messages, tools, origin, field), origin, tools, variables)
 
 
-FORMAT = RecordFormat(
+XLAM = RecordFormat(
     name="xlam",
     expects="query, text; answers, a list of {name, arguments}, and tools, each also as JSON text",
-    fields={key: key for key in ("query", "answers", "tools")} | CONTEXT,
+    fields=same_names("query", "answers", "tools") | CONTEXT,
     required=("query", "answers"),
-    detect=detect,
-    convert=convert,
+    detect=has_fields("query", "answers", "tools"),
+    convert=convert_xlam,
 )

@@ -81,7 +81,7 @@ def is_reachable(endpoint: str, seconds: float = CONNECT_SECONDS) -> bool:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Makes `datasets` read its cache alone."""
+    """Makes `datasets` read only its cache."""
     from datasets import config
 
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
@@ -109,7 +109,7 @@ def _unreachable_error(name: str, where: str) -> UserError:
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Whether an error was caused by a lost connection: `datasets` wraps them in errors of its own."""
+    """Whether an error was caused by a lost connection: `datasets` wraps them in its own errors."""
     while error is not None:
         name = type(error).__name__
         if isinstance(error, ConnectionError) or "Offline" in name or "LocalEntryNotFound" in f"{name}: {error}":

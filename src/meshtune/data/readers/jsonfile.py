@@ -38,10 +38,10 @@ def open_json(path: pathlib.Path, name: str, *, lines: bool) -> FileRecords:
     spans = line_spans(file) if as_lines else _spans(file)
     if not len(spans):
         raise UserError("the file contains no records", where=name, fix="write records into it, or leave it out")
-    return FileRecords(file, spans, _decode)
+    return FileRecords(file, spans, _decode_json)
 
 
-def _decode(file: MappedFile, index: int, begin: int, end: int) -> object:
+def _decode_json(file: MappedFile, index: int, begin: int, end: int) -> object:
     return parse(file, begin, end)
 
 
@@ -51,14 +51,18 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
     try:
         check_nesting(text)
         return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise _malformed(file, begin + len(text[: error.pos].encode()), error.msg) from None
     except ValueError as error:
-        raise _malformed(file, begin, readable(error)) from None
+        raise _malformed_value(file, begin, text, error) from None
+
+
+def _malformed_value(file: MappedFile, begin: int, text: str, error: ValueError) -> UserError:
+    if isinstance(error, json.JSONDecodeError):
+        return _malformed(file, begin + len(text[: error.pos].encode()), error.msg)
+    return _malformed(file, begin, readable(error))
 
 
 def readable(error: ValueError) -> str:
-    """Describes what is wrong with JSON text. Python's words for thousands of digits are for programmers."""
+    """Describes a mistake in JSON text. Python's words for thousands of digits are for programmers."""
     return "a whole number of more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
@@ -82,15 +86,20 @@ def _malformed(file: MappedFile, offset: int, problem: str) -> UserError:
 
 
 def _holds_array(file: MappedFile) -> bool:
-    """Whether a .jsonl file is one array, not a line for each record, of which the first is a list."""
+    """Whether a .jsonl file is one array, not lines whose first record is a list."""
     head = TOKEN.search(file.view, file.start)
     if head is None or head.group() != b"[" or file.view[file.start : head.start()].strip():
         return False
-    end = file.view.find(b"\n", head.start())
-    if end < 0 or end - head.start() > MAX_REPARSED or not file.view[end : end + 4096].strip():
+    return _is_one_array(file, head.start())
+
+
+def _is_one_array(file: MappedFile, begin: int) -> bool:
+    """Whether the list at `begin` is more than the record of one line."""
+    end = file.view.find(b"\n", begin)
+    if end < 0 or end - begin > MAX_REPARSED or not file.view[end : end + 4096].strip():
         return True
     try:
-        return not isinstance(json.loads(file.view[head.start() : end]), list)
+        return not isinstance(json.loads(file.view[begin:end]), list)
     except (ValueError, RecursionError):
         return True
 

@@ -35,9 +35,8 @@ class MappedFile:
         self.view = _map(path, name)
         self.start = 3 if self.view[:3] == b"\xef\xbb\xbf" else 0
         if self.view[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise UserError(
-                "the file is UTF-16, not UTF-8", where=name, fix=f"iconv -f UTF-16 -t UTF-8 {path} > new file"
-            )
+            fix = f"iconv -f UTF-16 -t UTF-8 {path} > new file"
+            raise UserError("the file is UTF-16, not UTF-8", where=name, fix=fix)
 
     def __reduce__(self):
         return MappedFile, (self.path, self.name)
@@ -71,20 +70,16 @@ class MappedFile:
         """Decodes the bytes from `begin` to `end`. Raises UserError with the position where they are not UTF-8, and for
         more than MAX_RECORD."""
         if end - begin > MAX_RECORD:
-            raise UserError(
-                f"the record has {end - begin:,} bytes, and at most {MAX_RECORD:,} are read",
-                where=f"{self.name}, line {self.line(begin)}",
-                fix="split it into several records",
-            )
+            problem = f"the record has {end - begin:,} bytes, and at most {MAX_RECORD:,} are read"
+            raise UserError(problem, where=f"{self.name}, line {self.line(begin)}", fix="split it into several records")
         try:
             return self.view[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
-            offset = begin + error.start
-            raise UserError(
-                f"the text is not valid UTF-8: byte 0x{self.view[offset]:02x}",
-                where=f"{self.name}, {self.position(offset)}",
-                fix="save the file as UTF-8",
-            ) from None
+            raise self._encoding_error(begin + error.start) from None
+
+    def _encoding_error(self, offset: int) -> UserError:
+        problem = f"the text is not valid UTF-8: byte 0x{self.view[offset]:02x}"
+        return UserError(problem, where=f"{self.name}, {self.position(offset)}", fix="save the file as UTF-8")
 
 
 def file_status(path: pathlib.Path) -> tuple[int, int, int]:
@@ -108,28 +103,34 @@ def check_same_file(path: pathlib.Path, before: tuple[int, int, int] | None, nam
 def _map(path: pathlib.Path, name: str) -> mmap.mmap:
     try:
         if path.suffix == ".gz":
-            with gzip.open(path) as compressed, tempfile.TemporaryFile() as plain:
-                limit = unpacked_limit(path)
-                while chunk := compressed.read(CHUNK):
-                    if plain.tell() + len(chunk) > limit:
-                        raise unpacked_error(path, name, limit, f"unpack it yourself: gunzip {shlex.quote(str(path))}")
-                    plain.write(chunk)
-                plain.flush()
-                return _view(plain.fileno(), plain.tell(), name)
+            return _map_unpacked(path, name)
         with path.open("rb") as file:
             return _view(file.fileno(), path.stat().st_size, name)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(
-            f"the gzip file is damaged or truncated ({error})", where=name, fix="download it again"
-        ) from None
-    except OSError as error:
-        if error.errno in DISK_FULL and path.suffix == ".gz":
-            raise UserError(
-                f"the file cannot be unpacked: {error.strerror}",
-                where=f"{name}, {tempfile.gettempdir()}",
-                fix="free space there, or set TMPDIR to a directory with more",
-            ) from None
-        raise UserError(f"cannot read the file: {error.strerror or error}", where=name) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
+        raise _unreadable_error(error, path, name) from None
+
+
+def _map_unpacked(path: pathlib.Path, name: str) -> mmap.mmap:
+    with gzip.open(path) as compressed, tempfile.TemporaryFile() as plain:
+        limit = unpacked_limit(path)
+        while chunk := compressed.read(CHUNK):
+            if plain.tell() + len(chunk) > limit:
+                raise unpacked_error(path, name, limit, f"unpack it yourself: gunzip {shlex.quote(str(path))}")
+            plain.write(chunk)
+        plain.flush()
+        return _view(plain.fileno(), plain.tell(), name)
+
+
+def _unreadable_error(error: Exception, path: pathlib.Path, name: str) -> UserError:
+    if not isinstance(error, OSError) or isinstance(error, gzip.BadGzipFile):
+        return UserError(f"the gzip file is damaged or truncated ({error})", where=name, fix="download it again")
+    if error.errno in DISK_FULL and path.suffix == ".gz":
+        return UserError(
+            f"the file cannot be unpacked: {error.strerror}",
+            where=f"{name}, {tempfile.gettempdir()}",
+            fix="free space there, or set TMPDIR to a directory with more",
+        )
+    return UserError(f"cannot read the file: {error.strerror or error}", where=name)
 
 
 def unpacked_limit(path: pathlib.Path) -> int:

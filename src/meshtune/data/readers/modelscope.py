@@ -33,7 +33,7 @@ def open_modelscope(
 
 
 def _contents(directory: pathlib.Path) -> str:
-    """A hash of the files of a data set, by which `datasets` keeps its copy: by itself it goes by their times."""
+    """A hash of the files of a data set, which names the copy of `datasets`: by default it goes by their times."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     listed = "".join(f"{path.relative_to(directory)} {contents_hash(path)}\n" for path in files)
     return hashlib.sha256(listed.encode()).hexdigest()[:32]

@@ -69,14 +69,14 @@ def _check_ends(path: pathlib.Path, name: str) -> None:
 
 
 def contents_hash(path: pathlib.Path) -> str:
-    """A hash of what is in a file, 32 hex digits."""
+    """A hash of the contents of a file, 32 hex digits."""
     status = path.stat()
     return _contents_hash(path.resolve(), (*file_status(path), status.st_ctime_ns, status.st_dev))
 
 
 @functools.lru_cache(maxsize=256)
 def _contents_hash(path: pathlib.Path, _status: tuple[int, ...]) -> str:
-    """Remembered by what no write leaves as it is, the time of the inode's last change, for this process alone."""
+    """Remembered in this process by the time of the inode's last change, which every write sets."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 

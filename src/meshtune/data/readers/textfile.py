@@ -18,8 +18,8 @@ def open_text(path: pathlib.Path, name: str) -> FileRecords:
     spans = line_spans(file)
     if not len(spans):
         raise UserError("the file contains only blank lines", where=name, fix="write text into it, or leave it out")
-    return FileRecords(file, spans, _decode)
+    return FileRecords(file, spans, _decode_line)
 
 
-def _decode(file: MappedFile, index: int, begin: int, end: int) -> dict[str, str]:
+def _decode_line(file: MappedFile, index: int, begin: int, end: int) -> dict[str, str]:
     return {"text": file.text(begin, end).rstrip("\r")}

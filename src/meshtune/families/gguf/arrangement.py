@@ -14,14 +14,14 @@ from meshtune.model.block import Mixer
 from meshtune.model.delta_net import DeltaNetSpec
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.mamba2 import Mamba2Spec
-from meshtune.model.parallel import ParallelSpec
 
 PACKED_QKV, PACKED_GATE_UP = "attn/qkv", ("mlp/gate_up", "mlp/shared/gate_up")
 
 
 @dataclasses.dataclass(frozen=True)
-class Arranged:
-    """A tensor of an array: `view` of it is what `source` takes of the array; `stem` replaces the node's name."""
+class Arrangement:
+    """A tensor of an array: `view` of it is what `source` takes of the array. `stem` is its name, where that is not the
+    usual one of the array."""
 
     view: View
     source: View | None = None
@@ -29,16 +29,12 @@ class Arranged:
     exponential: bool = False
 
 
-def arranged(
+def arrange(
     node: str, leaf: str, shape: Shape, mixer: Mixer | None, architecture: Architecture
-) -> tuple[Arranged, ...]:
+) -> tuple[Arrangement, ...]:
     """The tensors that one layer of a leaf of this shape is written as."""
-    if isinstance(mixer, ParallelSpec):
-        mixer = next((part for part in mixer.mixers if node.startswith(part.name)), None)
-    if isinstance(mixer, AttentionSpec) and node == PACKED_QKV and architecture.parted_qkv:
-        return _parted_qkv(shape, mixer, architecture)
     if isinstance(mixer, AttentionSpec) and node.startswith("attn/"):
-        return (Arranged(_attention(node, shape, mixer, architecture)),)
+        return (Arrangement(_attention(node, shape, mixer, architecture)),)
     if isinstance(mixer, LatentAttentionSpec) and node == "attn/kv_heads":
         return _latent_heads(shape, mixer)
     if isinstance(mixer, DeltaNetSpec) and node.startswith("delta"):
@@ -47,10 +43,10 @@ def arranged(
         return (_mamba(node, leaf, shape, mixer),)
     if node == "conv/in":
         thirds = View.identity(shape).split(3, shape[0] // 3, *shape[1:])
-        return (Arranged(thirds.transpose(1, 0, *range(2, 1 + len(shape))).merge(*shape)),)
+        return (Arrangement(thirds.transpose(1, 0, *range(2, 1 + len(shape))).merge(*shape)),)
     if node in PACKED_GATE_UP:
         return _gate_up(node, shape, architecture)
-    return (Arranged(View.identity(shape)),)
+    return (Arrangement(View.identity(shape)),)
 
 
 def _attention(node: str, shape: Shape, mixer: AttentionSpec, architecture: Architecture) -> View:
@@ -65,19 +61,6 @@ def _attention(node: str, shape: Shape, mixer: AttentionSpec, architecture: Arch
     return rows
 
 
-def _parted_qkv(shape: Shape, mixer: AttentionSpec, architecture: Architecture) -> tuple[Arranged, ...]:
-    """Queries, keys and values as three tensors."""
-    group, width, columns = mixer.heads // mixer.kv_heads, mixer.head_dim, shape[1:]
-    by_head = View.identity(shape).split(mixer.kv_heads, group + 2, width, *columns)
-    bounds = {"q": (0, group), "k": (group, group + 1), "v": (group + 1, group + 2)}
-    parts: list[Arranged] = []
-    for name, (start, stop) in bounds.items():
-        rows = (mixer.kv_heads * (stop - start) * width, *columns)
-        source = by_head.slice(1, start, stop).merge(*rows)
-        parts.append(Arranged(_attention(f"attn/{name}", rows, mixer, architecture), source, f"attn_{name}"))
-    return tuple(parts)
-
-
 def _qkv(shape: Shape, kv_heads: int, group: int, head_dim: int) -> View:
     """Rows of all queries, of all keys and of all values, as the queries, the keys and the values of each key-value
     head."""
@@ -88,42 +71,42 @@ def _qkv(shape: Shape, kv_heads: int, group: int, head_dim: int) -> View:
     return View.identity(shape).split(total, head_dim, *shape[1:]).permute(*order).merge(*shape)
 
 
-def _gate_up(node: str, shape: Shape, architecture: Architecture) -> tuple[Arranged, ...]:
+def _gate_up(node: str, shape: Shape, architecture: Architecture) -> tuple[Arrangement, ...]:
     """Rows of the gate and of up in turn, as two tensors, or as one that has all of the gate first."""
     half, columns = shape[0] // 2, shape[1:]
     if not architecture.parted_gate_up:
         halves = View.identity(shape).split(2, half, *columns)
-        return (Arranged(halves.transpose(1, 0, *range(2, 1 + len(shape))).merge(*shape)),)
+        return (Arrangement(halves.transpose(1, 0, *range(2, 1 + len(shape))).merge(*shape)),)
     ending = "_shexp" if "shared" in node else ""
     pairs = View.identity(shape).split(half, 2, *columns)
     return tuple(
-        Arranged(
+        Arrangement(
             View.identity((half, *columns)), pairs.slice(1, part, part + 1).merge(half, *columns), f"ffn_{name}{ending}"
         )
         for part, name in enumerate(("gate", "up"))
     )
 
 
-def _latent_heads(shape: Shape, mixer: LatentAttentionSpec) -> tuple[Arranged, ...]:
+def _latent_heads(shape: Shape, mixer: LatentAttentionSpec) -> tuple[Arrangement, ...]:
     """The projections of latents to keys, which is transposed, and to values, head by head."""
     heads, width, latent = mixer.heads, mixer.head_dim + mixer.value_dim, shape[1]
     by_head = View.identity(shape).split(heads, width, latent)
     keys = View.identity((heads, latent, mixer.head_dim)).transpose(0, 2, 1)
     values = View.identity((heads, mixer.value_dim, latent))
     return (
-        Arranged(keys, by_head.slice(1, 0, mixer.head_dim), "attn_k_b"),
-        Arranged(values, by_head.slice(1, mixer.head_dim, width), "attn_v_b"),
+        Arrangement(keys, by_head.slice(1, 0, mixer.head_dim), "attn_k_b"),
+        Arrangement(values, by_head.slice(1, mixer.head_dim, width), "attn_v_b"),
     )
 
 
-def _delta(node: str, leaf: str, shape: Shape, mixer: DeltaNetSpec, tiled: bool) -> tuple[Arranged, ...]:
+def _delta(node: str, leaf: str, shape: Shape, mixer: DeltaNetSpec, tiled: bool) -> tuple[Arrangement, ...]:
     """Rows of all queries, keys and values. `tiled` says that value heads stand in another order: the first of every
     key head, the second of every key head, and so on."""
     groups, heads, columns = mixer.key_heads, mixer.value_heads, shape[1:]
     per_group = heads // groups
     place = [h % per_group * groups + h // per_group if tiled else h for h in range(heads)]
     if node in ("delta/qkv", "delta/filter"):
-        return (Arranged(_delta_rows(shape, mixer, place)),)
+        return (Arrangement(_delta_rows(shape, mixer, place)),)
     if node == "delta/qkvz":
         wide, values = 2 * mixer.key_dim, per_group * mixer.value_dim
         by_group = View.identity(shape).split(groups, wide + 2 * values, *columns)
@@ -131,15 +114,15 @@ def _delta(node: str, leaf: str, shape: Shape, mixer: DeltaNetSpec, tiled: bool)
         first = by_group.slice(1, 0, wide + values).merge(*rows)
         last = by_group.slice(1, wide + values, wide + 2 * values).merge(mixer.values, *columns)
         gate = _by_head((mixer.values, *columns), place, mixer.value_dim)
-        return Arranged(_delta_rows(rows, mixer, place), first), Arranged(gate, last, "attn_gate")
+        return Arrangement(_delta_rows(rows, mixer, place), first, "attn_qkv"), Arrangement(gate, last, "attn_gate")
     if node == "delta/z":
-        return (Arranged(_by_head(shape, place, mixer.value_dim)),)
+        return (Arrangement(_by_head(shape, place, mixer.value_dim)),)
     if node in ("delta/a", "delta/b") or leaf in ("A_log", "dt_bias"):
-        return (Arranged(_by_head(shape, place, 1), exponential=leaf == "A_log"),)
+        return (Arrangement(_by_head(shape, place, 1), exponential=leaf == "A_log"),)
     if node == "delta/out" and tiled:
         in_file = View.identity(shape).split(shape[0], per_group, groups, mixer.value_dim)
-        return (Arranged(in_file.transpose(0, 2, 1, 3).merge(*shape)),)
-    return (Arranged(View.identity(shape)),)
+        return (Arrangement(in_file.transpose(0, 2, 1, 3).merge(*shape)),)
+    return (Arrangement(View.identity(shape)),)
 
 
 def _by_head(shape: Shape, place: Sequence[int], width: int) -> View:
@@ -158,12 +141,12 @@ def _delta_rows(shape: Shape, mixer: DeltaNetSpec, place: Sequence[int]) -> View
     return View.identity(shape).split(len(order), unit, *shape[1:]).permute(*order).merge(*shape)
 
 
-def _mamba(node: str, leaf: str, shape: Shape, mixer: Mamba2Spec) -> Arranged:
+def _mamba(node: str, leaf: str, shape: Shape, mixer: Mamba2Spec) -> Arrangement:
     if node in ("mamba/in", "mamba/filter"):
         sections = mixer.sections if node == "mamba/in" else mixer.sections[1:4]
-        return Arranged(grouped_rows(shape, sections, mixer.groups))
+        return Arrangement(grouped_rows(shape, sections, mixer.groups))
     if leaf in ("A_log", "D"):
-        return Arranged(View.identity((*shape, 1)).merge(*shape), exponential=leaf == "A_log")
+        return Arrangement(View.identity((*shape, 1)).merge(*shape), exponential=leaf == "A_log")
     if node == "mamba/norm":
-        return Arranged(View.identity((mixer.groups, shape[0] // mixer.groups)).merge(*shape))
-    return Arranged(View.identity(shape))
+        return Arrangement(View.identity((mixer.groups, shape[0] // mixer.groups)).merge(*shape))
+    return Arrangement(View.identity(shape))

@@ -1,4 +1,7 @@
-"""What a GGUF file of a model holds: metadata, and for every part of a parameter the tensor it lies in, and how."""
+"""A model as a GGUF file has it: its metadata, and for every part of a parameter the tensor that it lies in.
+
+The names of architectures and of tensors are those of the package gguf, which maps a checkpoint's names to them.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +10,122 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from jaxtyping import Float
 
-from meshtune.arrays.tree import flatten, stack_path
+from meshtune.arrays.tree import flatten, layer_site, stack_path
 from meshtune.errors import UserError
+from meshtune.families import tensors
 from meshtune.families.gguf.architecture import (
-    LAYER,
-    LEAVES,
-    OUTSIDE,
-    STACKED,
     Architecture,
     attention,
     attentions,
     experts,
     layer_heads,
+    layer_windows,
     rope_of,
-    windows,
+    routing_metadata,
+    routing_refusal,
 )
-from meshtune.families.gguf.arrangement import arranged
-from meshtune.families.gguf.part import GgufKey, GgufPart
-from meshtune.families.gguf.registry import ABSENT, ARCHITECTURES
+from meshtune.families.gguf.arrangement import arrange
+from meshtune.families.gguf.registry import ARCHITECTURES
 from meshtune.families.gguf.rope import rope_metadata, rope_tensors
-from meshtune.families.gguf.routing import routing_metadata, routing_refusal
 from meshtune.families.tensors import Shape, View
 from meshtune.model.experts import ExpertsSpec
+from meshtune.model.layer import LayerSpec
+from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec, abstract_params
 
-LIMITED = ("streams/predict", "streams/correct")  # whose numbers count up to the coefficients' limit
+CONVERTER = (
+    "leave out --gguf and name a folder in --to: it is written as safetensors, for transformers, vLLM and SGLang, and "
+    "llama.cpp's own convert_hf_to_gguf.py converts such a folder where llama.cpp knows the model"
+)
+HEAD = "output.weight"
 TABLE = "per_layer/table"
-WITHOUT = "leave out --gguf and name a folder in --to: it is written as safetensors, for transformers, vLLM and SGLang"
+LIMITED = ("streams/predict", "streams/correct")  # whose numbers count up to the coefficients' limit
+# Node outside the layers that has one array for each number from 1 on -> the tensor that they are stacked in.
+STACKED = {ENTER: "altup_proj", LEAVE: "altup_unembd_proj"}
+# Nodes and leaves of a layer whose tensors are not those that a checkpoint's names are mapped to.
+NAMES = {
+    "mlp/down": "ffn_down",
+    "mlp/experts/gate": "ffn_gate_exps",
+    "mlp/experts/up": "ffn_up_exps",
+    "mlp/experts/down": "ffn_down_exps",
+    "mlp/router/correction": "exp_probs_b.bias",
+    "mlp/router/scales/scale": "ffn_gate_inp.scale",
+    "mlp/router/scales/per_expert_scale": "ffn_down_exps.scale",
+    "delta/dt_bias": "ssm_dt.bias",
+    "mamba/dt_bias": "ssm_dt.bias",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufPart:
+    """`params[path][index]`, or what `source` takes of it, is `view` of the tensor `name`, less `offset`.
+
+    Where an array is written as several tensors, each has a `source`; a tensor of several arrays has a part for each,
+    with views that make it up. With `exponential` the tensor holds -exp of the numbers, and numbers beyond `limit` are
+    written as it. `padding` rows follow in the tensor that are equal to its first, and are not read back.
+    """
+
+    name: str
+    path: str
+    index: tuple[int, ...]
+    view: View
+    offset: float = 0.0
+    source: View | None = None
+    exponential: bool = False
+    padding: int = 0
+    limit: float | None = None
+
+    def __post_init__(self):
+        assert self.view.is_identity or not self.padding, "rows are those of an array as it is"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor holds a rearrangement of the whole array, with an offset."""
+        return self.source is None and not self.exponential and self.limit is None
+
+    @property
+    def tensor_shape(self) -> Shape:
+        """The shape of the whole tensor."""
+        return (self.view.tensor[0] + self.padding, *self.view.tensor[1:])
+
+    @property
+    def array_shape(self) -> Shape:
+        """The shape of `params[path][index]`."""
+        return self.view.shape if self.source is None else self.source.tensor
+
+    def to_tensor(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        """The tensor of a whole array, in float32, without padding."""
+        tensor = np.empty(self.view.tensor, np.float32)
+        self.into_tensor(array, tensor)
+        return tensor
+
+    def into_tensor(self, array: Float[np.ndarray, "..."], tensor: Float[np.ndarray, "..."]) -> None:
+        """Writes a whole array to its place in the tensor."""
+        part = array if self.source is None else self.source.read(array)
+        part = -np.exp(part) if self.exponential else part
+        part = part if self.limit is None else np.clip(part, -self.limit, self.limit)
+        self.view.write(part + np.float32(self.offset), tensor)
+
+    def into_array(self, tensor: Float[np.ndarray, "..."], array: Float[np.ndarray, "..."]) -> None:
+        """Writes what a tensor holds to its place in the array."""
+        part = self.view.read(tensor - np.float32(self.offset))
+        part = np.log(-part) if self.exponential else part
+        (self.source or View.identity(part.shape)).write(np.ascontiguousarray(part), array)
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufLayout:
     """A model as llama.cpp has it: metadata without the tokenizer's, the parts of parameters in the order in which they
-    are written, tensors that are computed from the spec, and the keys of the metadata that list parameters."""
+    are written, and tensors that are computed from the spec."""
 
     architecture: Architecture
     metadata: Mapping[str, Any]
     parts: tuple[GgufPart, ...]
     computed: Mapping[str, np.ndarray]
-    keys: tuple[GgufKey, ...] = ()
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -56,45 +134,37 @@ class GgufLayout:
 
 
 def gguf_layout(spec: ModelSpec) -> GgufLayout:
-    """How a model is written. Raises UserError for one that llama.cpp does not compute, and says why."""
-    architecture = _architecture(spec)
-    rope = rope_of(spec)
+    """Describes how a model is written. Raises UserError for one that llama.cpp does not compute, and says why."""
+    if spec.family not in ARCHITECTURES:
+        raise UserError(
+            f"models of type '{spec.family}' are not written as GGUF: Meshtune writes only those that are deployed to "
+            "llama.cpp most (`meshtune families --markdown` names them)",
+            where="--gguf",
+            fix=CONVERTER,
+        )
+    architecture, rope = ARCHITECTURES[spec.family], rope_of(spec)
     try:
         if reason := _refusal(spec, architecture):
             raise ValueError(reason)
-        fields = usual_metadata(spec, architecture) | (
-            {} if rope is None else rope_metadata(rope, architecture.latent, architecture.rounded_yarn)
-        )
+        fields = _usual_metadata(spec, architecture)
+        if rope is not None:
+            fields |= rope_metadata(rope, architecture.latent, architecture.rounded_yarn)
         fields |= architecture.write(spec)
-        fields = {key: value for key, value in fields.items() if value is not None}
         parts = _parts(spec, architecture)
     except ValueError as error:
         raise UserError(
             f"llama.cpp's '{architecture.name}' does not compute this {spec.family} model: {error}",
             where="--gguf",
-            fix=WITHOUT,
+            fix=CONVERTER,
         ) from error
-    metadata = {f"{architecture.name}.{key}": value for key, value in fields.items()}
+    metadata = {f"{architecture.name}.{key}": value for key, value in fields.items() if value is not None}
     computed = {name: np.broadcast_to(np.float32(0), shape) for name, shape in architecture.unused(spec).items()}
     computed |= {} if rope is None else rope_tensors(rope)
-    return GgufLayout(architecture, metadata, tuple(parts), computed, _keys(spec, architecture))
-
-
-def _architecture(spec: ModelSpec) -> Architecture:
-    if spec.family in ARCHITECTURES:
-        architecture = ARCHITECTURES[spec.family]
-        mixture = architecture.mixture_name if experts(spec) else ""
-        return dataclasses.replace(architecture, name=mixture) if mixture else architecture
-    absent = ABSENT.get(spec.family, "Meshtune does not write it as GGUF")
-    raise UserError(
-        f"a model of type '{spec.family}' cannot be written as GGUF: {absent}",
-        where="--gguf",
-        fix=f"{WITHOUT}; `meshtune families --markdown` names the types that are written as GGUF",
-    )
+    return GgufLayout(architecture, metadata, tuple(parts), computed)
 
 
 def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
-    """What a model has that the architecture has not; None where there is nothing."""
+    """Names what a model has that the architecture has not."""
     if spec.scored:
         return "it is a reward model"
     block = experts(spec)
@@ -107,7 +177,7 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
         if any(layer.ffn is not None and layer.ffn != block for layer in spec.layer_kinds):
             return "layers without experts between those that have them"
     mixers = attentions(spec)
-    if architecture.name != "olmo" and any(mixer.clip is not None for mixer in mixers):
+    if any(mixer.clip is not None for mixer in mixers):
         return "queries, keys and values are clipped (clip_qkv)"
     if not architecture.own_scale and any(mixer.scale not in (None, mixer.head_dim**-0.5) for mixer in mixers):
         return "scores are scaled by another number than the root of a head's width"
@@ -123,7 +193,7 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
     return architecture.refusal(spec)
 
 
-def usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
+def _usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
     """The keys that most architectures have, without the architecture's name before them."""
     block = experts(spec)
     width = next((ffn.width for ffn in spec.blocks if isinstance(ffn, MlpSpec)), None)
@@ -149,7 +219,7 @@ def usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any
 
 def _context(spec: ModelSpec, architecture: Architecture) -> int:
     context, rope = spec.max_length, rope_of(spec)
-    shortest = [window for window in windows(spec) if window is not None]
+    shortest = [window for window in layer_windows(spec) if window is not None]
     if shortest and not architecture.windows:
         context = min(context, *shortest)
     if rope is not None and rope.kind == "dynamic":
@@ -159,96 +229,106 @@ def _context(spec: ModelSpec, architecture: Architecture) -> int:
 
 def _heads(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
     """The numbers of heads; where layers without attention are marked by none, the keys' of every layer."""
-    mixers = attentions(spec)
-    if not mixers:
+    if not attentions(spec):
         return {"attention.head_count": 0}
     mixer = attention(spec)
-    by_layer: list[int] = layer_heads(spec)
     return {
         "attention.head_count": mixer.heads,
-        "attention.head_count_kv": by_layer if architecture.marked_layers else mixer.kv_heads,
+        "attention.head_count_kv": layer_heads(spec) if architecture.marked_layers else mixer.kv_heads,
         "attention.key_length": mixer.head_dim,
         "attention.value_length": mixer.head_dim,
     }
 
 
-def _keys(spec: ModelSpec, architecture: Architecture) -> tuple[GgufKey, ...]:
-    places = {n: (key, row) for key, _, _, numbers in spec.positions() for row, n in enumerate(numbers)}
-    in_order = [places[number] for number in sorted(places)]
-    return tuple(
-        GgufKey(name, tuple((f"layers/{key}/{leaf}", (row,)) for key, row in in_order))
-        for leaf, name in architecture.listed.items()
-    )
-
-
 def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
+    """All parts: those before the layers, layer by layer, those after. Raises ValueError for an array that llama.cpp
+    has no tensor for."""
     numbers = {key: (layer, rows) for key, _, layer, rows in spec.positions()}
-    names = {**architecture.names, **architecture.named(spec)}
+    names = _TensorNames(spec, architecture)
     ordered: list[tuple[float, GgufPart]] = []
     place = -1.0
     for path, array in flatten(abstract_params(spec)).items():
-        node, _, leaf = path.rpartition("/")
-        stacked = stack_path(node)
+        stacked = stack_path(path)
         if stacked is None:
-            part = _outside_part(spec, architecture, names, path, array.shape)
+            part = _outside_part(spec, names, path, array.shape)
             ordered.append((place, part))
-            if node == "embed" and spec.tied and architecture.head == "own":
-                ordered.append((place, dataclasses.replace(part, name=f"{OUTSIDE['head']}.weight")))
+            if path == "embed/weight" and spec.tied and architecture.head == "own":
+                ordered.append((place, dataclasses.replace(part, name=HEAD)))
             continue
         place = float(spec.layers)
         layer, rows = numbers[stacked.key]
-        inner = stacked.site.removeprefix("parallel/")
-        if f"{inner}/{leaf}" in architecture.listed:
-            continue
-        stem, known = names.get(f"{inner}/{leaf}", LEAVES.get(f"{inner}/{leaf}")), inner in LAYER
-        if stem is None and (
-            not known or (leaf == "bias" and not inner.endswith("_norm") and inner not in architecture.biases)
-        ):
-            raise ValueError(f"it has {inner}/{leaf}")
-        offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0
-        streams = None if layer.extras is None or inner not in LIMITED else layer.extras.streams
-        limit = None if streams is None else streams.clip
-        for entry in arranged(inner, leaf, array.shape[1:], layer.mixer, architecture):
-            tensor = stem or f"{entry.stem or names.get(inner, LAYER[inner])}.{leaf}"
-            factors = architecture.factors(spec, f"{inner}/{leaf}", entry.view.tensor[0])
+        for row, number in enumerate(rows):
             ordered += [
-                (
-                    float(number),
-                    GgufPart(
-                        f"blk.{number}.{tensor}",
-                        path,
-                        (row,),
-                        entry.view,
-                        offset,
-                        entry.source,
-                        entry.exponential,
-                        factors,
-                        limit=limit,
-                    ),
-                )
-                for row, number in enumerate(rows)
+                (float(number), part)
+                for part in _layer_parts(spec, architecture, names, path, row, number, layer, array.shape[1:])
             ]
     return [part for _, part in sorted(ordered, key=lambda entry: entry[0])]
 
 
-def _outside_part(
-    spec: ModelSpec, architecture: Architecture, names: Mapping[str, str], path: str, shape: Shape
-) -> GgufPart:
-    """That of an array outside the layers."""
+def _layer_parts(
+    spec: ModelSpec,
+    architecture: Architecture,
+    names: _TensorNames,
+    path: str,
+    row: int,
+    number: int,
+    layer: LayerSpec,
+    shape: Shape,
+) -> list[GgufPart]:
+    """The parts of one array of a layer."""
+    stacked = stack_path(path)
+    assert stacked is not None, path
+    inner = stacked.site
+    node, _, leaf = inner.rpartition("/")
+    if leaf == "bias" and not node.endswith("_norm") and node not in architecture.biases:
+        raise ValueError(f"it has {inner}")
+    offset = 1.0 if leaf == "weight" and node.endswith("_norm") and spec.norm.has_offset else 0.0
+    streams = None if layer.extras is None or node not in LIMITED else layer.extras.streams
+    limit = None if streams is None else streams.clip
+    parts: list[GgufPart] = []
+    for entry in arrange(node, leaf, shape, layer.mixer, architecture):
+        name = f"blk.{number}.{entry.stem}.{leaf}" if entry.stem else names.of_layer(path, row, number)
+        parts.append(GgufPart(name, path, (row,), entry.view, offset, entry.source, entry.exponential, limit=limit))
+    return parts
+
+
+def _outside_part(spec: ModelSpec, names: _TensorNames, path: str, shape: Shape) -> GgufPart:
+    """The part of an array outside the layers."""
     node, _, leaf = path.rpartition("/")
     stack, _, number = node.rpartition("/")
     if stack in STACKED and spec.streams is not None:
         place, count = int(number) - 1, spec.streams.count - 1
         view = View.identity((count, *shape)).slice(0, place, place + 1).merge(*shape)
         return GgufPart(f"{STACKED[stack]}.{leaf}", path, (), view)
-    if node not in OUTSIDE:
-        raise ValueError(f"it has {path}")
     offset = 1.0 if node == "norm" and leaf == "weight" and spec.norm.has_offset else 0.0
-    factors = architecture.factors(spec, path, shape[0])
     # Tokens beyond the table have its first row, and llama.cpp has a row for every token.
     padding = spec.vocab - shape[0] if node == TABLE else 0
     if padding < 0:
         raise ValueError("vocab_size_per_layer_input is larger than vocab_size")
-    name = f"{names.get(node, OUTSIDE[node])}.{leaf}"
-    unit = node == "head" and spec.norm_head
-    return GgufPart(name, path, (), View.identity(shape), offset, factors=factors, padding=padding, unit_rows=unit)
+    return GgufPart(names.of(path, ()), path, (), View.identity(shape), offset, padding=padding)
+
+
+class _TensorNames:
+    """llama.cpp's names of a model's tensors, found by those of a checkpoint of its text model."""
+
+    def __init__(self, spec: ModelSpec, architecture: Architecture):
+        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture.name)
+        self._map = get_tensor_name_map(kind, spec.layers)
+        text = dataclasses.replace(spec, composite=None)
+        self._files = {(entry.path, entry.index): entry.name for entry in tensors(text)}
+
+    def of_layer(self, path: str, row: int, number: int) -> str:
+        """The name of the tensor of an array of a layer, which is a row of its stack."""
+        inner = layer_site(path)
+        node, _, leaf = inner.rpartition("/")
+        if inner in NAMES:
+            return f"blk.{number}.{NAMES[inner]}"
+        return f"blk.{number}.{NAMES[node]}.{leaf}" if node in NAMES else self.of(path, (row,))
+
+    def of(self, path: str, index: tuple[int, ...]) -> str:
+        """The name of the tensor of `params[path][index]`. Raises ValueError where there is none."""
+        name = self._map.get_name(self._files[path, index], (".weight", ".bias"))
+        if name is None:
+            raise ValueError(f"it has {path.split('/', 2)[2] if index else path}")
+        leaf = path.rpartition("/")[2]
+        return f"{name}.weight" if leaf == "weight" and not name.endswith(".weight") else name

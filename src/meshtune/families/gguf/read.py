@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.families.gguf.architecture import LAYER, Architecture, Metadata, always
+from meshtune.families.gguf.architecture import Architecture, Metadata, always
 from meshtune.families.gguf.layout import gguf_layout
 from meshtune.families.gguf.registry import ARCHITECTURES
 from meshtune.families.gguf.rope import rope_block
@@ -25,7 +25,7 @@ HARMLESS = frozenset(
 )
 
 
-def config_of(
+def read_config(
     architecture: str,
     metadata: Metadata,
     tensors: Mapping[str, np.ndarray],
@@ -38,7 +38,7 @@ def config_of(
 
     Raises UserError for an architecture that is not read, and for metadata that says what Meshtune does not compute.
     """
-    kind = _model_type(architecture, metadata, names, where)
+    kind = _model_type(architecture, metadata, where)
     chosen = ARCHITECTURES[kind]
     try:
         config = _fields(kind, chosen, metadata, tensors, names, rows)
@@ -56,25 +56,20 @@ def config_of(
     return config
 
 
-def _model_type(architecture: str, metadata: Metadata, names: Collection[str], where: str) -> str:
-    kinds = [kind for kind, entry in ARCHITECTURES.items() if architecture in (entry.name, entry.mixture_name)]
+def _model_type(architecture: str, metadata: Metadata, where: str) -> str:
+    kinds = [kind for kind, entry in ARCHITECTURES.items() if entry.name == architecture]
     if not kinds:
-        known = {entry.name for entry in ARCHITECTURES.values()}
+        known = sorted({entry.name for entry in ARCHITECTURES.values()})
         raise UserError(
             f"models of llama.cpp's architecture '{architecture}' are not read from GGUF",
             where=f"{where}, general.architecture",
-            fix=f"{nearest(architecture, known)}read are: {', '.join(sorted(known))}; or give the model's safetensors",
+            fix="give the Hugging Face repository that the file was converted from, or a folder with its safetensors; "
+            f"read from GGUF are {', '.join(known)}",
         )
-    if architecture != "llama":
-        return next(
-            (
-                kind
-                for kind in kinds
-                if ARCHITECTURES[kind].chosen is not always and ARCHITECTURES[kind].chosen(metadata)
-            ),
-            kinds[0],
-        )
-    return "mixtral" if metadata.get("expert_count") else "llama"
+    if architecture == "llama":
+        return "mixtral" if metadata.get("expert_count") else "llama"
+    special = (kind for kind in kinds if ARCHITECTURES[kind].chosen is not always)
+    return next((kind for kind in special if ARCHITECTURES[kind].chosen(metadata)), kinds[0])
 
 
 def _fields(
@@ -90,7 +85,7 @@ def _fields(
     if metadata.get("attention.value_length", head_dim) != head_dim and not architecture.latent:
         raise ValueError("attention.value_length differs from attention.key_length")
     dim = _integer(metadata.get("rope.dimension_count", head_dim))
-    block = architecture.rope(rope_block(metadata, dict(tensors), dim))
+    block = rope_block(metadata, dict(tensors), dim)
     if dim != head_dim and not architecture.latent:
         block["partial_rotary_factor"] = dim / head_dim
     context, some = _integer(metadata["context_length"]), _sizes(architecture)
@@ -109,7 +104,7 @@ def _fields(
         "tie_word_embeddings": "output.weight" not in names,
         "sliding_window": None,
     }
-    epsilons = (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", architecture.norm_field))
+    epsilons = (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", "layer_norm_eps"))
     for key, field in epsilons:
         if f"attention.{key}" in metadata:
             config[field] = metadata[f"attention.{key}"]
@@ -118,9 +113,7 @@ def _fields(
     if experts := metadata.get("expert_count"):
         name = "num_local_experts" if kind == "mixtral" else "num_experts"
         config |= {name: experts, "num_experts_per_tok": metadata["expert_used_count"]}
-        if "moe_intermediate_size" in architecture.expects:
-            config["moe_intermediate_size"] = metadata["expert_feed_forward_length"]
-    config |= _biases(kind, names) | dict(architecture.config) | architecture.read({**metadata, "vocab_size": rows})
+    config |= _biases(kind, names) | architecture.read({**metadata, "vocab_size": rows})
     config = {name: value for name, value in config.items() if name not in architecture.without}
     if (local := config.pop("rope_local_base_freq", None)) is not None:
         sliding = {"rope_type": "default", "rope_theta": local}
@@ -147,32 +140,16 @@ def _integer(value: Any, layers: Counted = "all") -> int:
 
 def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
     """The switches of biases, by the tensors that there are."""
-    attention, network = (f"blk.0.{LAYER[node]}.bias" in names for node in ("attn/q", "mlp/up"))
-    output = f"blk.0.{LAYER['attn/o']}.bias" in names
+    attention, network = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
     switches = {
         "llama": {"attention_bias": attention, "mlp_bias": network},
         "smollm3": {"attention_bias": attention, "mlp_bias": network},
         "granite": {"attention_bias": attention, "mlp_bias": network},
-        "arcee": {"attention_bias": attention, "mlp_bias": network},
-        "seed_oss": {"attention_bias": attention, "attention_out_bias": output, "mlp_bias": network},
-        "starcoder2": {"use_bias": attention},
-        "stablelm": {
-            "use_qkv_bias": attention,
-            "qk_layernorm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names,
-            "use_parallel_residual": f"blk.0.{LAYER['mlp_norm']}.weight" not in names,
-        },
         "qwen2_moe": {"qkv_bias": attention},
-        "cohere": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
-        "nemotron": {"attention_bias": attention, "mlp_bias": network},
-        "apertus": {"attention_bias": attention},
         "glm": {"attention_bias": attention},
         "glm4": {"attention_bias": attention},
-        "glm4_moe": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
-        "falcon_h1": {"mamba_rms_norm": "blk.0.ssm_norm.weight" in names},
+        "glm4_moe": {"attention_bias": attention, "use_qk_norm": "blk.0.attn_q_norm.weight" in names},
         "gemma4_text": {"attention_k_eq_v": _keys_are_values(names)},
-        "nemotron_h": {"mlp_bias": any(name.endswith("ffn_up.bias") for name in names)},
-        "gpt_neox": {"attention_bias": f"blk.0.{LAYER['attn/qkv']}.bias" in names},
-        "falcon": {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1},
     }
     return switches.get(kind, {})
 

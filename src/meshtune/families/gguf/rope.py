@@ -47,8 +47,6 @@ def rope_metadata(rope: RopeSpec, latent: bool = False, rounded: bool = False) -
             ORIGINAL: rope.original_length,
             "rope.scaling.attn_factor": magnitude,
         }
-    elif rope.kind == "ntk":
-        fields["rope.freq_base"] = rope.theta * numbers["alpha"] ** (rope.dim / (rope.dim - 2))
     elif rope.kind not in ("default", "llama3", "dynamic", "proportional"):
         raise ValueError(f"rotary embeddings of type '{rope.kind}'")
     return fields

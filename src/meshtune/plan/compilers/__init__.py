@@ -1,4 +1,4 @@
-"""XLA's compilers for accelerators that are not present, each run in a process of its own."""
+"""XLA's compilers for accelerators that are not present, each run in a separate process."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import pathlib
 import sys
 import types
 
+from meshtune.costs.hardware import Target, device_from_json
 from meshtune.errors import UserError
 from meshtune.plan.compilers.topology import described_devices
-from meshtune.plan.hardware import Target, device_from_json
 
 # Plugins of other platforms in the same environment must not be loaded: JAX initialises every plugin that it finds, and
 # the symbols of two of XLA's compilers clash in one process.

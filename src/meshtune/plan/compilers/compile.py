@@ -13,11 +13,11 @@ import tempfile
 
 from meshtune.cache import cache_folder
 from meshtune.config.recipe import Recipe
+from meshtune.costs.hardware import Target
 from meshtune.mesh.agreement import code_version
 from meshtune.plan.compilers.compiled import Compiled
 from meshtune.plan.compilers.find import Compiler, require_compiler
 from meshtune.plan.compilers.process import LIMIT, Progress, run
-from meshtune.plan.hardware import Target
 from meshtune.setup.stage import row_length
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config

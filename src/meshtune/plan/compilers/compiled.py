@@ -15,7 +15,7 @@ class Compiled:
     `breakdown` splits argument_bytes + host_argument_bytes by ROLES: {"frozen": {"device": n, "host": n}, ...}; it is
     computed from shapes (the compiler may add padding). `out_of_memory` is the compiler's message if it refuses the
     program because it does not fit, else None; if it is set, all byte counts but the breakdown are 0, and
-    `needed_bytes` is the size in that message, if it states one. `collectives` are plan.collectives.Collective as
+    `needed_bytes` is the size in that message, if it states one. `collectives` are costs.collectives.Collective as
     dicts, None if the compiled program cannot be read. `flops`, `bytes_accessed` and `optimal_seconds` are per device,
     None if the compiler does not report them. `notes` list the approximations made for the target. `cached` is true
     for the result of an earlier call.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
+from meshtune.costs.hardware import Device
 from meshtune.errors import UserError
-from meshtune.plan.hardware import Device
 
 VENDORS = {"cuda": "NVIDIA Corporation", "rocm": "Advanced Micro Devices, Inc."}
 WARPS = {"cuda": 32, "rocm": 64}
@@ -26,7 +26,7 @@ def target_config(device: Device) -> str:
         raise UserError(
             f"{device.name} is not described well enough to compile for: {', '.join(missing) or 'shared_memory'}",
             where=f"[{device.name}]",
-            fix="give arch, cores, shared_memory (three numbers), l2, clock_ghz and bandwidth as plan/hardware.toml",
+            fix="give arch, cores, shared_memory (three numbers), l2, clock_ghz and bandwidth as costs/hardware.toml",
         )
     block, optin, core = device.shared_memory
     version, toolkit = DNN[device.platform], TOOLKIT[device.platform]

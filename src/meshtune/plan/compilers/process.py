@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
+from meshtune.costs.hardware import Target
 from meshtune.errors import UserError
 from meshtune.plan.compilers.find import Compiler, require_compiler
 from meshtune.plan.compilers.progress import STAGE_VARIABLE, read_stage
-from meshtune.plan.hardware import Target
 
 Progress = Callable[[str, float], None]  # (current stage, seconds since the process started)
 

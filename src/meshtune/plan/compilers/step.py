@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 from meshtune.config.recipe import Recipe
-from meshtune.plan.collectives import collectives_of
+from meshtune.costs.collectives import collectives_of
+from meshtune.costs.hardware import Target
 from meshtune.plan.compilers.progress import report_stage
 from meshtune.plan.compilers.topology import refused_bytes
-from meshtune.plan.hardware import Target
 from meshtune.plan.program import step_of
 
 if TYPE_CHECKING:

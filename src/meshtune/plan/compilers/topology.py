@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from meshtune.costs.hardware import Target
 from meshtune.errors import UserError
 from meshtune.plan.compilers.gpu_description import target_config
-from meshtune.plan.hardware import Target
 
 if TYPE_CHECKING:
     import jax

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshtune.plan.hardware import Target
+from meshtune.costs.hardware import Target
 
 if TYPE_CHECKING:
     import jax

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
 
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.gguf import TYPES
 
-FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0"]
 # Name -> (its number in general.file_type, the type of most tensors).
 FILE_TYPES: dict[str, tuple[int, str]] = {
     "F32": (0, "F32"),
@@ -24,7 +22,7 @@ FILE_TYPES: dict[str, tuple[int, str]] = {
 FLOATS = ("F32", "F16", "BF16")
 # What is used in place of a type whose blocks do not divide a row.
 INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-WIDE = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv", "position_embd", "altup", "laurel", "per_layer_model_proj")
+WIDE = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv", "altup", "laurel", "per_layer_model_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,6 @@ class Mixture:
     layers: int
     tied: bool
     experts: int = 0
-    architecture: str = "llama"
 
     def type_of(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a tensor. Vectors, norms and routers are always F32."""
@@ -54,7 +51,7 @@ class Mixture:
 
     def _wanted(self, name: str, shape: tuple[int, ...], default: str) -> str:
         if name == "output.weight" or (self.tied and name == "token_embd.weight"):
-            if self.architecture == "falcon" or shape[-1] % TYPES[default].block:
+            if shape[-1] % TYPES[default].block:
                 return "Q8_0"
             return default if default == "Q8_0" else "Q6_K"
         layer = int(match[1]) if (match := re.match(r"blk\.(\d+)\.", name)) else 0

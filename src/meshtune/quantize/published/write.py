@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from meshtune.quantize.config import FormatName, QuantizeConfig
-from meshtune.quantize.int4 import LARGEST
+from meshtune.quantize.integers import LARGEST_INT4
 from meshtune.quantize.nf4 import VALUES
 from meshtune.quantize.scales import NESTED_BLOCK, dynamic_map
 
@@ -93,7 +93,7 @@ def _pack_quantized_parts(matrix: Matrix, dtype: str) -> dict[str, np.ndarray]:
     swapped = (matrix.codes >> 4) | (matrix.codes << 4)  # the first code of a pair is in the lower half there
     padded = np.zeros((matrix.shape[0], -(-matrix.shape[1] // 8) * 4), np.uint8)
     padded[:, : swapped.shape[1]] = swapped
-    scales = matrix.scales.astype(np.float64) / LARGEST
+    scales = matrix.scales.astype(np.float64) / LARGEST_INT4
     return {
         ".weight_packed": padded.view("<i4"),
         ".weight_scale": scales.astype(np.float32).astype(_DTYPES[dtype]),

@@ -48,7 +48,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[C
 
 
 def check_changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
-    """The changes, if a resumed run may have them all: those that change what is learned need `accept_changes`.
+    """The changes, if a resumed run may have them all: those that change the result need `accept_changes`.
 
     Raises: UserError that lists those it may not have, and those it may.
     """

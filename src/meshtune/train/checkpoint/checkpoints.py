@@ -2,7 +2,7 @@
 
 A checkpoint is a directory named by its step. It is written under a temporary name and renamed when it is complete, so
 a process killed at any moment leaves the earlier checkpoints as they were; unfinished ones are removed when the
-directory is opened again. Arrays go through Orbax, asynchronously; the record is JSON beside them. Both have digests,
+directory is opened again. Arrays go through Orbax, asynchronously; the record is JSON. Both have digests,
 which are compared before anything is restored. Frozen weights are not saved: the record names their path and hash.
 
 Each process writes the shards of its own devices (what several devices hold is written once) and reads what its devices
@@ -148,7 +148,7 @@ class Checkpoints:
             self._manager.check_for_errors()
 
     def record(self, step: int) -> Record:
-        """The record of a step's checkpoint. Raises: DamagedError where it is not what was written."""
+        """The record of a step's checkpoint. Raises: DamagedError for a damaged record."""
         path = self.path(step) / "record" / "metadata"
         try:
             return Record.from_json(read_json(path))

@@ -23,18 +23,18 @@ def disk_errors(directory: pathlib.Path) -> Iterator[None]:
             f"whole checkpoints there: {', '.join(map(str, complete))}" if complete else "no checkpoint was saved yet"
         )
         raise UserError(
-            f"a checkpoint could not be written: {reason}{_measured(error)}; {remaining}",
+            f"a checkpoint could not be written: {reason}{_system_text(error)}; {remaining}",
             where=str(directory),
             fix="make room or make the directory writable, then run the same command with resume=true",
         ) from error
 
 
-def _measured(error: BaseException) -> str:
+def _system_text(error: BaseException) -> str:
     return f" ({error.strerror})" if isinstance(error, OSError) and error.errno and error.filename is None else ""
 
 
 def disk_reason(error: BaseException | None) -> str | None:
-    """Why the disk refused, if that is what is behind an error; looks through the errors that caused it."""
+    """Returns why the disk refused, if an error or one of its causes says so."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK:
             return _DISK[error.errno]

@@ -1,4 +1,4 @@
-"""Digests of files that are still being written: each block is hashed as soon as it is complete, beside the writing."""
+"""Digests of files that are still being written: each block is hashed as soon as it is complete, during the writing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The files are complete, or will not be: nothing more is hashed beside their writing."""
+        """The files are complete, or will not be: nothing more is hashed during their writing."""
         self._stopped.set()
         self._thread.join()
 

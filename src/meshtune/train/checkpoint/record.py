@@ -1,4 +1,4 @@
-"""The record of a checkpoint: what it holds beside arrays, as JSON with a digest."""
+"""The record of a checkpoint: everything but its arrays, as JSON with a digest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds beside arrays.
+    """The contents of a checkpoint except its arrays.
 
     `step` updates are made and as many batches are used up: together with `seed` this is the state of the random
     numbers and of the data order. `data` fingerprints the prepared examples, `base_hash` the frozen weights; `stale`

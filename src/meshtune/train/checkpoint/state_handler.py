@@ -50,17 +50,17 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
 class StateSave(ocp.args.PyTreeSave):
-    """What StateHandler saves."""
+    """Arguments of StateHandler.save."""
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):
-    """What StateHandler restores."""
+    """Arguments of StateHandler.restore."""
 
 
 class _Hashed:
-    """The future of a save on one process: its files are written, and their digests beside them."""
+    """The future of a save on one process: its files are written, and their digests."""
 
     def __init__(self, futures: Sequence[Any], directory: pathlib.Path, process_index: int):
         self._futures = futures

@@ -16,22 +16,20 @@ import numpy as np
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
-from meshtune.data.prepare import PreparedData
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.units import Units
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
-from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
 from meshtune.runs.verify import weights_digests
-from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import BASE, CACHED, reference_of
 from meshtune.train.evaluation.reference_file import read_log_probabilities, write_log_probabilities
+from meshtune.train.run_setup import PreparedRun
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import MODEL, locate
 from meshtune.weights.load import load_params, load_spec
@@ -46,12 +44,7 @@ VERSION = 2  # of the computation: increase it when the same model and data give
 class Reference:
     """Computes the reference log-probabilities of a run, or reads them from the cache, for the loaders."""
 
-    recipe: Recipe
-    resolved: ResolvedRun
-    compute: Compute
-    data: PreparedData
-    job: Job
-    say: Callable[[str], None] = lambda line: None
+    run: PreparedRun
 
     @property
     def chosen(self) -> str:
@@ -59,10 +52,10 @@ class Reference:
 
         BASE needs no precomputation: the stage has no reference, or the step computes it with adapters disabled.
         """
-        choice = reference_of(self.recipe, self.resolved.method)
+        choice = reference_of(self.run.recipe, self.run.method)
         return BASE if choice is None else choice.value
 
-    def from_model(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def from_model(self) -> None:
         """Gives the loaders the log-probabilities of another model; does nothing for BASE and CACHED.
 
         Raises: UserError for a model that does not exist or has a different tokenizer.
@@ -70,65 +63,66 @@ class Reference:
         if self.chosen in (BASE, CACHED):
             return
         directory = locate(self.chosen, None, allow=MODEL)
-        spec, _ = load_spec(directory, self.resolved.precision.frozen)
-        _same_tokens(directory, self.chosen, tokenizer, spec, self.resolved.spec)
-        layout = self.resolved.layout and layout_for(self.resolved.layout.mesh, spec)[0]
-        compute = dataclasses.replace(self.compute, layout=layout)
+        spec, _ = load_spec(directory, self.run.precision.frozen)
+        _same_tokens(directory, self.chosen, self.run.tokenizer, spec, self.run.spec)
+        layout = self.run.layout and layout_for(self.run.layout.mesh, spec)[0]
+        compute = dataclasses.replace(self.run.compute, layout=layout)
         loaded: list[Tree] = []
 
         def params() -> Tree:
             if not loaded:
-                self.say(f"loading the reference, {self.chosen}")
+                self.run.console.print(f"loading the reference, {self.chosen}")
                 loaded.append(load_params(directory, spec, layout=layout))
             return loaded[0]
 
         self._give(_origin(base_hash(directory), directory), params, spec, compute)
 
-    def from_start(self, params: Tree, spec: ModelSpec, base: str | None) -> None:
-        """Gives the loaders the log-probabilities of the run's initial model `params`; `base` is its base's hash."""
+    def from_start(self, params: Tree, spec: ModelSpec) -> None:
+        """Gives the loaders the log-probabilities of the run's initial model `params`."""
         if self.chosen != CACHED:
             return
-        origin = _origin(base, self.resolved.source) | made_start(self.recipe)
-        self._give(origin, lambda: params, spec, self.compute)
+        origin = _origin(self.run.start_hash, self.run.source) | made_start(self.run.recipe)
+        self._give(origin, lambda: params, spec, self.run.compute)
 
     def _give(
         self, origin: Mapping[str, object], params: Callable[[], Tree], spec: ModelSpec, compute: Compute
     ) -> None:
-        tail = getattr(self.recipe.stage, "ld_alpha", None)
-        for split, loader in (("train", self.data.train), ("validation", self.data.validation)):
+        tail = getattr(self.run.recipe.stage, "ld_alpha", None)
+        for split, loader in (("train", self.run.data.train), ("validation", self.run.data.validation)):
             if not isinstance(loader, Loader):
                 continue
             facts = {
                 **origin,
                 "version": VERSION,
                 "data": loader.store.path.name,
-                "precision": dataclasses.asdict(self.resolved.precision),
+                "precision": dataclasses.asdict(self.run.precision),
                 "tail": tail,
             }
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
             file = loader.store.path.parent.parent / "references" / f"{key}.npy"
             documents = len(loader.store)
-            values = self._cached(file, documents)
-            if not all(self.job.exchange(f"reference: {split}", values is not None)):
-                self.say(f"computing the reference's log-probabilities of the {split} data")
+            values = self._read_cache(file, documents)
+            if not all(self.run.job.exchange(f"reference: {split}", values is not None)):
+                self.run.console.print(f"computing the reference's log-probabilities of the {split} data")
                 values = log_probabilities(params(), spec, compute, loader, tail)
-                if self.job.is_main_process:
+                if self.run.job.is_main_process:
                     write_log_probabilities(file, values)
             assert values is not None
             assert loader.units is not None
             loader.units = dataclasses.replace(loader.units, reference=values)
 
-    def _cached(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
+    def _read_cache(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
         """Reads the cached log-probabilities; None if there are none or, with a message, if the file is damaged."""
         try:
             return read_log_probabilities(file, documents)
         except DamagedError as error:
-            self.say(f"the cached log-probabilities of the reference are not used: {error.what} ({error.where})")
+            fault = f"{error.what} ({error.where})"
+            self.run.console.print(f"the cached log-probabilities of the reference are not used: {fault}")
             return None
 
 
 def _origin(base: str | None, directory: pathlib.Path) -> dict[str, object]:
-    """What identifies the model in `directory`, whose hash is `base`: its weights to the last byte."""
+    """Identifies the model in `directory`, whose hash is `base`, by every byte of its weights."""
     return {"model": base, "weights": weights_digests(directory)}
 
 

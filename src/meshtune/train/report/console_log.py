@@ -48,7 +48,7 @@ class ConsoleLog(RenderHook):
 
 
 @contextlib.contextmanager
-def logged(console: Console) -> Iterator[ConsoleLog]:
+def log_console(console: Console) -> Iterator[ConsoleLog]:
     """Logs what `console` prints within the block, and the exception that leaves it."""
     log = ConsoleLog()
     console.push_render_hook(log)

@@ -114,7 +114,7 @@ class Events:
 
 
 @contextlib.contextmanager
-def opened(sinks: Sequence[Sink]) -> Iterator[Events]:
+def open_sinks(sinks: Sequence[Sink]) -> Iterator[Events]:
     """Yields the dispatcher of `sinks`, and closes every sink at the end of the block, also after an error."""
     with contextlib.ExitStack() as stack:
         for sink in sinks:

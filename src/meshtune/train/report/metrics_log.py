@@ -1,7 +1,7 @@
-"""metrics.jsonl and samples.jsonl: one JSON object per line, appended while the run goes on.
+"""metrics.jsonl and samples.jsonl: one JSON object per line, appended during the run.
 
 Each line is written at once, so a killed process leaves at most one incomplete line. Each ends with the CRC-32 of the
-rest of it, by which a resumed run finds lines that were damaged since. A resumed run truncates the files to its
+rest of it, so that a resumed run finds damaged lines. A resumed run truncates the files to its
 checkpoint; apart from `TIMINGS` they then equal those of an uninterrupted run.
 """
 
@@ -131,7 +131,7 @@ def cut_back(output: pathlib.Path, step: int | None, *, interval: int = 1) -> li
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A line as it is in the file, and its JSON object without the checksum."""
+    """A line of the file, and its JSON object without the checksum."""
 
     content: bytes
     row: dict[str, Any]
@@ -148,7 +148,7 @@ def _read_lines(path: pathlib.Path) -> tuple[list[_Line], int]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line with its end, without its checksum; None if the line is not what was written."""
+    """The JSON object of a line with its end, without its checksum; None if the line is damaged."""
     checked = _CHECKED.fullmatch(line)
     if checked and zlib.crc32(checked[1]) != int(checked[2]):
         return None

@@ -1,4 +1,4 @@
-"""report.html: a run as one page, without a server or a script. What a record or a model says is escaped."""
+"""report.html: a run as one page, without a server or a script. Text of records and models is escaped."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def report_html(output: pathlib.Path) -> str:
     except OSError:
         recipe = ""
     title = html.escape(output.absolute().name)
-    parts = [f"<h1>{title}</h1>", _table(_facts(run, rows)), *_compared(run.get("prediction"))]
+    parts = [f"<h1>{title}</h1>", _table(_facts(run, rows)), *_prediction_table(run.get("prediction"))]
     parts += ["<h2>Curves</h2>", *_curves(rows, run.get("total"))] if rows else []
     parts += ["<h2>Samples</h2>", *_samples(samples)] if samples else []
     parts += _recipe(recipe)
@@ -124,8 +124,8 @@ def _best(best: Mapping[str, Any] | None) -> str | None:
     return f"{_number(best.get('loss'))} after update {best.get('step')}" if best else None
 
 
-def _compared(prediction: Mapping[str, Any] | None) -> list[str]:
-    """What was planned beside what was measured."""
+def _prediction_table(prediction: Mapping[str, Any] | None) -> list[str]:
+    """Compares the predicted memory and time with the measured ones."""
     if not prediction:
         return []
     predicted, measured = prediction.get("predicted") or {}, prediction.get("measured") or {}
@@ -190,7 +190,7 @@ def _plot(
 
 
 def _loss_unit(keys: Collection[str]) -> str:
-    """What a loss is averaged over, by the metrics beside it."""
+    """Returns the unit that a loss is averaged over, from the other metrics."""
     if "kl" in keys:
         return "per answer"
     return "per pair" if any(key.startswith("rewards/") for key in keys) else "nats per token"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshtune.plan.picture import GRID, INK
+from meshtune.terminal import GRID, INK
 from meshtune.train.report.events import Evaluated, Event, Stepped
 from meshtune.train.report.smoothing import SmoothedLoss
 

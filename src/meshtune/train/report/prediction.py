@@ -12,16 +12,14 @@ import psutil
 from jax.stages import Compiled
 
 from meshtune.config.recipe import Recipe
+from meshtune.costs.collectives import collectives_of
+from meshtune.costs.hardware import Target
+from meshtune.costs.roofline import roofline, work_of
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.plan.candidate import workload_of
-from meshtune.plan.collectives import collectives_of
-from meshtune.plan.hardware import Target
-from meshtune.plan.roofline import roofline
-from meshtune.plan.search import MESH, MICRO, apply_overrides, candidate_of
-from meshtune.plan.work import work_of
 from meshtune.setup.memory import size_in_words
+from meshtune.setup.search import MESH, MICRO, apply_overrides, candidate_of, workload_of
 from meshtune.train.report.events import Evaluated, Event, Sampled, Saved, Stepped
 
 MIN_COMPARED_BYTES = 256 << 20  # of smaller steps, the process's other allocations are as large as the step
@@ -61,7 +59,7 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
     seconds = mfu = None
     try:
         workload = workload_of(recipe, target.device.backend)
-        candidate = candidate_of(_resolved(recipe, layout), target, workload, length=length)
+        candidate = candidate_of(_fill_open_keys(recipe, layout), target, workload, length=length)
         collectives = collectives_of(compiled.as_text() or "", target.devices)
         dtype, trips = workload.precision.compute, candidate.loss_chunks
         times = roofline(work_of(candidate), collectives, target, dtype=dtype, trip_count=trips)
@@ -71,7 +69,7 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
     return Prediction(peak, resident, seconds, mfu, str(target))
 
 
-def _resolved(recipe: Recipe, layout: Layout | None) -> Recipe:
+def _fill_open_keys(recipe: Recipe, layout: Layout | None) -> Recipe:
     """The recipe with the mesh of its layout, and the whole batch as the micro-batch if that is open."""
     if not isinstance(recipe.mesh, MeshConfig):
         mesh = {} if layout is None else {axis: size for axis, size in layout.mesh.shape.items() if size > 1}

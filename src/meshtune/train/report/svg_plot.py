@@ -59,7 +59,7 @@ def svg_plot(title: str, curves: Sequence[Curve], *, unit: str = "", size: tuple
     middle = (left + width - RIGHT) / 2
     parts.append(f'<text x="{middle:.1f}" y="{height - 5}" text-anchor="middle">update</text>')
     for curve, series in zip(curves, points, strict=True):
-        line = [at(step, value) for step, value in reduced(series)]
+        line = [at(step, value) for step, value in decimate(series)]
         style = html.escape(curve.style)
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
         parts.append(f'<polyline class="{style}" points="{places}"/>')
@@ -75,8 +75,8 @@ def axis(
 ) -> tuple[float, float, list[Tick]]:
     """The range of an axis and its ticks: round numbers in about `count` steps, whose texts all differ.
 
-    It reaches out to a tick at both ends; with `end` it keeps its range, and `high` is a tick. `integer`: of whole
-    numbers alone. board/page/ticks.js makes the same.
+    It reaches out to a tick at both ends; with `end` it keeps its range, and `high` is a tick. `integer`: only whole
+    numbers. board/page/ticks.js makes the same.
     """
     size = max(abs(low), abs(high))
     if integer:
@@ -118,7 +118,7 @@ def _trim_zeros(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def reduced(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def decimate(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The first, lowest, highest and last point of each of COLUMNS columns, so that no spike is lost."""
     if len(points) <= 4 * COLUMNS:
         return list(points)

@@ -20,19 +20,18 @@ from meshtune import terminal
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.load import load_recipe
-from meshtune.config.recipe import Recipe
-from meshtune.data.prepare import PreparedData, prepare_data
+from meshtune.data.loader import Loader
+from meshtune.data.prepare import prepare_data
+from meshtune.data.stream import Stream
 from meshtune.digests import FILE
 from meshtune.errors import UserError
-from meshtune.mesh.processes import SINGLE_PROCESS
 from meshtune.model.compute import Compute
 from meshtune.runs.output import ADAPTER, BASE, CHECKPOINTS, MODEL, RECIPE, read_run
 from meshtune.runs.verify import check_result
-from meshtune.setup.assemble import optimizer_for, state_like
 from meshtune.setup.machine import this_machine
-from meshtune.setup.parameters import Parameters
-from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.start import tokenizer_of
+from meshtune.train.assemble import load_model, optimizer_for, state_like
 from meshtune.train.checkpoint.read_state import read_arrays
 from meshtune.train.result.final import export_result
 from meshtune.train.step.state import TrainState
@@ -75,32 +74,24 @@ def _export(run: pathlib.Path, checkpoint: pathlib.Path, folder: pathlib.Path, c
     _check_platform(resolved, fields.get("platform"), run)
     tokenizer, _ = tokenizer_of(recipe.model, resolved.source)  # of the model as published: new tokens are added to it
     resolved = _with_start(resolved, run)
-    total = fields["total"]
-    model = Parameters(
-        recipe=recipe,
-        resolved=resolved,
-        compute=Compute(),
-        data=_calibration_data(recipe, resolved, tokenizer),
-        total=total,
-        job=SINGLE_PROCESS,
-        processes_a_host=1,
-        console=Console(quiet=True),
-    ).prepared()
-    model = dataclasses.replace(model, trainable=_load_trained(recipe, resolved, checkpoint, total), buffers={})
+    loader = _calibration_data(resolved, tokenizer)
+    model = load_model(resolved, Console(quiet=True), compute=Compute(), loader=loader)
+    trainable = _load_trained(resolved, checkpoint, fields["total"])
+    model = dataclasses.replace(model, trainable=trainable, buffers={})
     base = BaseRecord(**fields["base"])
     ends = tuple(fields.get("ends") or ())
     return export_result(folder, model, resolved.method, resolved.source, base, tokenizer, ends=ends)
 
 
-def _with_start(resolved: ResolvedRun, run: pathlib.Path) -> ResolvedRun:
+def _with_start(resolved: Run, run: pathlib.Path) -> Run:
     """The run with the base that it made for itself, where it did."""
-    if resolved.start is None or not resolved.start.changed:
+    if not resolved.start.changed:
         return resolved
     check_result(run / BASE)
     return dataclasses.replace(resolved, source=run / BASE)
 
 
-def _check_platform(resolved: ResolvedRun, platform: str | None, run: pathlib.Path) -> None:
+def _check_platform(resolved: Run, platform: str | None, run: pathlib.Path) -> None:
     """Raises UserError where the run's adapters began at a decomposition that another kind of device computed."""
     adapters = resolved.method.adapters
     current = resolved.machine.platform
@@ -113,16 +104,16 @@ def _check_platform(resolved: ResolvedRun, platform: str | None, run: pathlib.Pa
         )
 
 
-def _calibration_data(recipe: Recipe, resolved: ResolvedRun, tokenizer: PreTrainedTokenizerFast) -> PreparedData | None:
-    if not resolved.method.calibration_rows:
+def _calibration_data(run: Run, tokenizer: PreTrainedTokenizerFast) -> Loader | Stream | None:
+    if not run.method.calibration_rows:
         return None
-    return prepare_data(recipe, tokenizer, vocab=resolved.spec.vocab)
+    return prepare_data(run.recipe, tokenizer, vocab=run.spec.vocab).train
 
 
-def _load_trained(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Path, total: int) -> Tree:
+def _load_trained(run: Run, checkpoint: pathlib.Path, total: int) -> Tree:
     """The parameters of a checkpoint that the run evaluates, samples from and exports, buffers among them."""
-    optimizer, _ = optimizer_for(recipe, resolved, total)
-    like = state_like(resolved, optimizer)
+    optimizer, _ = optimizer_for(run, total)
+    like = state_like(run, optimizer)
     if optimizer.eval_params is None:  # the optimizer's state is large, and nothing of it is in a result
         like = dataclasses.replace(like, opt_state={})
     arrays = read_arrays(checkpoint / "state", {name: tuple(leaf.shape) for name, leaf in named_leaves(like)})

@@ -14,17 +14,16 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.families.gguf import config_of
+from meshtune.families.gguf import read_config
 from meshtune.families.gguf.rope import FREQUENCIES, LONG, SHORT
 from meshtune.json_text import read_json
 from meshtune.weights.gguf.file import GgufFile, read_gguf
 from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
 from meshtune.weights.gguf.tokens_in import tokenizer_files
-from meshtune.weights.safetensors_files import LINK, TensorInfo
+from meshtune.weights.safetensors_files import LINK, TOKENIZER_PROBLEM, TensorInfo
 
 HEAD = 1 << 25  # bytes
 FORM = 3  # of what is written into a directory
-TOKENIZER_PROBLEM = "tokenizer_problem.json"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -84,7 +83,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
         raise UserError("the file has no token_embd.weight, so it is not a language model", where=str(gguf.file))
     factors = {name: small_tensor(gguf, name) for name in (FREQUENCIES, LONG, SHORT) if name in gguf.tensors}
     rows = gguf.tensors["token_embd.weight"].shape[0]
-    config = config_of(gguf.architecture, gguf.of_architecture(), factors, gguf.tensors, rows, str(gguf.file))
+    config = read_config(gguf.architecture, gguf.of_architecture(), factors, gguf.tensors, rows, str(gguf.file))
     sizes: dict[str, int] = {}
     for tensor in gguf.tensors.values():
         sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes

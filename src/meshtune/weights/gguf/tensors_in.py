@@ -10,7 +10,7 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.families import tensors
-from meshtune.families.gguf import GgufKey, GgufPart, gguf_layout
+from meshtune.families.gguf import GgufPart, gguf_layout
 from meshtune.families.tensors import TensorMap, View, by_name
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.gguf import decode
@@ -18,7 +18,6 @@ from meshtune.weights.gguf.decode import ROLE, AssembledScheme, GgufScheme, Piec
 from meshtune.weights.gguf.file import GgufFile, GgufTensor
 from meshtune.weights.safetensors_files import Packed, TensorInfo
 
-FLOAT_BYTES = 4
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
@@ -30,30 +29,7 @@ def tensor_infos(gguf: GgufFile, spec: ModelSpec) -> dict[str, TensorInfo]:
     for part in layout.parts:
         by_leaf.setdefault(part.path, {}).setdefault(part.index, []).append(part)
     _check(gguf, layout.shapes, set(layout.computed))
-    listed = {place: start for key in layout.keys for place, start in _listed(gguf, key).items()}
-    infos: dict[str, TensorInfo] = {}
-    for name, entries in by_name(tensors(spec)).items():
-        start = listed.get((entries[0].path, entries[0].index))
-        if start is None:
-            infos[name] = _info(gguf, entries, by_leaf)
-        else:
-            infos[name] = TensorInfo(entries[0].view.tensor, "F32", gguf.file, start, FLOAT_BYTES)
-    return infos
-
-
-def _listed(gguf: GgufFile, key: GgufKey) -> dict[tuple[str, tuple[int, ...]], int]:
-    """The byte of the file at which the number of each place starts. A single number is that of all layers."""
-    values, layers = gguf.metadata.get(key.name), len(key.places)
-    several = isinstance(values, list)
-    if key.name not in gguf.floats or (several and len(values) != layers):
-        what = f"{len(values)} values" if several else "not there" if values is None else f"{values!r}"
-        raise UserError(
-            f"{key.name} lists a number in float32 for each of {layers} layers, and in the file it is {what}",
-            where=str(gguf.file),
-            fix="convert the model again with a current converter, or give its safetensors",
-        )
-    step = FLOAT_BYTES if several else 0
-    return {place: gguf.floats[key.name] + step * number for number, place in enumerate(key.places)}
+    return {name: _info(gguf, entries, by_leaf) for name, entries in by_name(tensors(spec)).items()}
 
 
 def _info(

@@ -12,15 +12,13 @@ from meshtune.weights.gguf.tokens_out import (
     CONTROL,
     DEFAULT,
     NORMAL,
-    SPACE,
     TEMPLATE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
 )
-from meshtune.weights.gguf.unigram import KIND, unigram_parts
+from meshtune.weights.gguf.unigram import KEY, KIND, SPACE, unigram_parts
 
-KEY = "tokenizer.ggml."
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -59,12 +57,12 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         "add_eos_token": add_eos,
         **{NAMES[name]: tokens[id_] for name, id_ in ids.items() if id_ is not None},
     }
-    if templates := _chat_templates(metadata):
+    if templates := _read_templates(metadata):
         config["chat_template"] = templates
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
 
 
-def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+def _read_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
     """The chat template, or all of them by name where there are several, as transformers reads them."""
     named = {
         DEFAULT if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}."): text

@@ -9,10 +9,9 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.weights.gguf.pre_tokenizers import name_of
-from meshtune.weights.gguf.unigram import unigram_metadata
+from meshtune.weights.gguf.unigram import SPACE, unigram_metadata
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-SPACE = "\u2581"
 TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"
 # Tokens at which llama.cpp ends a text whatever a file says.
 END_OF_MESSAGE = "<|eom_id|>"
@@ -25,8 +24,8 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """What a tokenizer says beside its tokenizer.json: ids, whether it begins and ends a text with them, and its chat
-    templates by name, the usual one under DEFAULT. `ends` are further ids at which an answer ends."""
+    """Facts about a tokenizer that its tokenizer.json does not have: ids, whether it begins and ends a text with them,
+    and its chat templates by name, the usual one under DEFAULT. `ends` are further ids at which an answer ends."""
 
     bos: int | None
     eos: int | None
@@ -65,13 +64,13 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, row
     ids |= _ends(special, tokens)
     fields |= {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
     fields |= {"tokenizer.ggml.add_bos_token": special.adds_bos, "tokenizer.ggml.add_eos_token": special.adds_eos}
-    return fields | _chat_templates(special.chat_templates)
+    return fields | _template_metadata(special.chat_templates)
 
 
 def _ends(special: SpecialTokens, tokens: Sequence[str]) -> dict[str, int | None]:
     """The ends by the three names that a file has for them, first those that llama.cpp does not know by their texts."""
     named = special.ends if special.eos is None else (special.eos, *special.ends)
-    ids: list[int] = list(dict.fromkeys(named))
+    ids: list[int] = [id_ for id_ in dict.fromkeys(named) if id_ < len(tokens)]
     further = sorted(ids[1:], key=lambda id_: tokens[id_] in KNOWN_ENDS)
     message = next((id_ for id_ in further if tokens[id_] == END_OF_MESSAGE), None)
     if message is not None:
@@ -81,7 +80,7 @@ def _ends(special: SpecialTokens, tokens: Sequence[str]) -> dict[str, int | None
     return {"eos": next(iter(ids), None), "eot": eot, "eom": eom}
 
 
-def _chat_templates(templates: Mapping[str, str]) -> dict[str, Any]:
+def _template_metadata(templates: Mapping[str, str]) -> dict[str, Any]:
     """The keys of chat templates, as llama.cpp's converter names them."""
     named = {re.sub(r"[^A-Za-z0-9]", "_", name): text for name, text in templates.items() if name != DEFAULT}
     fields: dict[str, Any] = {f"{TEMPLATE}.{name}": text for name, text in named.items()}

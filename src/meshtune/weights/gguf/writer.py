@@ -7,19 +7,20 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from meshtune.errors import UserError
 from meshtune.families.gguf import GgufLayout, GgufPart
-from meshtune.quantize.gguf import TYPES, decode, encode
+from meshtune.quantize.gguf import TYPES, GgmlType, decode, encode
 from meshtune.quantize.gguf.mixture import Mixture
-from meshtune.weights.gguf.file import ALIGNMENT, header
 from meshtune.weights.gguf.numbers import Numbers
 from meshtune.weights.publish import check_room
 
 PART_NUMBERS = 1 << 22  # that are read, encoded and written together
+ALIGNMENT = 32  # bytes, of each tensor in the file
 LOST = 0.5  # error of a tensor from which its type holds next to nothing of it; the coarsest are at 0.15
 
 
@@ -44,21 +45,19 @@ def write_gguf(
     metadata: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Writes a file with a mixture of types; `metadata` beside the layout's. Parameters that are metadata are read
-    before all others. Raises UserError for numbers that are not finite, or too large for float16."""
+    """Writes a file with a mixture of types; `metadata` beside the layout's. Raises UserError for numbers that are not
+    finite, or too large for float16."""
     shapes = layout.shapes | {name: array.shape for name, array in layout.computed.items()}
     chosen = {name: (TYPES[mixture.type_of(name, shape)], shape) for name, shape in shapes.items()}
     parts: dict[str, list[GgufPart]] = {}
     for part in sorted(layout.parts, key=lambda part: numbers.group(part.path)):
         parts.setdefault(part.name, []).append(part)
-    start, offsets = header({**metadata, **layout.metadata, **_listed(layout, numbers)}, chosen)
-    ends = (offsets[name] + math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) for name, (kind, shape) in chosen.items())
-    nbytes = -(-max(ends) // ALIGNMENT) * ALIGNMENT
-    check_room(file, nbytes)
+    check_room(file, sum(align_bytes(tensor_bytes(*entry)) for entry in chosen.values()))
     total = sum(math.prod(shape) for _, shape in chosen.values())
     done, worst, counts, lost = 0, (0.0, ""), dict[str, int](), list[tuple[str, str]]()
-    with file.open("wb") as stream:
-        stream.write(start)
+    stream, offsets = start_file(file, {**metadata, **layout.metadata}, chosen)
+    with stream:
+        nbytes = align_bytes(max(offsets[name] + tensor_bytes(*entry) for name, entry in chosen.items()))
         for name, array in layout.computed.items():
             stream.seek(offsets[name])
             stream.write(
@@ -88,13 +87,51 @@ def write_gguf(
     return Written(counts, nbytes, *worst, tuple(lost))
 
 
-def _listed(layout: GgufLayout, numbers: Numbers) -> dict[str, list[float]]:
-    lists = {
-        key.name: np.concatenate([numbers.rows(path, index, 0, 1) for path, index in key.places]) for key in layout.keys
-    }
-    for name, values in lists.items():
-        _check_finite(f"key '{name}'", values)
-    return {name: values.tolist() for name, values in lists.items()}
+def start_file(
+    file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]
+) -> tuple[BinaryIO, dict[str, int]]:
+    """Writes all of a file before its tensors. Returns (the open file, the byte at which each tensor starts).
+
+    Integers of the metadata become uint32 (or int32, uint64), floats float32, lists arrays of one type, and bytes an
+    array of uint8. An empty list is left out: the package writes none.
+    """
+    writer = GGUFWriter(file, str(metadata["general.architecture"]))
+    for key, value in metadata.items():
+        if key != "general.architecture" and value != []:
+            writer.add_key_value(key, value, _value_type(value))
+    offsets: dict[str, int] = {}
+    offset = 0
+    for name, (kind, shape) in tensors.items():
+        nbytes = tensor_bytes(kind, shape)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, GGMLQuantizationType(kind.id))
+        offsets[name] = offset
+        offset += align_bytes(nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    stream = writer.fout[0]
+    start = align_bytes(stream.tell())
+    stream.truncate(start)
+    return stream, {name: start + offset for name, offset in offsets.items()}
+
+
+def _value_type(value: Any) -> GGUFValueType:
+    if isinstance(value, bytes | list):
+        return GGUFValueType.ARRAY
+    if isinstance(value, int) and not isinstance(value, bool) and not -(1 << 31) <= value < 0:
+        return GGUFValueType.UINT32 if value < 1 << 32 else GGUFValueType.UINT64
+    return GGUFValueType.get_type(value)
+
+
+def align_bytes(nbytes: int) -> int:
+    """A number of bytes, rounded up to whole multiples of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def tensor_bytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
+    """The bytes of a tensor of a type. Raises ValueError where the type's blocks do not divide its rows."""
+    return math.prod(shape[:-1]) * kind.row_bytes(shape[-1])
 
 
 def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
@@ -111,8 +148,8 @@ def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
     step = max(1, PART_NUMBERS // inner) if len(shape) > 1 else shape[0]
     for start in range(0, shape[0], step):
         rows = numbers.rows(part.path, part.index, start, min(shape[0], start + step))
-        yield part.finished(rows.reshape(-1, shape[-1]))
-    first = part.finished(numbers.rows(part.path, part.index, 0, 1)) if part.padding else None
+        yield rows.reshape(-1, shape[-1]) + np.float32(part.offset)
+    first = numbers.rows(part.path, part.index, 0, 1) + np.float32(part.offset) if part.padding else None
     for start in range(0, part.padding, step):
         assert first is not None
         yield np.repeat(first, min(step, part.padding - start), axis=0).reshape(-1, shape[-1])
@@ -121,7 +158,12 @@ def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
 def encoded(name: str, kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(rows of a tensor in a type, the numbers that this stands for). Raises UserError for numbers that are not finite,
     and for ones beyond the type."""
-    _check_finite(f"tensor '{name}'", rows)
+    if not np.isfinite(rows).all():
+        raise UserError(
+            f"tensor '{name}' has numbers that are not finite",
+            where="--gguf",
+            fix="the model is damaged, or its training diverged: export an earlier checkpoint",
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         content = encode(kind, rows)
         stored = decode(kind, content)
@@ -133,12 +175,3 @@ def encoded(name: str, kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndar
             fix="write it with --gguf BF16",
         )
     return content, stored
-
-
-def _check_finite(subject: str, numbers: np.ndarray) -> None:
-    if not np.isfinite(numbers).all():
-        raise UserError(
-            f"{subject} has numbers that are not finite",
-            where="--gguf",
-            fix="the model is damaged, or its training diverged: export an earlier checkpoint",
-        )

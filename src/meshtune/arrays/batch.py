@@ -1,0 +1,51 @@
+"""The arrays of a batch: one table of their dtypes and logical axes, for loaders, placement and planning.
+
+An array of another stage, of rewards or of pictures, is one more entry, of any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class BatchArray(NamedTuple):
+    """The dtype of an array, and its logical axes after the axis of micro-batches."""
+
+    dtype: type[np.generic]
+    axes: tuple[str, ...]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape where its logical axes have these sizes."""
+        return tuple(sizes[axis] for axis in self.axes)
+
+
+_TOKENS, _UNITS, _SEGMENTS = ("batch", "length"), ("batch", "units"), ("batch", "segments")
+# A unit is a group of neighbouring segments of a row that are trained on together, such as the two answers of a pair.
+BATCH_ARRAYS = {
+    "tokens": BatchArray(np.int32, _TOKENS),
+    "targets": BatchArray(np.int32, _TOKENS),
+    "positions": BatchArray(np.int32, _TOKENS),
+    "segment_ids": BatchArray(np.int32, _TOKENS),
+    "weights": BatchArray(np.float32, _TOKENS),
+    "rope_positions": BatchArray(np.int32, _TOKENS),
+    "nll": BatchArray(np.float32, _TOKENS),
+    "units": BatchArray(np.float32, _UNITS),
+    "values": BatchArray(np.float32, _UNITS),
+    "reference": BatchArray(np.float32, _SEGMENTS),
+}
+TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
+
+
+def empty_arrays(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, np.ndarray[Any, Any]]:
+    """Zeros for the arrays of some rows; `sizes` has the size of each logical axis."""
+    return {name: np.zeros(BATCH_ARRAYS[name].shape(sizes), BATCH_ARRAYS[name].dtype) for name in names}
+
+
+def batch_axes(name: str, dimensions: int) -> tuple[str, ...]:
+    """The logical axes of an array of a batch; one of one more dimension has micro-batches in front."""
+    axes = BATCH_ARRAYS[name].axes
+    assert 0 <= dimensions - len(axes) <= 1, f"{name} has {dimensions} dimensions, its axes are {axes}"
+    return ("whole", *axes)[-dimensions:]

@@ -1,0 +1,120 @@
+"""Resolves a recipe into a concrete run configuration, with the reason for each automatic choice, without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from meshtune.adapters.method import PreparedModel, abstract
+from meshtune.adapters.training_method import Method
+from meshtune.config.recipe import Recipe
+from meshtune.errors import UserError
+from meshtune.mesh.config import resolve_mesh
+from meshtune.mesh.layout import Layout
+from meshtune.model.compute import OffloadName, Precision
+from meshtune.model.sharding import check_batch
+from meshtune.model.spec import ModelSpec
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
+from meshtune.setup.coverage import coverage_decisions
+from meshtune.setup.devices import ProcessDevices, check_devices
+from meshtune.setup.machine import Machine
+from meshtune.setup.quantization import quantize_decisions
+from meshtune.setup.start import Start, start_of
+from meshtune.weights.hub import CONFIG, MODEL, locate
+from meshtune.weights.load import load_config, stored_dtype
+from meshtune.weights.passed_through import notes as passing_notes
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A recipe resolved for a machine, without weights: the first stage of a run.
+
+    `recipe` has no key left at `auto` that the search decides. `source` holds the weights: the published model, or
+    `start` once it is written. `arrays` is the model as the method splits it, with ArraySpecs for arrays, and the spec
+    that fits it. `decisions` are the automatic choices, for the banner.
+
+    The later stages have these fields too: train.run_setup.PreparedRun, and train.assemble.LoadedRun.
+    """
+
+    recipe: Recipe
+    start: Start
+    source: pathlib.Path
+    precision: Precision
+    arrays: PreparedModel
+    machine: Machine
+    layout: Layout | None
+    decisions: list[Decision]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.arrays.spec
+
+    @property
+    def method(self) -> Method:
+        """The method with its targets resolved for the start's model."""
+        return self.start.method
+
+    @property
+    def quantize(self) -> QuantizeConfig | None:
+        """The quantisation of the base; "none" changes nothing where a checkpoint is not published quantised."""
+        return quantization_of(self.recipe, self.start.spec)
+
+    @property
+    def offload(self) -> tuple[OffloadName, ...]:
+        return self.recipe.compute.offload
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch, over all devices."""
+        return self.recipe.train.batch_size // self.recipe.train.accumulation
+
+
+def resolve_run(
+    recipe: Recipe,
+    machine: Machine,
+    processes: Sequence[ProcessDevices] = (),
+    *,
+    launcher: str = "none",
+    weights: bool = True,
+) -> Run:
+    """Resolves a recipe for `machine`; `processes` are the devices of the job's processes, to compare with the mesh.
+
+    Without `weights` the model's config is enough. Raises: UserError for a model that does not exist, or a method or
+    mesh that is impossible.
+    """
+    source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
+    precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
+    start = start_of(recipe, source, precision.frozen)
+    _check_length(recipe.data.max_length, start.spec)
+    quantize = quantization_of(recipe, start.spec)
+    arrays = abstract(start.method, start.spec, precision.trainable, quantize)
+    mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
+    if processes:
+        check_devices(processes, mesh.devices, mesh=str(mesh), launcher=launcher)
+    resolve_mesh(mesh, len(machine.devices))
+    check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
+    layout, decisions = layout_of(mesh, why, arrays.spec, machine)
+    notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
+    notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
+    coverage = coverage_decisions(start.method, arrays.spec)
+    decisions = [*notes, *coverage, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
+    return Run(recipe, start, source, precision, arrays, machine, layout, decisions)
+
+
+def quantization_of(recipe: Recipe, spec: ModelSpec) -> QuantizeConfig | None:
+    """Returns the quantisation that a recipe asks for: "none" is for a checkpoint that is published quantised."""
+    quantize = recipe.quantize
+    return quantize if quantize is not None and (quantize.quantises or spec.published is not None) else None
+
+
+def _check_length(length: int, spec: ModelSpec) -> None:
+    """Raises: UserError for documents of more tokens than a model with learned positions has positions."""
+    if spec.learned_positions and length > spec.max_length:
+        raise UserError(
+            f"documents of up to {length} tokens need as many positions, and this {spec.family} has learned "
+            f"{spec.max_length}",
+            where="data.max_length",
+            fix=f"set data.max_length to {spec.max_length} or less",
+        )
