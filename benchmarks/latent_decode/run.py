@@ -21,7 +21,7 @@ from meshtune.arrays.tree import flatten, unflatten
 from meshtune.model.block import Context
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Inputs, rows_of
+from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
@@ -42,7 +42,7 @@ def compiled(spec: LatentAttentionSpec, node, x, arrays):
 
     def step(node, x, arrays):
         positions = jnp.full((1, 1), slots - 1)
-        rows = rows_of(Inputs(positions, positions, jnp.ones_like(positions)), (spec.rope,))
+        rows = sequence_info(Inputs(positions, positions, jnp.ones_like(positions)), (spec.rope,))
         cache = LayerCache(arrays, 0, jnp.full((1,), slots - 1))
         output = spec.apply(x, node, Context(Compute(), rows, {}), cache)
         assert output.cache is not None

@@ -16,7 +16,6 @@ import pytest
 
 from data.preparing import MODEL, contents, prepared, records
 from meshtune.config.data_options import TokenOptions
-from meshtune.data import parts, tokenise
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.part_process import PartProcess, PartTask, process_count
 from meshtune.data.stage_examples import StageExamples
@@ -26,8 +25,9 @@ from meshtune.errors import UserError
 STARTED = f"""
 import sys, time
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
-from meshtune.data import parts, tokenise
-parts.PART, tokenise.PART, tokenise.IN_PROCESS = 64, 64, 0
+import meshtune.data.parts, meshtune.data.tokenise
+meshtune.data.parts.PART = meshtune.data.tokenise.PART = 64
+meshtune.data.tokenise.IN_PROCESS = 0
 from data.preparing import prepared
 prepared(*sys.argv[1:], "sft", lambda activity, done, of: time.sleep("tokenising" in activity and 0.5))
 """
@@ -35,9 +35,9 @@ prepared(*sys.argv[1:], "sft", lambda activity, done, of: time.sleep("tokenising
 
 @pytest.fixture
 def processes(monkeypatch):
-    monkeypatch.setattr(parts, "PART", 64)
-    monkeypatch.setattr(tokenise, "PART", 64)
-    monkeypatch.setattr(tokenise, "IN_PROCESS", 0)
+    monkeypatch.setattr("meshtune.data.parts.PART", 64)
+    monkeypatch.setattr("meshtune.data.tokenise.PART", 64)
+    monkeypatch.setattr("meshtune.data.tokenise.IN_PROCESS", 0)
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "2")
 
 

@@ -8,7 +8,7 @@ from scipy import stats
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.evaluate import statistics
-from meshtune.evaluate.overlap import WORDS, overlap
+from meshtune.evaluate.overlap import RUN_LENGTH, overlap
 from meshtune.evaluate.statistics import difference, mcnemar
 
 ORIGIN = Origin("made", 0)
@@ -133,12 +133,12 @@ def chat(question: str, answer: str) -> Conversation:
 
 def test_overlap_finds_copies_and_runs_of_words():
     words = [f"word{n}" for n in range(40)]
-    long, cut = " ".join(words), " ".join(words[5 : 5 + WORDS])
+    long, cut = " ".join(words), " ".join(words[5 : 5 + RUN_LENGTH])
     training = [chat("Who are you?", "I am a model."), Text(long, ORIGIN)]
     evaluation = [
         chat("who are you", "I am a model"),  # the same but for capitals and punctuation
         Text(f"Something else, then {cut.upper()} and more", ORIGIN),
-        Text(" ".join(words[: WORDS - 1]), ORIGIN),  # one word too short
+        Text(" ".join(words[: RUN_LENGTH - 1]), ORIGIN),  # one word too short
         chat("What is it?", "A tree."),
     ]
     common = overlap(evaluation, training)

@@ -109,6 +109,7 @@ def test_a_missing_expert_is_an_error(saved, tmp_path):
     [
         ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and there are 4 experts"),
         ("qwen3_moe", {"num_experts": 8}, "the number of experts is given twice"),
+        ("mixtral", {"num_local_experts": 9000, "num_hidden_layers": 100}, "900,000 experts, and at most 200,000"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not implemented"),
         ("mixtral", {"hidden_act": "mish"}, "hidden_act 'mish' is not implemented"),
     ],

@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshtune.adapters.multi_lora import adapter_count
 from meshtune.generate import programs
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.decode_layout import decode_layout
+from meshtune.generate.engine import Engine
 from meshtune.generate.request import Generation
 from meshtune.generate.scheduler import Scheduler
 from meshtune.quantize.config import QuantizeConfig
@@ -98,10 +97,12 @@ def probabilities(generation: Generation) -> np.ndarray:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["stacked", "decode_layout"])
 def test_rows_of_one_batch_answer_as_their_adapters_do_alone(models, references, prompt, copied):
-    engine = models["base"].engine
-    params, spec, compute = engine.params, engine.spec, engine.compute
-    decode_params = decode_layout(params, spec) if copied else None
-    scheduler = Scheduler(params, spec, compute, rows=4, decode_params=decode_params)
+    shared = models["base"].engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshtune.generate.weights.LEAST_BYTES", 0 if copied else 1 << 60)
+        engine = Engine(shared.weights.params, shared.spec, shared.compute, resident=True)
+    scheduler = engine.scheduler(rows=4)
+    assert isinstance(next(iter(engine.weights.decoding["layers"].values())), tuple) == copied
     prompts = {name: prompt[: 20 + 7 * n] for n, name in enumerate(NAMES)}
     generations = {name: asked(scheduler, models, name, prompts[name]) for name in NAMES}
     finished(scheduler)
@@ -122,13 +123,12 @@ def test_a_model_of_a_set_computes_with_its_own_adapter(models, references, prom
 def test_what_one_adapter_read_is_reused_by_itself_alone(models, references, prompt, monkeypatch):
     """Rows that have read the prompt are free, and the same prompt comes under another adapter, and again."""
     counts: list[int] = []
-    for name in ("read_new", "read_on"):
 
-        def counted(*args, original=getattr(programs, name), **options):
-            counts.append(int(np.sum(args[3])))
-            return original(*args, **options)
+    def count(*args, original=programs.read, **options):
+        counts.append(int(np.sum(args[3])))
+        return original(*args, **options)
 
-        monkeypatch.setattr(programs, name, counted)
+    monkeypatch.setattr(programs, "read", count)
     scheduler, unread = models["base"].engine.scheduler(rows=4), len(prompt) - 1
     for names, read in (
         (["small", "base"], 2 * unread),
@@ -147,8 +147,12 @@ def test_what_one_adapter_read_is_reused_by_itself_alone(models, references, pro
 
 def test_samples_of_one_adapter_read_their_prompt_once(models, prompt, monkeypatch):
     counts: list[int] = []
-    original = programs.read_new
-    monkeypatch.setattr(programs, "read_new", lambda *args, **options: counts.append(1) or original(*args, **options))
+
+    def count(*args, original=programs.read, **options):
+        counts.extend([1] if args[5] is None else [])
+        return original(*args, **options)
+
+    monkeypatch.setattr(programs, "read", count)
     scheduler = models["base"].engine.scheduler(rows=4)
     generations = [asked(scheduler, models, name, prompt) for name in ("small", "base", "small", "small")]
     finished(scheduler)
@@ -190,5 +194,5 @@ def test_adapters_that_are_more_than_lora_have_a_batch_of_their_own(stories260k,
         "trained": "it has modules or rows that were trained in full",
         "broken": "its weights hold NaN or infinity",
     }
-    assert models["base"].adapter_set is models["small"].adapter_set is not None
-    assert [adapter_count(model.engine.params) for model in models.values()] == [1, 1, 0, 0, 0]
+    assert models["base"].engine.weights is models["small"].engine.weights is not models["dora"].engine.weights
+    assert [model.engine.weights.adapters for model in models.values()] == [1, 1, 0, 0, 0]

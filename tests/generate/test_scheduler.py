@@ -40,14 +40,12 @@ def finished(scheduler: Scheduler, steps: int = 16) -> None:
 def tokens_read(monkeypatch) -> list[int]:
     """The number of prompt tokens that each later call reads."""
     counts: list[int] = []
-    for name, place in (("read_new", 3), ("read_on", 3)):
-        original = getattr(programs, name)
 
-        def counted(*args, original=original, place=place, **options):
-            counts.append(int(np.sum(args[place])))
-            return original(*args, **options)
+    def count(*args, original=programs.read, **options):
+        counts.append(int(np.sum(args[3])))
+        return original(*args, **options)
 
-        monkeypatch.setattr(programs, name, counted)
+    monkeypatch.setattr(programs, "read", count)
     return counts
 
 

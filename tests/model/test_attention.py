@@ -12,7 +12,7 @@ from meshtune.kernels import attention as kernels
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Inputs, rows_of
+from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.layer import LayerSpec, layer_by_chunks
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
@@ -60,7 +60,7 @@ def test_the_request_of_the_banner_is_the_one_that_runs(name, chunk, monkeypatch
     monkeypatch.setattr(
         kernels, "choose_backend", lambda request, *rest: requests.append(request) or chosen(request, *rest)
     )
-    layer_by_chunks(jnp.ones((2, 8, 16)), node, kind, Context(compute, rows_of(inputs, spec.ropes), {}))
+    layer_by_chunks(jnp.ones((2, 8, 16)), node, kind, Context(compute, sequence_info(inputs, spec.ropes), {}))
     expected = block.attention_request(2, chunk or 8, 8, compute)
     assert {dataclasses.replace(request, platform=expected.platform) for request in requests} == {expected}
 

@@ -13,7 +13,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.delta_net import DeltaNetSpec
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
 from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.norm import NormSpec
@@ -46,7 +46,7 @@ def test_a_row_by_chunks_is_the_row(name):
     node = jax.tree.map(lambda leaf: leaf[0], params["layers"]["0.0"])
     x = jax.random.normal(jax.random.key(1), (*SEGMENTS.shape, 8))
     weights = jax.random.normal(jax.random.key(2), x.shape) * (SEGMENTS > 0)[..., None]
-    rows = Rows(jnp.zeros_like(SEGMENTS), SEGMENTS, {})
+    rows = SequenceInfo(jnp.zeros_like(SEGMENTS), SEGMENTS, {})
 
     def total(x, node, compute):
         body = layer if compute.attention_chunk is None else layer_by_chunks

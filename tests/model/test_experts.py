@@ -25,7 +25,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.expert_exchange import choose_exchange, round_slots
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.inputs import Inputs, Rows
+from meshtune.model.inputs import Inputs, SequenceInfo
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
@@ -189,7 +189,7 @@ def test_padding_is_computed_by_no_expert():
     node = init_params(model(spec), jax.random.key(0))["layers"]["0.0"]["mlp"]
     x = jax.random.normal(jax.random.key(1), (1, 5, EMBED))
     segments = jnp.asarray([[1, 1, 0, 2, 0]])
-    rows = Rows(jnp.zeros_like(segments), segments, {})
+    rows = SequenceInfo(jnp.zeros_like(segments), segments, {})
     y = spec.apply(x, jax.tree.map(lambda leaf: leaf[0], node), Context(Compute(), rows, {})).y
     assert jnp.any(y != 0, axis=-1).tolist() == [[True, True, False, True, False]]
 

@@ -18,7 +18,7 @@ from meshtune.kernels.attention.direct import FEW_QUERIES
 from meshtune.model.block import Context
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import AttentionName, Compute
-from meshtune.model.inputs import Inputs, rows_of
+from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
@@ -64,7 +64,7 @@ def inputs(total):
 
 
 def context(batch, attention: AttentionName = "auto"):
-    return Context(Compute(attention=attention), rows_of(batch, (SPEC.rope,)), {})
+    return Context(Compute(attention=attention), sequence_info(batch, (SPEC.rope,)), {})
 
 
 def empty(dtype):

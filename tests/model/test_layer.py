@@ -11,7 +11,7 @@ import pytest
 
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Inputs, rows_of
+from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import init_params
@@ -30,7 +30,7 @@ def setting(kind: LayerSpec, compute: Compute):
         name: jax.tree.map(lambda leaf: leaf + 0.3, part) if "norm" in name else part for name, part in node.items()
     }
     x = jax.random.normal(jax.random.key(1), (2, 7, EMBED))
-    return x, node, Context(compute, rows_of(INPUTS, spec.ropes), {})
+    return x, node, Context(compute, sequence_info(INPUTS, spec.ropes), {})
 
 
 def by_hand(x, node, kind: LayerSpec, context):

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from meshtune.arrays.tree import flatten, unflatten
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Inputs, rows_of
+from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.mlp import ACTIVATIONS, XIELU, MlpSpec
 
 EMBED = 16
@@ -37,7 +37,7 @@ def test_a_feed_forward_network_is_that_of_torch(activation, gated):
         )
     wide = act(linear(x, "gate")) * linear(x, "up") if gated else act(linear(x, "up"))
     ours = unflatten({name: jnp.asarray(array.numpy()) for name, array in node.items()})
-    context = Context(Compute(), rows_of(INPUTS, ()), {})
+    context = Context(Compute(), sequence_info(INPUTS, ()), {})
     found = spec.apply(jnp.asarray(x.numpy()), ours, context).y
     np.testing.assert_allclose(found, linear(wide, "down").detach().numpy(), rtol=1e-4, atol=1e-5)
 
@@ -51,7 +51,7 @@ def test_a_packed_gate_is_that_of_two_projections():
         f"gate_up/{name}": np.stack([leaves[f"gate/{name}"], leaves[f"up/{name}"]], 1).reshape(48, *leaf.shape[1:])
         for name, leaf in (("weight", leaves["gate/weight"]), ("bias", leaves["gate/bias"]))
     }
-    x, context = jnp.asarray(rng.standard_normal((2, 7, EMBED))), Context(Compute(), rows_of(INPUTS, ()), {})
+    x, context = jnp.asarray(rng.standard_normal((2, 7, EMBED))), Context(Compute(), sequence_info(INPUTS, ()), {})
     expected = plain.apply(x, unflatten({k: jnp.asarray(v) for k, v in leaves.items()}), context).y
     found = packed.apply(x, unflatten({k: jnp.asarray(v) for k, v in fused.items()}), context).y
     # float32 products that are summed in another order; the largest result is 229.

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as in_
 
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
-from meshtune.model.inputs import Inputs, inputs_of, rows_of
+from meshtune.model.inputs import Inputs, inputs_of, sequence_info
 from meshtune.model.rope import RopeSpec, angles, rotate
 from tiny_models import same_weights, torch_model
 
@@ -56,7 +56,7 @@ def test_heads_are_rotated_as_in_transformers(function, dim, interleaved, double
 def test_ropes_of_several_layers_are_told_apart():
     first, second = RopeSpec(1e4, 8), RopeSpec(1e6, 8)
     tokens = jnp.asarray(POSITIONS)
-    rows = rows_of(Inputs(tokens, tokens, jnp.ones_like(tokens)), (first, second))
+    rows = sequence_info(Inputs(tokens, tokens, jnp.ones_like(tokens)), (first, second))
     assert set(rows.angles) == {first, second}
     assert not np.allclose(rows.angles[first][0], rows.angles[second][0])
 

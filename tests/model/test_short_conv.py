@@ -13,7 +13,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.cache import LayerCache
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.sharding import layout_for
@@ -34,7 +34,7 @@ def by_torch(x):
 
 
 def rows(segments):
-    return Rows(jnp.zeros_like(segments), segments, {})
+    return SequenceInfo(jnp.zeros_like(segments), segments, {})
 
 
 def test_documents_in_a_row_are_those_alone():

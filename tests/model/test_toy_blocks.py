@@ -75,7 +75,7 @@ class MeanSpec(Mixer):
         return {"v": linear_params(wide, narrow, bias=False), "out": linear_params(narrow, wide, bias=True)}
 
     def apply(self, x, node, context: Context, cache=None):
-        rows = context.rows
+        rows = context.sequences
         if context.memory is not None:
             values, past = context.memory
         else:
@@ -129,7 +129,7 @@ class SideMlpSpec(FeedForward):
         key = context.key
         side = linear(context.side["token"].astype(x.dtype), node["side"], site_key(key, "side"))
         wide = jax.nn.relu(linear(x, node["up"], site_key(key, "up")) + side)
-        real = (context.rows.segment_ids > 0).astype(jnp.float32)
+        real = (context.sequences.segment_ids > 0).astype(jnp.float32)
         active = jnp.sum(wide.astype(jnp.float32).mean(-1) * real)
         sums = {"toy/active": active, "toy/tokens": jnp.sum(real)}
         return Output(linear(wide, node["down"], site_key(key, "down")), cache, sums)

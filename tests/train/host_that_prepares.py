@@ -12,12 +12,12 @@ import socket
 import sys
 import time
 
-from meshtune.data import parts
+import meshtune.data.parts
+from meshtune.data.parts import Part, write_part
 
 SHARE = 2
 host, log, other, *sys.argv[1:] = sys.argv[1:]
 socket.sethostname(host)
-write_part = parts.write_part
 
 
 def written(file: str) -> int:
@@ -25,7 +25,7 @@ def written(file: str) -> int:
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def logged(file: pathlib.Path, part: parts.Part) -> None:
+def logged(file: pathlib.Path, part: Part) -> None:
     write_part(file, part)
     with open(log, "a") as lines:
         lines.write(f"{file.stem}\n")
@@ -34,5 +34,5 @@ def logged(file: pathlib.Path, part: parts.Part) -> None:
         time.sleep(0.02)
 
 
-parts.write_part = logged
+meshtune.data.parts.write_part = logged
 runpy.run_module("meshtune", run_name="__main__")

@@ -66,7 +66,7 @@ def our_losses(recipe: dict, tmp_path: pathlib.Path, *overrides: str, **options)
     theirs.write_text(yaml.safe_dump(recipe))
     translation = translate(str(theirs), **options)
     assert not translation.refused, translation.refused
-    for path, text in translation.written(tmp_path / "recipe.yaml").items():
+    for path, text in translation.written_files(tmp_path / "recipe.yaml").items():
         path.write_text(text)
     train(tmp_path / "recipe.yaml", *overrides)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import held_weight
-from meshtune.adapters.multi_lora import MultiLoRA, select
+from meshtune.adapters.multi_lora import MultiLoRA
 from meshtune.adapters.peft_format import LoadedAdapter, check_copies
 from meshtune.adapters.placement import placed
 from meshtune.arrays.spec import ArraySpec
@@ -46,13 +45,6 @@ class AdapterSet:
     def number(self, name: str) -> int | None:
         """The number of an adapter, which a request names; None for the base alone."""
         return self.names.index(name) if name in self.names else None
-
-    def of(self, name: str) -> Tree:
-        """The parameters with one adapter selected for all rows, or the base alone for another name."""
-        selection = np.zeros((1, len(self.names)), np.float32)
-        if (number := self.number(name)) is not None:
-            selection[0, number] = 1
-        return select(self.params, jnp.asarray(selection))
 
 
 def needs_own_batch(adapter: LoadedAdapter, base: ModelSpec) -> str | None:

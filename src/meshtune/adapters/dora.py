@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import InitializedAdapter, Original, Weight
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
@@ -28,7 +28,7 @@ from meshtune.quantize.weight import QuantisedWeight
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DoRA:
+class DoRA(AdapterDefaults):
     """y = x (magnitude * (W + scale B A) / ||W + scale B A||)^T, lengths along `in`; magnitude is [out].
 
     With dropout, as in PEFT: y = x W^T + d ((g - 1) W)^T + d (g scale B A)^T, where d is dropout(x) and g the magnitude
@@ -48,16 +48,10 @@ class DoRA:
     }
     PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": True}
     PEFT_READ: ClassVar[frozenset[str]] = READ
-    ORIGINAL: ClassVar[bool] = False
     check = staticmethod(no_options)
     check_weight = staticmethod(check_rank)
     fields = staticmethod(lora_fields)
     options = staticmethod(lora_options)
-    PEFT_SHARED: ClassVar[dict[str, str]] = {}
-    fixed = staticmethod(LoRA.fixed)
-    shared = staticmethod(LoRA.shared)
-    derived = staticmethod(LoRA.derived)
-    exported = staticmethod(LoRA.exported)
 
     @classmethod
     def abstract(cls, weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> DoRA:

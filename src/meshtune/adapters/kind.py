@@ -124,3 +124,26 @@ class AdapterType(Protocol):
     def options(fields: Mapping[str, object], where: str) -> dict[str, Any]:
         """The values of LoraConfig for such fields. Raises UserError for values that are not implemented."""
         ...
+
+
+class AdapterDefaults:
+    """Answers of a type of adapter without frozen arrays, whose adapters are written as they are trained."""
+
+    PEFT_SHARED: ClassVar[dict[str, str]] = {}
+    ORIGINAL: ClassVar[bool] = False
+
+    @staticmethod
+    def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> PyTree:
+        return None
+
+    @staticmethod
+    def shared(weights: list[ArraySpec], config: LoraConfig, dtype: str = "float32") -> PyTree:
+        return None
+
+    @staticmethod
+    def derived(adapter: Any, config: LoraConfig, weight: Weight) -> PyTree:
+        return None
+
+    @staticmethod
+    def exported(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
+        return trainable, config

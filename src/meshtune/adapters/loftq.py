@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import InitializedAdapter, Original, Weight
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
@@ -29,19 +29,14 @@ from meshtune.model.gather import to_device
 from meshtune.quantize.weight import QuantisedWeight
 
 
-class LoftQ:
+class LoftQ(AdapterDefaults):
     """A kind whose adapters are LoRAs."""
 
     PEFT_FIELDS: ClassVar[dict[str, object]] = LoRA.PEFT_FIELDS
     PEFT_READ: ClassVar[frozenset[str]] = READ
     PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
-    PEFT_SHARED: ClassVar[dict[str, str]] = {}
     ORIGINAL: ClassVar[bool] = True
     abstract = LoRA.abstract
-    fixed = staticmethod(LoRA.fixed)
-    shared = staticmethod(LoRA.shared)
-    derived = staticmethod(LoRA.derived)
-    exported = staticmethod(LoRA.exported)
     fields = staticmethod(lora_fields)
     options = staticmethod(lora_options)
     check = staticmethod(no_options)

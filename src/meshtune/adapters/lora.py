@@ -16,11 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention.backend import matmul_precision
 from meshtune.model.linear import NARROW, matmul
 
@@ -57,7 +56,7 @@ widen.defvjp(_widen_forward, _widen_backward)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LoRA:
+class LoRA(AdapterDefaults):
     """y = x W^T + scale * (dropout(x) A^T) B^T. A is [R, in], B is [out, R]; stacked layers lead both.
 
     A `fixed` LoRA is subtracted: the product that training started from, which the weight still contains.
@@ -71,8 +70,6 @@ class LoRA:
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"a": "lora_A.weight", "b": "lora_B.weight"}
     PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": False}
     PEFT_READ: ClassVar[frozenset[str]] = READ
-    ORIGINAL: ClassVar[bool] = False
-    PEFT_SHARED: ClassVar[dict[str, str]] = {}
     check = staticmethod(no_options)
     check_weight = staticmethod(check_rank)
     fields = staticmethod(lora_fields)
@@ -91,22 +88,6 @@ class LoRA:
     @property
     def rank(self) -> int:
         return self.a.shape[-2]
-
-    @staticmethod
-    def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> None:
-        return None
-
-    @staticmethod
-    def shared(weights: list[ArraySpec], config: LoraConfig, dtype: str = "float32") -> None:
-        return None
-
-    @staticmethod
-    def derived(adapter: Adapter, config: LoraConfig, weight: Weight) -> None:
-        return None
-
-    @staticmethod
-    def exported(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
-        return trainable, config
 
     @staticmethod
     def start(

@@ -21,8 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import InitializedAdapter, Original, Weight
-from meshtune.adapters.lora import LoRA
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
 from meshtune.adapters.refusals import no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
@@ -34,7 +33,7 @@ PARAMETRISED_SINCE = "0.18.0"  # the version of PEFT whose series this is
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OFT:
+class OFT(AdapterDefaults):
     """y = (x R) W^T. `q` [n, b (b - 1) / 2] holds what is above the diagonal of Q in each of n blocks of b inputs."""
 
     q: Any
@@ -55,12 +54,6 @@ class OFT:
             "eps",
         }
     )
-    ORIGINAL: ClassVar[bool] = False
-    PEFT_SHARED: ClassVar[dict[str, str]] = {}
-    fixed = staticmethod(LoRA.fixed)
-    shared = staticmethod(LoRA.shared)
-    derived = staticmethod(LoRA.derived)
-    exported = staticmethod(LoRA.exported)
 
     @staticmethod
     def check(config: LoraConfig) -> None:

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import InitializedAdapter, Original, Weight
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, scaled
 from meshtune.adapters.principal import principal
@@ -30,17 +30,14 @@ from meshtune.model.gather import to_device
 from meshtune.quantize.weight import QuantisedWeight
 
 
-class PiSSA:
+class PiSSA(AdapterDefaults):
     """Adapters that are LoRAs, each with the LoRA it started from as `fixed`."""
 
     PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
-    PEFT_SHARED: ClassVar[dict[str, str]] = {}
-    ORIGINAL: ClassVar[bool] = False
     abstract = LoRA.abstract
     check_weight = staticmethod(check_rank)
-    shared = staticmethod(LoRA.shared)
     fields = staticmethod(lora_fields)
 
     @staticmethod

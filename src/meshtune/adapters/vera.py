@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import InitializedAdapter, Original, Weight
-from meshtune.adapters.lora import LoRA, dropped
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
+from meshtune.adapters.lora import dropped
 from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
@@ -57,7 +57,7 @@ class Projections:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class VeRA:
+class VeRA(AdapterDefaults):
     """y = x W^T + b * (B (d * (A dropout(x)))): lambda_b [out] and lambda_d [R] are trained, A and B are `fixed`."""
 
     lambda_b: Any
@@ -70,11 +70,7 @@ class VeRA:
     PEFT_READ: ClassVar[frozenset[str]] = frozenset(
         {"r", "vera_dropout", "projection_prng_key", "save_projection", "d_initial", "init_weights"}
     )
-    ORIGINAL: ClassVar[bool] = False
     PEFT_SHARED: ClassVar[dict[str, str]] = Projections.PEFT_TENSORS
-    fixed = staticmethod(LoRA.fixed)
-    derived = staticmethod(LoRA.derived)
-    exported = staticmethod(LoRA.exported)
 
     @staticmethod
     def check(config: LoraConfig) -> None:

@@ -13,7 +13,7 @@ app = typer.Typer(help="Combine adapters.", no_args_is_help=True, rich_markup_mo
 
 @app.callback()
 def _group() -> None:
-    """Keeps `combine` a command of its own while it is the only one."""
+    """Keeps `combine` a subcommand while it is the only one."""
 
 
 @app.command()

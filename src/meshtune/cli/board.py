@@ -14,7 +14,7 @@ import typer
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.errors import UserError, pip_install
 
-EXTRA = pip_install("serve")
+BOARD_EXTRA = pip_install("serve")
 TOKEN = "token"  # the file of a token that was drawn, so that browsers stay signed in over a restart
 
 
@@ -42,7 +42,7 @@ def board(
     try:
         import uvicorn
     except ImportError as problem:
-        raise UserError("the board needs starlette and uvicorn", fix=EXTRA) from problem
+        raise UserError("the board needs starlette and uvicorn", fix=BOARD_EXTRA) from problem
     from meshtune import quickstart
     from meshtune.board.app import create_app
     from meshtune.board.queue import start_next

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, use_model
 from meshtune.generate.config import Sampling
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-@expanded(sampling={"temperature": 0.7, "top_p": 0.95})
+@expand_options(sampling={"temperature": 0.7, "top_p": 0.95})
 def chat(
     model: ModelPath,
     mesh: MeshSizes = None,

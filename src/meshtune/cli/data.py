@@ -13,7 +13,7 @@ app = typer.Typer(help="Look at data.", no_args_is_help=True, rich_markup_mode=N
 
 @app.callback()
 def _data() -> None:
-    """Keeps `inspect` a command of its own while it is the only one."""
+    """Keeps `inspect` a subcommand while it is the only one."""
 
 
 @app.command()

@@ -39,12 +39,12 @@ def doctor(
 
     console = open_console(stderr=as_json)
     platforms = [name for choice in install or [] for name in (EXTRAS if choice == "all" else [choice])]
-    for platform in platforms:
-        requirements(platform)  # reports an unknown name before anything is installed
-    for platform in dict.fromkeys(platforms):
-        console.print(f"installing {', '.join(requirements(platform))}")
-        console.print(f"[bold]installed[/] in {install_compiler(platform)}")
-    compilers = {platform: find_compiler(platform) for platform in MAKERS}
+    for name in platforms:
+        requirements(name)  # reports an unknown name before anything is installed
+    for name in dict.fromkeys(platforms):
+        console.print(f"installing {', '.join(requirements(name))}")
+        console.print(f"[bold]installed[/] in {install_compiler(name)}")
+    compilers = {name: find_compiler(name) for name in MAKERS}
     checks = {
         name: _check(name, console) for name, compiler in compilers.items() if check and isinstance(compiler, Compiler)
     }
@@ -53,15 +53,15 @@ def doctor(
         print(json.dumps(entries, indent=2))
     else:
         console.print(_table(compilers, checks))
-        for platform, compiler in compilers.items():
+        for name, compiler in compilers.items():
             if isinstance(compiler, Compiler):
                 for note in compiler.notes:
-                    _print_note(console, platform, note)
+                    _print_note(console, name, note)
             else:
-                _print_note(console, platform, f"{compiler.reason}: {compiler.fix}")
-    failures = {platform: failure for platform, (failure, _) in checks.items() if failure is not None}
-    for platform, failure in failures.items():
-        _print_note(console, platform, failure)
+                _print_note(console, name, f"{compiler.reason}: {compiler.fix}")
+    failures = {name: failure for name, (failure, _) in checks.items() if failure is not None}
+    for name, failure in failures.items():
+        _print_note(console, name, failure)
     if failures:
         sys.exit(1)
 
@@ -97,14 +97,14 @@ def _table(compilers: Mapping[str, object], checks: dict[str, tuple[str | None, 
     table = Table(title="compilers", title_justify="left")
     for heading in ("for", "state", "packages", "where", *(["check"] if checks else [])):
         table.add_column(heading, overflow="fold")
-    for platform, compiler in compilers.items():
+    for name, compiler in compilers.items():
         is_found = isinstance(compiler, Compiler)
         state = "[green]installed[/]" if is_found else "[yellow]missing[/]"
         packages = next(iter(str(compiler).split(", "))) if is_found else ""
         where = str(compiler.folder or "the environment") if is_found else ""
-        row = [f"{platform}: {MAKERS[platform]}", state, packages, where]
+        row = [f"{name}: {MAKERS[name]}", state, packages, where]
         if checks:
-            failure, seconds = checks.get(platform, ("", 0.0))
+            failure, seconds = checks.get(name, ("", 0.0))
             row.append(f"compiles ({seconds:.0f} s)" if failure is None else "[red]fails[/]" if failure else "")
         table.add_row(*row)
     return table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.evaluation_options import Writing, check_data, source_section
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError
 from meshtune.options import option
@@ -47,7 +47,7 @@ class SuiteOptions:
     seed: int = option(1234, "Of few-shot examples and sampling.", ge=0)
 
 
-@expanded()
+@expand_options()
 def evaluate(
     model: ModelPath,
     mesh: MeshSizes = None,

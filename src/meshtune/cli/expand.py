@@ -13,12 +13,12 @@ from typing import Annotated, Any, Union
 import typer
 
 
-def expanded(**defaults: Mapping[str, object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def expand_options(**defaults: Mapping[str, object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator for commands: a parameter annotated with a dataclass becomes one option for every field that
     has a description.
 
     Description, bounds and flags are the field's (meshtune.options). `defaults` gives, by parameter, other defaults
-    than the dataclass has: `expanded(sampling={"temperature": 0.7})`.
+    than the dataclass has: `expand_options(sampling={"temperature": 0.7})`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

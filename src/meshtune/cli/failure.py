@@ -45,7 +45,7 @@ def explain(error: BaseException, arguments: Sequence[str]) -> UserError | None:
 
 
 def show(error: UserError) -> None:
-    """Print what is wrong, where, and what to do, on stderr."""
+    """Print the problem, its place and the fix on stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), error.what))
     for label, text in (("where", error.where), ("fix", error.fix)):

@@ -46,7 +46,7 @@ def families(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as in docs/families.md.")] = False,
 ) -> None:
-    """List the models that can be tuned: every model_type, what is special about it, its methods and meshes."""
+    """List the models that can be tuned: every model_type with its special parts, methods and meshes."""
     import json
 
     from meshtune.terminal import console
@@ -169,7 +169,7 @@ def _composite_entry(wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
 
 
 def _special(entry: Entry) -> str:
-    """What is special, and what is refused with its reason."""
+    """Special parts, and refused settings with the reason."""
     return "; ".join([entry["special"], *(f"no {name}: {reason}" for name, reason in entry["limits"].items())])
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, use_model
 from meshtune.generate.config import Sampling
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshtune.generate.api import Model
 
 
-@expanded()
+@expand_options()
 def generate(
     model: ModelPath,
     mesh: MeshSizes = None,

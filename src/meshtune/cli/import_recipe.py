@@ -62,7 +62,7 @@ def import_recipe(
         count = len(translation.refused)
         console.print(f"refused: {count} key{'s' * (count != 1)} of {file}; nothing was written", style="bold red")
         raise typer.Exit(REFUSED)
-    files = translation.written(target)
+    files = translation.written_files(target)
     for path, text in files.items():
         if target is None:
             typer.echo(text, nl=False)

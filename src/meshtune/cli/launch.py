@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.recipe_arguments import Arguments, Overwrite, Resume, with_flags
 from meshtune.errors import UserError
 from meshtune.launch.options import JobSetOptions, SlurmOptions, TaskOptions
@@ -50,7 +50,7 @@ def local(
 
 
 @app.command()
-@expanded()
+@expand_options()
 def slurm(
     arguments: Arguments,
     options: SlurmOptions,
@@ -72,7 +72,7 @@ def slurm(
 
 
 @app.command()
-@expanded()
+@expand_options()
 def k8s(arguments: Arguments, options: JobSetOptions, out: Out = None) -> None:
     """Write a JobSet for Kubernetes that contains the recipe."""
     from meshtune.launch import kubernetes as writer
@@ -85,7 +85,7 @@ def k8s(arguments: Arguments, options: JobSetOptions, out: Out = None) -> None:
 
 
 @app.command()
-@expanded()
+@expand_options()
 def skypilot(arguments: Arguments, options: TaskOptions, out: Out = None) -> None:
     """Write a task for SkyPilot."""
     from meshtune.launch import skypilot as writer

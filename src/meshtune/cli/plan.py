@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.recipe_arguments import Arguments, split
 from meshtune.errors import UserError
 from meshtune.options import option
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """What is planned and how it is shown."""
+    """The machine's price and limits, and the form of the output."""
 
     search: bool = option(False, "Search mesh, micro-batch and memory savings that the recipe does not set.")
     price: float | None = option(None, "Price of one device for an hour.", ge=0)
@@ -38,7 +38,7 @@ class PlanOptions:
     cache: str | None = option(None, "With --serve: int8 holds keys and values in 8 bits.")
 
 
-@expanded()
+@expand_options()
 def plan(
     arguments: Arguments,
     *,

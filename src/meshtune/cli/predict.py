@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.evaluation_options import DataOptions, Writing, check_data, source_section
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, check_source, use_model
 from meshtune.generate.config import Sampling
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshtune.generate.api import Model
 
 
-@expanded()
+@expand_options()
 def predict(
     model: ModelPath,
     mesh: MeshSizes = None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.cli.expand import expanded
+from meshtune.cli.expand import expand_options
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError, pip_install
@@ -48,7 +48,7 @@ class ServerOptions:
     log_requests: bool = option(False, "Write a line for each request.")
 
 
-@expanded()
+@expand_options()
 def serve(
     model: ModelPath,
     mesh: MeshSizes = None,

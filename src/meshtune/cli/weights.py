@@ -14,7 +14,7 @@ app = typer.Typer(help="Look at the weights of a model.", no_args_is_help=True, 
 
 @app.callback()
 def _weights() -> None:
-    """Keeps `check` a command of its own while it is the only one."""
+    """Keeps `check` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -27,7 +27,7 @@ def check(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check names, shapes, dtypes and file sizes against config.json, from the files' headers alone."""
+    """Check names, shapes, dtypes and file sizes against config.json, from the files' headers only."""
     from meshtune.weights.finite import require_finite
     from meshtune.weights.inspect import inspect_model
     from meshtune.weights.passed_through import listed

@@ -1,4 +1,5 @@
-"""Paths of a recipe: `~` and `${NAME}`, and relative ones: from here or, where nothing is there, from beside it."""
+"""Paths of a recipe: `~` and `${NAME}`, and relative ones, which count from the current directory or, if nothing is
+there, from the recipe's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*))")
 def expand_path(text: str) -> str:
     """`text` with the home directory for `~`, and environment variables for `${NAME}` and `$NAME`.
 
-    A path that exists as it is written stays so. Raises ValueError for a variable that is not set.
+    A path that exists as written is not changed. Raises ValueError for a variable that is not set.
     """
     if not VARIABLE.search(text) or _exists(pathlib.Path(text)):
         return os.path.expanduser(text)
@@ -35,9 +36,9 @@ def expand_path(text: str) -> str:
 def beside_recipe(
     raw: Mapping[str, object], recipe: pathlib.Path, overridden: Callable[[Path], bool], notify: Callable[[str], None]
 ) -> None:
-    """Replaces, in place, each relative path of `raw` that leads nowhere from here but somewhere from beside `recipe`.
+    """Replaces, in place, each relative path of `raw` that exists only next to `recipe`.
 
-    Paths for which `overridden` is true came from the command line and count from the current directory alone. `notify`
+    Paths for which `overridden` is true came from the command line and count only from the current directory. `notify`
     receives one sentence that names all the paths that were replaced.
     """
     replaced: list[str] = []

@@ -82,7 +82,7 @@ class TokenOptions:
 
     def cache_key(self) -> str:
         """A text that identifies the options. It must not change with the names of classes or fields: stores would be
-        built anew, and earlier runs could not be resumed."""
+        built again, and earlier runs could not be resumed."""
         policy = f"train_on_prompt={self.policy.train_on_prompt}, last_turn_only={self.policy.last_turn_only}"
         if self.policy.reasoning != "template":
             policy += f", reasoning={self.policy.reasoning}"

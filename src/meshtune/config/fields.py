@@ -1,4 +1,4 @@
-"""What may be written at each key of a recipe, in words: for error messages and for the reference table."""
+"""The values that each key of a recipe takes, as text: for error messages and for the reference table."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def keys(section: SectionType = Recipe, prefix: str = "") -> Iterator[Key]:
             for key in keys(option, entry):
                 if key.name != f"{entry}kind":
                     by_name.setdefault(key.name, []).append((_section_text(option), key))
-        yield from (_combined(variants) for variants in by_name.values())
+        yield from (_combine_kinds(variants) for variants in by_name.values())
 
 
-def _combined(variants: list[tuple[str, Key]]) -> Key:
+def _combine_kinds(variants: list[tuple[str, Key]]) -> Key:
     """A key that several kinds of a section have, each with its own default and meaning."""
     first = variants[0][1]
     defaults: dict[str, list[str]] = {}
@@ -69,11 +69,11 @@ def field_at(path: Path, raw: Any) -> FieldInfo | None:
     field: FieldInfo | None = None
     for depth, step in enumerate(path):
         if isinstance(step, int):
-            section = _chosen(field, raw[step]) if field is not None and isinstance(raw, list) else None
+            section = _choose_section(field, raw[step]) if field is not None and isinstance(raw, list) else None
             raw = raw[step] if isinstance(raw, list) and step < len(raw) else None
             continue
         if field is not None and not isinstance(raw, list):
-            section = _chosen(field, raw) or section
+            section = _choose_section(field, raw) or section
         fields = section_fields(section) if section is not None else {}
         if step not in fields:
             return None
@@ -93,7 +93,7 @@ def section_at(path: Path, raw: Any) -> SectionType | None:
             if step not in fields:
                 return None
             raw = raw.get(step) if isinstance(raw, dict) else None
-            section = _chosen(fields[step], raw)
+            section = _choose_section(fields[step], raw)
         else:
             raw = raw[step] if isinstance(raw, list) and step < len(raw) else None
     return section
@@ -105,7 +105,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def allowed_entry(field: FieldInfo) -> str:
-    """What an entry of the list takes that the field is, or may be."""
+    """The values that an entry of the field's list takes."""
     lists = [option for option in (field.annotation, *get_args(field.annotation)) if get_origin(option) in SEQUENCES]
     return _either(_alternatives(get_args(lists[0])[0], [])) if lists else allowed(field)
 
@@ -193,8 +193,8 @@ def _sections(annotation: Any) -> list[SectionType]:
     return [section for option in get_args(annotation) for section in _sections(option)]
 
 
-def _chosen(field: FieldInfo | None, raw: Any) -> SectionType | None:
-    """The section that `raw` is, of those `field` takes: methods are told apart by kind."""
+def _choose_section(field: FieldInfo | None, raw: Any) -> SectionType | None:
+    """The section that `raw` is, of those `field` takes: `kind` decides between methods."""
     sections = _sections(field.annotation) if field is not None else []
     kind = raw.get("kind") if isinstance(raw, dict) else None
     for section in sections:

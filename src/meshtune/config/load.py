@@ -48,9 +48,9 @@ def load_recipe(
 ) -> Recipe:
     """The recipe in `source` (a YAML file, a mapping, or nothing but overrides), with `overrides` applied in order.
 
-    Relative paths count from the current directory; those of a file that lead nowhere from there are looked for beside
-    the file. `~` is the home directory, `${NAME}` an environment variable. `notify` receives what a person should know
-    though it is no mistake: a path that was found beside the recipe, a key that has a new name.
+    Relative paths count from the current directory; those in a file that do not exist there are looked for next to the
+    file. `~` is the home directory, `${NAME}` an environment variable. `notify` receives notices that are no mistakes:
+    a path that was found next to the recipe, a key that has a new name.
 
     Raises UserError: a file that cannot be read or is not YAML, an override that is none, and every unknown key and
     unfit value at once, each with its line.

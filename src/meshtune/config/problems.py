@@ -37,7 +37,7 @@ Locate = Callable[[Path], tuple[str, int]]
 
 
 class RecipeError(UserError):
-    """What is wrong with a recipe. `problems` are (path, sentence, fix) for each key, as `train.steps`; "" is the
+    """The problems of a recipe. `problems` are (path, sentence, fix) for each key, as `train.steps`; "" is the
     recipe."""
 
     problems: tuple[tuple[str, str, str | None], ...] = ()
@@ -141,11 +141,11 @@ def _sentence(path: Path, details: list[ErrorDetails], raw: Mapping[str, object]
         value = raw.get(str(path[0]))
         kind = value.get("kind") if isinstance(value, dict) else value
         kinds = [str(section_fields(section)["kind"].default) for section in KINDS[path]]
-        return f"{path[0]} is {_quoted(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
+        return f"{path[0]} is {_quote_value(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
     if field is None:
         return f"{name}: {first['msg']}"
     takes = allowed_entry(field) if isinstance(path[-1], int) else allowed(field)
-    return f"{name} is {_quoted(first['input'])}: it must be {takes}{_suggestion(first['input'], choices(field))}"
+    return f"{name} is {_quote_value(first['input'])}: it must be {takes}{_suggestion(first['input'], choices(field))}"
 
 
 def _own_message(details: ErrorDetails) -> str:
@@ -175,7 +175,7 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     valid = list(section_fields(section)) if section is not None else []
     names = _names()
     if len(path) == 1 and "." in key and key in names:
-        return f"{key} is written so on the command line alone; in a recipe it is {_nested(key)}"
+        return f"{key} is written so on the command line alone; in a recipe it is {_nest_key(key)}"
     if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in names:
         return f"{name} does not belong to {path[0]} {chosen.get('kind')}, which takes {', '.join(valid)}"
     by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
@@ -195,7 +195,7 @@ def _names() -> tuple[str, ...]:
     return tuple(entry.name for entry in keys())
 
 
-def _nested(name: str) -> str:
+def _nest_key(name: str) -> str:
     """A key as YAML has it: model: {chat_template: ...}."""
     text = "..."
     for step in reversed(name.split(".")):
@@ -203,7 +203,7 @@ def _nested(name: str) -> str:
     return text[1:-1]
 
 
-def _quoted(value: object) -> str:
+def _quote_value(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -55,7 +55,7 @@ class TrainSection(Section):
 
 
 class ComputeSection(Section):
-    """How the numbers are computed. None of these changes what is learned beyond rounding."""
+    """How the numbers are computed. None of these changes the result beyond rounding."""
 
     precision: Literal["auto", "mixed", "float32", "bfloat16"] = Field(
         default="auto",
@@ -114,7 +114,7 @@ class EvalSection(Section):
 
 
 class SampleSection(Section):
-    """Text generated while training, to see what is learned."""
+    """Text generated during training, to watch progress."""
 
     every: PositiveInt | None = Field(
         default=None, description="Steps between samples; null: only at the start and the end."
@@ -125,7 +125,7 @@ class SampleSection(Section):
 
 
 class LogSection(Section):
-    """What is written while training."""
+    """The logs written during training."""
 
     every: PositiveInt = Field(default=1, description="Steps between lines of metrics.jsonl.")
     plot_every: PositiveInt = Field(default=20, description="Steps between refreshes of loss.png.")

@@ -1,4 +1,4 @@
-"""What all sections of a recipe share: unknown keys and truth values in the place of numbers are errors."""
+"""The base of all sections of a recipe: unknown keys and truth values in the place of numbers are errors."""
 
 from __future__ import annotations
 

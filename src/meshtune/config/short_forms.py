@@ -1,4 +1,4 @@
-"""Short ways to write a recipe, and the long form each stands for. Everything else sees the long form only."""
+"""Short ways to write a recipe, and their long forms. Everything else sees the long form only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def sources(value: object) -> object:
-    """A path, a mapping, or a list of either, as a list of mappings; anything else as it is."""
+    """A path, a mapping, or a list of either, as a list of mappings; anything else unchanged."""
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):

@@ -94,7 +94,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """What a YAML text says, and the line (from 1) on which each of its keys and list entries stands."""
+    """The value of a YAML text, with the line (from 1) of each of its keys and list entries."""
 
     value: object
     lines: dict[Path, int]

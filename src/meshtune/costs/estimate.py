@@ -1,7 +1,7 @@
-"""Estimates a step's memory and collectives from shapes alone, where no compiler is available.
+"""Estimates a step's memory and collectives from shapes, without a compiler.
 
 Persistent arrays (weights, adapters, optimizer state) are counted exactly. Activations follow the structure of the
-decoder: the residual saved at every layer's input and what the rematerialisation policy saves beside it, the widest
+decoder: the residual saved at every layer's input and the arrays that the rematerialisation policy saves, the widest
 arrays of one layer while it is differentiated, its gathered weights, and the head with one chunk of logits. How many
 of each exist at the peak depends on the compiler; the constants are fitted to XLA's figures, and a test checks that
 estimates are within 10% of them (tests/costs/test_estimate.py).
@@ -54,7 +54,7 @@ NONE_EMBED, NONE_FFN, NONE_MIXER, NONE_WHOLE_ROWS = 8.0, 5.0, 4.0, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes on one device by role, and bytes of host memory for that device by what is offloaded."""
+    """Bytes on one device by role, and bytes of host memory for that device by offloaded part."""
 
     breakdown: dict[str, int]
     host: dict[str, int]

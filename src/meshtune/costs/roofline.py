@@ -15,9 +15,9 @@ from meshtune.errors import UserError
 class Work:
     """The work of one update on one device. `flops` are the model's own; `recompute_flops` come on top.
 
-    Bytes through device memory: `product_bytes` are operands and results of matrix products (weights as often as they
-    are read), `elementwise_bytes` everything between the products, `update_bytes` gradients and optimizer. `host_bytes`
-    are transferred to and from host memory; of these `host_exposed_bytes` do not overlap with computation. `tokens` are
+    Bytes through device memory: `product_bytes` are operands and results of matrix products (weights each time they are
+    read), `elementwise_bytes` everything between the products, `update_bytes` gradients and optimizer. `host_bytes` are
+    transferred to and from host memory; of these `host_exposed_bytes` do not overlap with computation. `tokens` are
     those of all devices.
     """
 
@@ -37,10 +37,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class ActiveWeights:
-    """Elements of weights by which a token is multiplied, of experts only those that are active.
-
-    Of all layers, of the output head, of what is trained in full, and of adapters. A gradient passes through the share
-    `backward_fraction` of the layers' elements.
+    """Elements of weights that multiply a token, of experts only the active ones: in all layers, the output head,
+    weights trained in full, and adapters. A gradient passes through the share `backward_fraction` of the layers'
+    elements.
     """
 
     layers: int

@@ -91,7 +91,7 @@ def _width(array: Activation, tp: int, routed_rows: float) -> float:
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
     """A position of a stack: `repeats` layers of a mixer and a feed-forward network, either of which may be absent, and
-    of what stands `beside` them.
+    the parts `beside` them.
 
     The paths of its parameters begin with `prefix`.
     """

@@ -43,12 +43,13 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def shuffled(n: int, seed: int, stream: int) -> np.ndarray:
-    """A random permutation of 0..n-1, int64."""
+    """A random permutation of 0..n-1, int64, which does not change with the version of a library."""
     return np.argsort(random_keys(seed, stream, n), kind="stable")
 
 
 def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> PackedRows:
-    """Packs the documents of `order` into rows of `row_length` positions, each document into exactly one row.
+    """Packs the documents of `order` into rows of `row_length` positions, each document into exactly one row: best-fit
+    decreasing (Johnson 1973) within windows of the order.
 
     `lengths` int [n] are the positions that each document takes, between 1 and `row_length`. Documents of a row keep
     their order, and rows are ordered by their longest documents, so that a shuffled order gives shuffled rows.

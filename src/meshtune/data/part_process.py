@@ -1,8 +1,8 @@
 """A process that tokenises parts of samples for another one, without its Python lock.
 
-It is a new process, not a fork, since JAX's threads do not survive a fork, and imports neither JAX nor the
-starting program. It ends when the other process does. Both speak in pickled objects through its standard input and
-output: a PartTask, then lists of samples, each answered by a Part or a UserError.
+It is a new process, not a fork, since JAX's threads do not survive a fork. It imports neither JAX nor the starting
+program, which the processes of multiprocessing run again, and ends when the other process does. Both speak in pickled
+objects through its standard input and output: a PartTask, then lists of samples, each answered by a Part or UserError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers to many prompts through the engine's queue, each as soon as it is complete."""
+"""Answers to many prompts through the engine's queue, each once it is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshtune.errors import UserError
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, Request
+from meshtune.generate.request import Generation, GenerationRequest
 from meshtune.generate.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ ROWS = 16  # prompts computed at once
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """A request with the strings that end its answer. `continued` writes the answer as the prompt's continuation, else
-    as a text of its own; `name` says which record it is of."""
+    as a separate text; `name` is that of its record."""
 
-    request: Request
+    request: GenerationRequest
     stop: tuple[str, ...] = ()
     continued: bool = False
     name: str = ""

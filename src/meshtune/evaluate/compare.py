@@ -40,9 +40,9 @@ class Outcome:
 def evaluate(
     models: Mapping[str, Callable[[], Model]], evaluation: Evaluation, folder: pathlib.Path, console: Console
 ) -> dict[str, Outcome]:
-    """Evaluates models by name, one after the other, with the same prompts and seeds; each in a folder of its own.
+    """Evaluates models by name, one after the other, with the same prompts and seeds; each in a separate folder.
 
-    Tasks are prepared and checked before the first model is loaded. What a folder has already is not computed again.
+    Tasks are prepared and checked before the first model is loaded. Results that a folder has are not computed again.
     """
     tasks = prepare(evaluation.suite, folder / "tasks") if evaluation.suite.tasks else None
     outcomes = {}
@@ -73,7 +73,7 @@ def write_results(folder: pathlib.Path, results: Sequence[TaskResult], facts: Ma
 
 
 def read_results(folder: pathlib.Path) -> list[TaskResult] | None:
-    """What `write_results` wrote; None if it has not."""
+    """Reads the files of `write_results`; None if there are none."""
     if not (folder / TASKS).is_file():
         return None
     results = []
@@ -104,7 +104,7 @@ def general_differences(
     before: Sequence[TaskResult], after: Sequence[TaskResult], seed: int = 0
 ) -> dict[str, list[Difference]]:
     """The paired differences of every task, the subjects of a benchmark taken together as well."""
-    pooled = [(_pooled(before), before), (_pooled(after), after)]
+    pooled = [(_pool_subjects(before), before), (_pool_subjects(after), after)]
     old, new = ({result.name: result for result in [*extra, *results]} for extra, results in pooled)
     table: dict[str, list[Difference]] = {}
     for name, first in old.items():
@@ -115,18 +115,18 @@ def general_differences(
             if not pairs:
                 continue
             higher = first.higher_is_better.get(short, short not in LOWER_IS_BETTER)
-            sides = ([_weighted(pair[side]) for pair in pairs] for side in (0, 1))
+            sides = ([_with_weight(pair[side]) for pair in pairs] for side in (0, 1))
             label = short if filter_ in ("none", "") else f"{short} ({filter_})"
             paired = difference(short, *sides, higher_is_better=higher, seed=seed)
             table.setdefault(name, []).append(dataclasses.replace(paired, metric=label))
     return table
 
 
-def _weighted(value: float | tuple[float, ...]) -> tuple[float, float]:
+def _with_weight(value: float | tuple[float, ...]) -> tuple[float, float]:
     return (value[0], value[1]) if isinstance(value, tuple) else (value, 1.0)
 
 
-def _pooled(results: Sequence[TaskResult]) -> list[TaskResult]:
+def _pool_subjects(results: Sequence[TaskResult]) -> list[TaskResult]:
     """A result for each benchmark of several subjects, with the samples of all."""
     pooled = []
     for benchmark in dict.fromkeys(result.benchmark for result in results if result.category):

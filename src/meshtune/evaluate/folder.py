@@ -1,4 +1,4 @@
-"""The folder of an evaluation: whose results are in it, so that it goes on where it ended and mixes with no other."""
+"""The folder of an evaluation, with its settings, so that it can be resumed and mixes with no other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def results_folder(
 ) -> Iterator[pathlib.Path | None]:
     """Holds `folder` for this process and writes `settings`; yields where earlier results were moved to, or None.
 
-    Raises UserError for a folder with other results, unless `overwrite` moves them aside or `resume` goes on with
+    Raises UserError for a folder with other results, unless `overwrite` moves them aside or `resume` continues with
     them; and for resuming with other settings, which it names.
     """
     if folder.exists() and not folder.is_dir():

@@ -134,7 +134,7 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
 
 
 def _keep_offline_without_hub() -> None:
-    """Keeps this process to what is cached where no hub can be reached: each file would be tried for many times."""
+    """Keeps this process to cached files if no hub can be reached: each file would be tried many times."""
     import huggingface_hub
     from datasets import config
 
@@ -206,11 +206,11 @@ def _write_task(
             fix="add them (dev/ or train), or give --num-fewshot with fewer",
         )
     test = folder / f"{name}.jsonl"
-    write_lines(test, (_written(benchmark, doc) for doc in files.test))
+    write_lines(test, (_example_fields(benchmark, doc) for doc in files.test))
     splits = {"test": str(test.absolute())}
     if files.shots:
         shown = folder / f"{name}.shots.jsonl"
-        write_lines(shown, (_written(benchmark, doc) for doc in files.shots))
+        write_lines(shown, (_example_fields(benchmark, doc) for doc in files.shots))
         splits["dev"] = str(shown.absolute())
     config |= {
         "dataset_kwargs": {"data_files": splits},
@@ -229,7 +229,7 @@ DESCRIPTIONS = {
 }
 
 
-def _written(benchmark: str, doc: Mapping[str, Any]) -> dict[str, Any]:
+def _example_fields(benchmark: str, doc: Mapping[str, Any]) -> dict[str, Any]:
     """An example with the fields that lm-eval's own task reads."""
     if benchmark in ("ceval", "cmmlu"):
         letters = dict(zip("ABCD", doc["choices"], strict=True))

@@ -26,7 +26,7 @@ def adapter_hash(adapter: pathlib.Path) -> str:
 
 
 def default_output(model: str, kind: str, subject: str) -> pathlib.Path:
-    """In a run: its own folder `kind`; else a folder `kind` here. Both by the name of what is evaluated."""
+    """In a run: its own folder `kind`; else a folder `kind` here. Both are named after the model."""
     name = pathlib.Path(subject).stem or "data"
     directory, state = split_state(model)
     if is_run(directory):

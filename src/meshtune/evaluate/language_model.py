@@ -1,6 +1,6 @@
 """A Meshtune model as lm-eval sees one. Importing this needs lm_eval; `extras.optional` says so.
 
-What is encoded, cut and decoded is what lm-eval's own transformers backend does, so that numbers are comparable.
+Encodes, cuts and decodes as lm-eval's own transformers backend does, so that numbers are comparable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from meshtune.data.chat import template_error
 from meshtune.errors import UserError
 from meshtune.evaluate.answers import ROWS, Prompt, answers
-from meshtune.evaluate.progress import shown
+from meshtune.evaluate.progress import show_progress
 from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
 from meshtune.generate.prefix_tree import ScoredText
@@ -49,7 +49,7 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: the token that texts begin with, else the end token."""
+        """The token before a text that has no context: the token that texts begin with, else the end token."""
         begin = self.tokenizer.bos_token_id
         return begin if isinstance(begin, int) else self.eot_token_id
 
@@ -130,7 +130,7 @@ class EngineLM(TemplateLM):
             ids = ids[-(self.max_length + 1) :]
             texts.append(ScoredText(ids, len(ids) - len(continuation)))
         model = self.model
-        with shown(self._console, "log-likelihoods") as progress:
+        with show_progress(self._console, "log-likelihoods") as progress:
             scores = model.score(texts, progress)
         results = [(float(np.sum(score.log_probabilities)), bool(score.likeliest.all())) for score in scores]
         if cached:
@@ -142,7 +142,7 @@ class EngineLM(TemplateLM):
         """The text that the model adds to each context, up to the first of the task's stop strings."""
         prompts = [self._prompt(*request.args) for request in requests]
         texts = [""] * len(prompts)
-        with shown(self._console, "answers") as progress:
+        with show_progress(self._console, "answers") as progress:
             finished = answers(self.model.engine, self.tokenizer, prompts, rows=self._rows)
             for done, (number, answer) in enumerate(finished, 1):
                 texts[number] = answer.text

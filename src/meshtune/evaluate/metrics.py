@@ -41,14 +41,14 @@ def exact_match(answer: str, reference: str) -> dict[str, float]:
 def f1(answer: str, reference: str) -> dict[str, float]:
     """The F1 of words as SQuAD's script counts them (lower case, without punctuation and articles); a Chinese
     character is a word."""
-    predicted, expected = _words(answer), _words(reference)
+    predicted, expected = _normal_tokens(answer), _normal_tokens(reference)
     if not predicted or not expected:
         return {"f1": 100.0 * (predicted == expected)}
     common = sum((collections.Counter(predicted) & collections.Counter(expected)).values())
     return {"f1": 100.0 * 2 * common / (len(predicted) + len(expected))}
 
 
-def _words(text: str) -> list[str]:
+def _normal_tokens(text: str) -> list[str]:
     plain = _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION))
     return [word for part in plain.split() for word in re.findall(rf"[{CJK}]|[^{CJK}]+", part)]
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from meshtune.data.conversation import Conversation, Document, Labelled, Pair, Sample
 from meshtune.evaluate.metrics import WORD
 
-WORDS = 13  # in a run, as in GPT-3's report (https://arxiv.org/abs/2005.14165)
+RUN_LENGTH = 13  # in a run, as in GPT-3's report (https://arxiv.org/abs/2005.14165)
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Numbers of the evaluation's records: `copies` that training had whole, `shared` that have a run of WORDS words in
-    common with it, copies included, of `records`."""
+    """Numbers of the evaluation's records: `copies` that training had whole, `shared` that have a run of RUN_LENGTH
+    words in common with it, copies included, of `records`."""
 
     copies: list[int]
     shared: list[int]
@@ -35,7 +35,7 @@ class Overlap:
         share = len(self.shared) / self.records
         return (
             f"{len(self.copies)} of {self.records} records were trained on as they are, and {len(self.shared)} "
-            f"({share:.0%}) have {WORDS} words in a row in common with the training data."
+            f"({share:.0%}) have {RUN_LENGTH} words in a row in common with the training data."
         )
 
 
@@ -76,7 +76,7 @@ def _text(document: Document) -> str:
 
 
 def _runs(words: Sequence[str]) -> Iterable[bytes]:
-    return (_hash(words[start : start + WORDS]) for start in range(len(words) - WORDS + 1))
+    return (_hash(words[start : start + RUN_LENGTH]) for start in range(len(words) - RUN_LENGTH + 1))
 
 
 def _hash(words: Sequence[str]) -> bytes:

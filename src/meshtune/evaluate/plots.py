@@ -27,7 +27,7 @@ def draw_differences(
 ) -> None:
     """Draws each difference in per cent of the larger of its two values, better to the right.
 
-    What reaches beyond 100 per cent is cut off. A difference of too few samples has no interval.
+    Values beyond 100 per cent are cut off. A difference of too few samples has no interval.
     """
     from matplotlib.lines import Line2D
 

@@ -15,7 +15,7 @@ from meshtune.evaluate.answers import ROWS, Prompt, answers
 from meshtune.evaluate.folder import PREDICTIONS, TOTALS, read_lines, results_folder, write_json, write_lines
 from meshtune.evaluate.held_out import HeldOut, held_out_loss
 from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
-from meshtune.evaluate.progress import shown
+from meshtune.evaluate.progress import show_progress
 from meshtune.evaluate.records import Record, digest, prompt_ids
 from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
@@ -90,19 +90,19 @@ def predict_into(
 ) -> Predictions:
     """Answers records into a folder that is this process's; answers that are there already stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = _answered(model, records, prompts, options, folder / PREDICTIONS, console)
+    rows = _generate_answers(model, records, prompts, options, folder / PREDICTIONS, console)
     held_out = None
     if options.loss:
-        with shown(console, "loss") as progress:
+        with show_progress(console, "loss") as progress:
             held_out = held_out_loss(model, records, progress=progress)
-    result = compared(rows, options.metrics, held_out)
+    result = score_answers(rows, options.metrics, held_out)
     write_lines(folder / PREDICTIONS, result.rows)
     write_json(folder / TOTALS, result.totals)
     return result
 
 
 def make_prompts(model: Model, records: Sequence[Record], options: PredictOptions) -> list[Prompt]:
-    """What is asked of the engine. Raises UserError for a prompt that is too long, naming the record."""
+    """The requests to the engine. Raises UserError for a prompt that is too long, naming the record."""
     prompts = []
     for record in records:
         ids = prompt_ids(model.tokenizer, record)
@@ -127,7 +127,7 @@ def make_prompts(model: Model, records: Sequence[Record], options: PredictOption
     return prompts
 
 
-def _answered(
+def _generate_answers(
     model: Model,
     records: Sequence[Record],
     prompts: Sequence[Prompt],
@@ -142,7 +142,7 @@ def _answered(
     remaining = [(record, prompt) for record, prompt in pairs if record.number not in rows]
     if rows:
         console.print(f"{len(rows)} of {len(records)} records have an answer already")
-    with file.open("a", encoding="utf-8") as lines, shown(console, "answers") as progress:
+    with file.open("a", encoding="utf-8") as lines, show_progress(console, "answers") as progress:
         asked = [prompt for _, prompt in remaining]
         for number, answer in answers(model.engine, model.tokenizer, asked, rows=options.rows):
             record, _ = remaining[number]
@@ -161,7 +161,7 @@ def _answered(
     return [rows[record.number] for record in records]
 
 
-def compared(rows: Sequence[dict[str, Any]], metrics: Sequence[str], held_out: HeldOut | None) -> Predictions:
+def score_answers(rows: Sequence[dict[str, Any]], metrics: Sequence[str], held_out: HeldOut | None) -> Predictions:
     """Answers with their metrics, and the totals."""
     texts, references = [row["answer"] for row in rows], [row["reference"] for row in rows]
     by_record = record_metrics(metrics, texts, references)

@@ -19,8 +19,8 @@ Report = Callable[[int, int], None]
 
 
 @contextlib.contextmanager
-def shown(console: Console, activity: str) -> Iterator[Report]:
-    """Shows what is reported to the yielded function, until the context ends."""
+def show_progress(console: Console, activity: str) -> Iterator[Report]:
+    """Shows the progress reported to the yielded function, until the context ends."""
     if not console.is_terminal:
         lines, file = _Lines(console, activity), progress_file()
 

@@ -1,4 +1,4 @@
-"""The records of a data set as an evaluation sees them: what is asked, and what the data answer."""
+"""The records of a data set for an evaluation: prompts and the data's own answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Messages = list[dict[str, object]]
 @dataclasses.dataclass(frozen=True)
 class Record:
     """A record of the data. `prompt` is a conversation that ends before its last assistant turn, or text to continue;
-    `reference` is that turn, or how the text goes on. `document` is the record as a run would train on it."""
+    `reference` is that turn, or the rest of the text. `document` is the record as a run would train on it."""
 
     number: int
     prompt: Messages | str
@@ -66,7 +66,7 @@ def record_of(number: int, document: Sample) -> Record:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, record: Record) -> list[int]:
-    """The ids of what is asked. Raises UserError for an empty prompt, and one that the chat template refuses."""
+    """The ids of the prompt. Raises UserError for an empty prompt, and one that the chat template refuses."""
     if isinstance(record.prompt, str):
         try:
             return continuation_ids(tokenizer, record.prompt)

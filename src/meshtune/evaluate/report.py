@@ -1,4 +1,4 @@
-"""The report of an evaluation: what was gained and lost in words, tables, plots and answers, as Markdown and HTML."""
+"""The report of an evaluation: gains and losses in sentences, tables, plots and answers, as Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a report says: `warnings` first, then `findings`, pictures by file name, tables, answers side by side."""
+    """The contents of a report: `warnings` first, then `findings`, pictures by file name, tables, answers side by
+    side."""
 
     title: str
     warnings: list[str]
@@ -86,7 +87,7 @@ def write_report(
 
 
 def sentences(professional: Sequence[Difference], general: Mapping[str, Sequence[Difference]]) -> list[str]:
-    """What was gained and lost, in words."""
+    """Gains and losses, as sentences."""
     named = [("your records", item) for item in professional]
     named += [(name, item) for name, listed in general.items() for item in listed]
     lines = []
@@ -156,13 +157,13 @@ def _categories(name: str, outcome: Outcome) -> list[Table]:
 
 
 def _answers(outcomes: Mapping[str, Outcome]) -> list[Table]:
-    """The first answers beside each other and beside the data's own."""
+    """The first answers next to each other and to the data's own."""
     sides = {name: outcome.predictions.rows for name, outcome in outcomes.items() if outcome.predictions}
     if not sides:
         return []
     first = next(iter(sides.values()))[:SHOWN]
     rows = [
-        (_asked(row["prompt"]), row["reference"], *(rows[number]["answer"] for rows in sides.values()))
+        (_question_of(row["prompt"]), row["reference"], *(rows[number]["answer"] for rows in sides.values()))
         for number, row in enumerate(first)
     ]
     return [
@@ -170,7 +171,7 @@ def _answers(outcomes: Mapping[str, Outcome]) -> list[Table]:
     ]
 
 
-def _asked(prompt: object) -> str:
+def _question_of(prompt: object) -> str:
     return str(prompt[-1]["content"]) if isinstance(prompt, list) else str(prompt)
 
 

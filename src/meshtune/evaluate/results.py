@@ -1,4 +1,4 @@
-"""What an evaluation brings: the results of a task with every sample, and averages over the subjects of a benchmark."""
+"""The results of an evaluation: those of a task with every sample, and averages over the subjects of a benchmark."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Value = float | tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One example: its id in the task, what was asked, the right answer, the model's, and its part of each metric: a
-    number, or (sum, weight) of which the metric is a ratio."""
+    """One example: its id in the task, the prompt, the right answer, the model's, and its part of each metric: a
+    number, or (sum, weight) for a metric that is a ratio."""
 
     id: str
     prompt: str

@@ -1,4 +1,4 @@
-"""`meshtune eval` and the `evaluate` section of a recipe: a model or a run, alone or beside what it was made from."""
+"""`meshtune eval` and the `evaluate` section of a recipe: a model or a run, with or without its base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BASE = "base"
 
 
 class Loader(Protocol):
-    """Loads a model, `beside` those that the processes of a job share already."""
+    """Loads a model; `beside` are those that the processes of a job share."""
 
     def __call__(self, beside: Sequence[Model] = ()) -> Model: ...
 
@@ -78,7 +78,9 @@ def evaluate_model(
         console.print(f"[{'bold red' if common.shared else 'default'}]{common}[/]", soft_wrap=True)
     models = variants(subject, job)
     if job.process_count == 1:
-        return _evaluated(models, subject, evaluation, output, console, common, resume=resume, overwrite=overwrite)
+        return _evaluate_models(
+            models, subject, evaluation, output, console, common, resume=resume, overwrite=overwrite
+        )
     replicas: list[Model] = []
     for load in models.values():
         replicas.append(load(replicas))
@@ -87,7 +89,7 @@ def evaluate_model(
 
     def main() -> None:
         options = {"resume": resume, "overwrite": overwrite}
-        outcomes.update(_evaluated(loaded, subject, evaluation, output, console, common, **options))
+        outcomes.update(_evaluate_models(loaded, subject, evaluation, output, console, common, **options))
 
     run_on_all(job, replicas, main)
     return outcomes if job.is_main_process else None
@@ -98,7 +100,7 @@ def _already(replica: Model, beside: Sequence[Model] = ()) -> Model:
     return replica
 
 
-def _evaluated(
+def _evaluate_models(
     models: Mapping[str, Loader],
     subject: Subject,
     evaluation: Evaluation,
@@ -120,7 +122,7 @@ def _evaluated(
 
 
 def settings(subject: Subject, evaluation: Evaluation) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The settings that the numbers depend on."""
     suite = dataclasses.asdict(evaluation.suite) | {"files": {k: str(v) for k, v in evaluation.suite.files.items()}}
     return {
         "model": identity(subject.path, subject.adapter, subject.loading.get("revision")),
@@ -145,7 +147,8 @@ def check_overlap(common: Overlap, records: Sequence[Record], *, allow: bool) ->
 
 
 def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
-    """How the models are loaded, by name: what is compared with first. An adapter and its base are in memory once."""
+    """Returns the loaders of the models by name, the one to compare with first. An adapter and its base are in memory
+    once."""
     loading = dict(subject.loading)
     options: dict[str, Any] = {"dtype": loading.pop("dtype", None), "quantize": loading.pop("quantize", "auto")}
     options |= {"mesh": subject.mesh, "job": job}
@@ -176,7 +179,7 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
 
 
 def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
-    """(held-out records, training samples) of a run; none of what it has not, or of what is no run. The samples of a
+    """(held-out records, training samples) of a run; empty if it has none, or is no run. The samples of a
     stream, which may be larger than memory, are left out."""
     directory, _ = split_state(path)
     if not is_run(directory) or not (directory / "recipe.yaml").is_file():

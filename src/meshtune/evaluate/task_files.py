@@ -164,7 +164,7 @@ def _read(file: pathlib.Path, convert: Callable[[Mapping[str, Any]], Doc]) -> li
 
 
 def _arc(record: Mapping[str, Any]) -> Doc:
-    """AI2's own form, the hub's, or {query, choices, gold} with the answers alone."""
+    """AI2's own form, the hub's, or {query, choices, gold} with only the answers."""
     if "query" in record:
         labels = [chr(ord("A") + n) for n in range(len(record["choices"]))]
         choices = {"text": list(record["choices"]), "label": labels}

@@ -19,7 +19,7 @@ from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
-from meshtune.generate.driver import Driver, driver_for, in_turn
+from meshtune.generate.driver import BatchCaches, Driver, driver_for
 from meshtune.generate.engine import Engine
 from meshtune.generate.logits import every_logit, token_rows
 from meshtune.generate.merging import Merging, merged_copy, plan_merging
@@ -30,6 +30,7 @@ from meshtune.generate.request import Token
 from meshtune.generate.score import Progress, Scores, score_texts, token_log_probabilities
 from meshtune.generate.text import pieces
 from meshtune.generate.variants import base_quantisation, generation_layout, read_adapters, tokenizer_on_disk
+from meshtune.generate.weights import Weights
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
@@ -43,40 +44,54 @@ from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from meshtune.adapters.adapter_set import AdapterSet
-    from meshtune.generate.batch_caches import BatchCaches
 
 Messages = Sequence[Mapping[str, object]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """A loaded model. `params` is the parameter tree as `meshtune.model.spec.abstract_params(spec)` describes it,
-    with an adapter's arrays beside the weights they adapt; `directory` is where the base was read from.
+    """A loaded model: an engine with its tokenizer. `directory` is where the base was read from.
 
-    Models of one `adapter_set` can share a batch, in which requests of this one select its adapter number `adapter`
-    (None: the base alone); `own_batch` is why a model cannot, where that was asked for, and
-    `merging` whether its adapter is in its weights. On a mesh, a `driver` orders
-    what threads and processes compute, which know the model by its `number`.
+    Models whose engines have the same weights share a batch; `own_batch` is the reason why this one does not, where
+    that was requested, and `merging` whether its adapter is in its weights.
     """
 
-    params: Tree
-    spec: ModelSpec
-    compute: Compute
+    engine: Engine
     directory: Path
     load_tokenizer: Callable[[], PreTrainedTokenizerFast]
-    stop_ids: frozenset[int]
     stream_steps: int = 4  # tokens a piece when streaming
-    adapter_set: AdapterSet | None = None
-    adapter: int | None = None
     own_batch: str | None = None
     merging: Merging | None = None
-    driver: Driver | None = None
-    number: int = 0
 
     def __repr__(self) -> str:
         spec = self.spec
         return f"Model({spec.family}, {spec.layers} layers of {spec.embed}, {self.compute.dtype}, {self.directory})"
+
+    @property
+    def params(self) -> Tree:
+        """The parameter tree as `meshtune.model.spec.abstract_params(spec)` describes it, with an adapter's arrays
+        beside the weights they adapt."""
+        return self.engine.params
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The shapes and blocks of the model."""
+        return self.engine.spec
+
+    @property
+    def compute(self) -> Compute:
+        """The dtype, and the layout over devices."""
+        return self.engine.compute
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end any text."""
+        return self.engine.stop_ids
+
+    @property
+    def driver(self) -> Driver | None:
+        """The order of computations on a mesh."""
+        return self.engine.driver
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -85,11 +100,9 @@ class Model:
         check_vocabulary(tokenizer, self.spec.vocab)
         return tokenizer
 
-    @functools.cached_property
-    def engine(self) -> Engine:
-        """Generation in token ids."""
-        options = {"adapter": self.adapter, "driver": self.driver, "model": self.number}
-        return Engine(self.params, self.spec, self.compute, self.stop_ids, resident=True, **options)
+    def replace_params(self, params: Tree) -> None:
+        """Replaces the parameters that everything here computes with; see `Engine.replace_params`."""
+        self.engine.replace_params(params)
 
     def logits(self, token_ids: ArrayLike | Sequence[object]) -> Float[np.ndarray, "B T V"]:
         """float32 logits of every position. `token_ids` is one row of ids, or rows of one length (lists or arrays).
@@ -97,17 +110,17 @@ class Model:
         Raises UserError for rows of different lengths, and for ids that the model does not have.
         """
         ids = token_rows(token_ids, self.spec.vocab)
-        with in_turn(self.driver, self.number, "logits", token_ids=ids):
+        with self.engine.computing("logits", token_ids=ids):
             return every_logit(self.params, self.spec, self.compute, ids)
 
     def score(self, texts: Sequence[ScoredText], progress: Progress | None = None) -> list[Scores]:
-        """The log-probabilities of tokens of many texts, of which what several begin with is read once."""
-        with in_turn(self.driver, self.number, "score", texts=list(texts)):
+        """The log-probabilities of tokens of many texts; a beginning that several share is read once."""
+        with self.engine.computing("score", texts=list(texts)):
             return score_texts(self.params, self.spec, self.compute, texts, progress)
 
     def token_log_probabilities(self, ids: list[int], alternatives: int = 0) -> list[Token]:
         """Every token of one text but the first, with its log-probability and the likeliest tokens in its place."""
-        with in_turn(self.driver, self.number, "token_log_probabilities", ids=ids, alternatives=alternatives):
+        with self.engine.computing("token_log_probabilities", ids=ids, alternatives=alternatives):
             return token_log_probabilities(self.params, self.spec, self.compute, ids, alternatives)
 
     def batch_caches(self) -> BatchCaches:
@@ -116,7 +129,8 @@ class Model:
 
     def repeat(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Computes what process 0 announced; see generate.driver."""
-        getattr(self.engine if call == "settle" else self, call)(**arguments)
+        repeated = (self.logits, self.score, self.token_log_probabilities, self.engine.weights.replace)
+        {method.__name__: method for method in repeated}[call](**arguments)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
@@ -132,14 +146,14 @@ class Model:
         batch_size: int = 16,
         **sampling: float,
     ) -> str | list[str]:
-        """What the model says after `prompt`, without the prompt: a string, or a list of them for several prompts.
+        """Generates the text after `prompt`, without the prompt: a string, or a list of them for several prompts.
 
         A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
-        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most so many new tokens (default
-        256, or what the context has room for).
-        `stop`: strings that end the text and are not part of it. `batch_size`: prompts computed at once. `sampling`:
-        temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, seed; see `Sampling`.
-        Raises UserError for empty and over-long prompts, a chat without a chat template, numbers out of range.
+        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most this many new tokens
+        (default 256, or what the context has room for). `stop`: strings that end the text and are not part of it.
+        `batch_size`: prompts computed at once. `sampling`: temperature (default 0, greedy), top_k, top_p, min_p,
+        repetition_penalty, seed; see `Sampling`. Raises UserError for empty and over-long prompts, a chat without a
+        chat template, numbers out of range.
         """
         how, max_tokens = _sampling(sampling), _token_limit(max_tokens, max_new_tokens)
         if isinstance(prompt, str):
@@ -166,7 +180,7 @@ class Model:
         stop: str | Sequence[str] = (),
         **sampling: float,
     ) -> Iterator[str]:
-        """The same text as `generate` gives for one prompt, piece by piece as it is made: whole characters only."""
+        """The same text as `generate` gives for one prompt, piece by piece: whole characters only."""
         return self._stream(prompt, _sampling(sampling), _token_limit(max_tokens, max_new_tokens), stop)
 
     def _stream(
@@ -241,7 +255,7 @@ def load(
     """Loads a model for use.
 
     `path` is a model directory, a GGUF file, a hub id, an adapter directory (its base is found by what it records), or
-    that of a run. `adapter` is a PEFT adapter (or a run with one), which is put beside the weights of the base at
+    that of a run. `adapter` is a PEFT adapter (or a run with one), which is added to the weights of the base at
     `path`. `dtype` is that of weights and computation (default: float32 on a CPU, bfloat16 elsewhere), `quantize` the
     base's format (nf4, int8, fp8, int4, a QuantizeConfig, or "none"; default: what the adapter was trained on). `cache`
     "int8" holds keys and values in 8 bits where text is generated. `mesh` has the devices along its axes, such as
@@ -270,9 +284,9 @@ def load_variants(
     """Models over one base, each with the adapter of its source, or none: the base is in memory once.
 
     `rewards` allows reward models, whose `logits` are scores; they generate nothing. With `share_batch` the base and
-    those adapters that can are one `Model.adapter_set`. By `merge`, or where that is None and memory allows, an adapter
-    that is alone is merged into its own copy of the weights (generate.merging). The processes of `job` share the
-    models, and those loaded before `beside` them: all load the same ones, and process 0 then says what is computed
+    those adapters that can share their weights, and so a batch. By `merge`, or where that is None and memory allows, an
+    adapter that is alone is merged into its own copy of the weights (generate.merging). The processes of `job` share
+    the models, and those loaded before `beside` them: all load the same ones, and process 0 then says what is computed
     (generate.driver.run_on_all). For the other options and errors see `load`; sources of different bases are an error.
     """
     from meshtune.adapters.adapter_set import AdapterSet, needs_own_batch
@@ -297,32 +311,27 @@ def load_variants(
     adapter_set = AdapterSet.over(params, spec, sharing, layout) if sharing else None
     models: dict[str, Model] = {}
     driver = None if layout is None else driver_for(job, beside)
+    shared = None if adapter_set is None else Weights(adapter_set.params, spec, compute, resident=True)
     for name, source in sources.items():
-        variant, tokenizer, shared = (spec, params), tokenizers[name], None
-        if adapter_set is not None and reasons.get(name) is None:
-            variant, shared = (spec, adapter_set.of(name)), adapter_set
+        weights: Tree | Weights = params
+        number, variant, tokenizer = None, spec, tokenizers[name]
+        if adapter_set is not None and shared is not None and reasons.get(name) is None:
+            weights, number = shared, adapter_set.number(name)
         elif name in adapters:
             tree = params if len(sources) == 1 else jax.tree.map(lambda leaf: leaf, params)  # attach uses a tree up
             assert source.adapter is not None
             adapter = adapters[name] if layout is None else load_adapter(source.adapter, spec, layout)
-            adapted_spec, adapted = attach(tree, spec, adapter)
-            variant = (adapted_spec, merged_copy(adapted) if merges else folded(adapted))
+            variant, adapted = attach(tree, spec, adapter)
+            weights = merged_copy(adapted) if merges else folded(adapted)
         download = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
-        read = download if tokenizer is None else functools.partial(_identity, tokenizer)
+        options: dict[str, Any] = {"resident": True, "adapter": number, "driver": driver}
         stops = text_end(source, tokenizer)
         models[name] = Model(
-            variant[1],
-            variant[0],
-            compute,
+            Engine(weights, variant, compute, stops, model=len(beside) + len(models), **options),
             base,
-            read,
-            stops,
-            adapter_set=shared,
-            adapter=None if shared is None else shared.number(name),
+            download if tokenizer is None else functools.partial(_identity, tokenizer),
             own_batch="merged" if merges and name in adapters else reasons.get(name),
             merging=merging if name in adapters else None,
-            driver=driver,
-            number=len(beside) + len(models),
         )
     return models
 

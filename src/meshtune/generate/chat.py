@@ -47,7 +47,7 @@ class ChatSession:
         self.sampling, self.max_tokens, self.stop = sampling or Sampling(), max_tokens, tuple(stop)
         self.overflow, self._notify = overflow, notify
         self._turn_ids, self._turn_strings = turn_end(model.tokenizer)
-        self._scheduler = model.engine.scheduler(rows=1)  # remembers what it read: only what is new is read each turn
+        self._scheduler = model.engine.scheduler(rows=1)  # it keeps the text it has read
         self.messages: list[dict[str, str]] = []
         self.reset()
 
@@ -56,11 +56,11 @@ class ChatSession:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def send(self, text: str) -> str:
-        """The answer to `words`, which both become history."""
+        """The answer to `text`; both become history."""
         return "".join(self.stream(text))
 
     def stream(self, text: str) -> Iterator[str]:
-        """The answer as it is made. What was made before an interruption stays in the history.
+        """Generates the answer piece by piece. The pieces before an interruption stay in the history.
 
         Raises UserError, before the first piece, for empty words and for a context that is full.
         """
@@ -92,7 +92,7 @@ class ChatSession:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """The messages that fit beside an answer, and their ids."""
+        """The messages that leave room for an answer, and their ids."""
         context, tokenizer = self._model.engine.context, self._model.tokenizer
         reserved = self.max_tokens if self.max_tokens is not None else min(DEFAULT_TOKENS, context // 4)
         first = 1 if messages[0]["role"] == "system" else 0

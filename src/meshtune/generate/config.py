@@ -14,9 +14,9 @@ class Sampling:
     """How the next token is chosen. The default is greedy decoding.
 
     `repetition_penalty` counts the prompt too; `presence_penalty` and `frequency_penalty` (OpenAI's) count generated
-    tokens alone. Penalties and `logit_bias`, (token id, what is added to its logit) pairs, also apply to greedy
+    tokens only. Penalties and `logit_bias`, (token id, addition to its logit) pairs, also apply to greedy
     decoding; `top_k`, `top_p` and `min_p` only where temperature is above 0. Of several prompts, prompt i draws with
-    seed + i, as it would alone.
+    seed + i, as in a call without the others.
     Raises UserError for a value out of its range.
     """
 
@@ -53,7 +53,7 @@ class Sampling:
         _check("seed", self.seed, in_range, "a whole number from 0 to 2147483647")
 
     def of_row(self, row: int) -> Sampling:
-        """How prompt number `row` of several is sampled: the same with a seed of its own."""
+        """How prompt number `row` of several is sampled: the same with another seed."""
         return dataclasses.replace(self, seed=(self.seed + row) % 2**31)
 
 

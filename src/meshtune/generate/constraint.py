@@ -1,4 +1,4 @@
-"""What an engine asks of a grammar that limits which tokens may follow; it knows nothing of how grammars are read."""
+"""The interface of grammars that limit which tokens may follow; an engine does not know how grammars are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Constraint(Protocol):
 
 
 class Grammar(Protocol):
-    """What an answer must be like. Several answers may follow one grammar at once."""
+    """A grammar that answers must follow. Several answers may follow it at once."""
 
     def start(self) -> Constraint:
         """The constraint of an answer that has no token yet."""

@@ -8,24 +8,38 @@ run the same programs on the same numbers, whatever process 0 decided them from.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
+import functools
 import itertools
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from meshtune.generate.messages import decode, encode
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from meshtune.arrays.tree import Tree
+from meshtune.generate import programs
+from meshtune.generate.long_context import by_long_factors
+from meshtune.generate.prefix_tree import ScoredText
+from meshtune.generate.programs import Decoded, Feed
+from meshtune.generate.sampling import Counts, Knobs, Switches
+from meshtune.generate.weights import Weights
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-
-if TYPE_CHECKING:
-    from meshtune.generate.batch_caches import BatchCaches
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
 
 TAG = "generation"
 FOREVER = 1e9  # seconds: a server may wait for its next request as long as it likes
-Announced = AbstractContextManager[None]
+RECORDS: dict[str, type] = {kind.__name__: kind for kind in (Feed, Knobs, ScoredText, Switches)}
+Numbers = Int[np.ndarray, "n"]
+R = TypeVar("R")
 
 
 class Replica(Protocol):
@@ -39,51 +53,154 @@ class Replica(Protocol):
         ...
 
     def repeat(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """Computes what process 0 computes, for the sake of the devices alone."""
+        """Computes what process 0 computes, for the sake of the devices only."""
         ...
 
 
 class Driver:
-    """Lets one thread at a time compute, after the other processes of `job` know what is computed."""
+    """Lets one thread at a time compute, after telling the other processes of `job` the computation."""
 
     def __init__(self, job: Job = SINGLE_PROCESS):
         self._job, self._lock = job, threading.RLock()
         self._numbers, self._ended = itertools.count(), list[int]()
 
-    def new_batch(self, caches: BatchCaches, model: int) -> Callable[[str, Mapping[str, object]], Announced]:
-        """Announces the caches of a new batch of this model; returns what announces their calls."""
+    def new_batch(self, caches: BatchCaches, model: int) -> int:
+        """Announces the caches of a new batch of this model; returns their number."""
         number = next(self._numbers)
-        with self.announced({"new batch": number, "model": model}):
+        with self.announce({"new batch": number, "model": model}):
             pass
         weakref.finalize(caches, self._ended.append, number)
-        return lambda call, arguments: self.announced({"batch": number, "call": call, "arguments": encode(arguments)})
+        return number
 
     @contextlib.contextmanager
-    def announced(self, message: Mapping[str, object]) -> Iterator[None]:
+    def announce(self, message: Mapping[str, object], arguments: Mapping[str, object] | None = None) -> Iterator[None]:
         """Announces what the block computes, and keeps other threads from computing meanwhile."""
         with self._lock:
             if self._job.process_count > 1:
                 ended = [self._ended.pop() for _ in range(len(self._ended))]
-                self._job.exchange(TAG, {**message, "ended": ended}, FOREVER)
+                self._job.exchange(TAG, {**message, "arguments": encode(arguments), "ended": ended}, FOREVER)
             yield
 
     def end(self) -> None:
         """Lets the other processes go."""
-        with self.announced({"end": True}):
+        with self.announce({"end": True}):
             pass
 
 
 def driver_for(job: Job, replicas: Sequence[Replica]) -> Driver:
-    """What orders the computations of one more model: what orders those of `replicas`, or something new."""
+    """The driver of one more model: that of `replicas`, or a new one."""
     driver = replicas[0].driver if replicas else None
     return driver or Driver(job if job.is_main_process else SINGLE_PROCESS)
 
 
-def in_turn(driver: Driver | None, model: int, call: str, **arguments: object) -> Announced:
+def announce(driver: Driver | None, model: int, call: str, **arguments: object) -> AbstractContextManager[None]:
     """Announces a call of a model that no batch belongs to. Without a driver nothing is ordered."""
     if driver is None:
         return contextlib.nullcontext()
-    return driver.announced({"model": model, "call": call, "arguments": encode(arguments)})
+    return driver.announce({"model": model, "call": call}, arguments)
+
+
+def _announce_call(method: Callable[..., R]) -> Callable[..., R]:
+    """The method, announced to other processes before it computes; its arguments are given by name."""
+
+    @functools.wraps(method)
+    def call(self: BatchCaches, **arguments: Any) -> R:
+        message = {"batch": self.number, "call": method.__name__}
+        with contextlib.nullcontext() if self.driver is None else self.driver.announce(message, arguments):
+            result = method(self, **arguments)
+            if jax.process_count() > 1 and jax.default_backend() == "cpu":
+                jax.block_until_ready(self.layers)  # JAX's Gloo mixes up the messages of two programs at once
+            return result
+
+    return call
+
+
+class BatchCaches:
+    """The caches and token counts of the rows of one batch, changed by the compiled programs.
+
+    Everything else that a step needs comes from the host as small arguments, so that several processes which are told
+    the same arguments in the same order run the same programs. With a `driver` every call is announced to the other
+    processes that share this model, number `model` of theirs.
+    """
+
+    def __init__(
+        self, weights: Weights, spec: ModelSpec, compute: Compute, driver: Driver | None = None, model: int = 0
+    ):
+        self.weights, self._spec, self._compute = weights, spec, compute
+        self.driver = driver
+        self.number = 0 if driver is None else driver.new_batch(self, model)
+        self.layers: dict[str, Tree] = {}
+        self.counts: Counts | None = None
+
+    @_announce_call
+    def create(self, rows: int, slots: int) -> None:
+        """Makes empty caches of `rows` rows of `slots` tokens."""
+        self.layers = programs.empty_layers(self._spec, self._compute, rows, slots)
+
+    @_announce_call
+    def move(self, source: Numbers, slots: int) -> None:
+        """Keeps the caches of the rows `source` only, in this order, with room for `slots` tokens."""
+        self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
+
+    @_announce_call
+    def read(
+        self,
+        tokens: np.ndarray,
+        count: Numbers,
+        target: Numbers,
+        adapters: np.ndarray | None,
+        long: bool,
+        source: Numbers | None = None,
+        length: Numbers | None = None,
+    ) -> None:
+        """See programs.read; `long`: the texts are longer than the original context (generate.long_context)."""
+        options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
+        arrays = (tokens, count, target, source, length)
+        self.layers = programs.read(self.weights.reading, self.layers, *arrays, adapters=adapters, **options)
+
+    def holds_every_token(self, slots: int) -> bool:
+        """See programs.holds_every_token, of these caches with `slots` tokens a row."""
+        return programs.holds_every_token(self._spec, self._compute, slots)
+
+    @_announce_call
+    def count(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> None:
+        """Counts the tokens of all rows, those of prompts and those generated since; with a `vocab` of 0 nothing."""
+        in_prompt: Any = np.zeros((len(prompts), vocab), bool)
+        times: Any = np.zeros((len(prompts), vocab), np.int32)
+        if vocab:
+            for row, (prompt, ids) in enumerate(zip(prompts, generated, strict=True)):
+                in_prompt[row, list(prompt)] = True
+                np.add.at(times[row], list(ids), 1)
+        self.counts = Counts(in_prompt, times)
+
+    @_announce_call
+    def decode(
+        self,
+        feed: Feed,
+        knobs: Knobs,
+        steps: int,
+        leave: bool,
+        switches: Switches,
+        alternatives: int | None,
+        adapters: Float[np.ndarray, "B N"] | None,
+    ) -> Decoded:
+        """See programs.decode; `count` comes first."""
+        assert self.counts is not None
+        self.layers, self.counts, decoded = programs.decode(
+            self.weights.decoding,
+            self.layers,
+            self.counts,
+            feed,
+            knobs,
+            np.int32(steps),
+            np.bool_(leave),
+            spec=self._spec,
+            compute=self._compute,
+            switches=switches,
+            alternatives=alternatives,
+            adapters=adapters,
+        )
+        return decoded
 
 
 def run_on_all(job: Job, models: Sequence[Replica], body: Callable[[], None]) -> None:
@@ -115,3 +232,35 @@ def follow(job: Job, models: Sequence[Replica]) -> None:
             getattr(batches[message["batch"]], message["call"])(**arguments)
         else:
             models[message["model"]].repeat(message["call"], decode(message["arguments"]))
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON: numbers, texts, arrays in host memory or on this process's devices, and dataclasses of
+    RECORDS."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        return {"array": base64.b64encode(array.tobytes()).decode(), "dtype": str(array.dtype), "shape": array.shape}
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        assert type(value).__name__ in RECORDS, value
+        return {"record": type(value).__name__, "fields": fields}
+    if isinstance(value, Mapping):
+        return {"mapping": {name: encode(item) for name, item in value.items()}}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    assert value is None or isinstance(value, bool | int | float | str), value
+    return value
+
+
+def decode(value: Any) -> Any:
+    """The value of its JSON form; sequences come back as tuples."""
+    if isinstance(value, list):
+        return tuple(decode(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        numbers = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
+        return numbers.reshape(value["shape"])
+    if "record" in value:
+        return RECORDS[value["record"]](**{name: decode(item) for name, item in value["fields"].items()})
+    return {name: decode(item) for name, item in value["mapping"].items()}

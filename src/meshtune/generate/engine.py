@@ -2,65 +2,88 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.batch_caches import BatchCaches
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import Grammar
-from meshtune.generate.decode_layout import decode_layout, decodes_from_copy
-from meshtune.generate.driver import Driver, in_turn
-from meshtune.generate.programs import STEPS, head_scale
-from meshtune.generate.request import Generation, Request, check_max_tokens, check_prompt
+from meshtune.generate.driver import BatchCaches, Driver, announce
+from meshtune.generate.programs import STEPS
+from meshtune.generate.request import Generation, GenerationRequest, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
+from meshtune.generate.weights import Weights
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
 DEFAULT_TOKENS = 256  # generated at most when nobody says how many
 
 
-@dataclasses.dataclass(frozen=True)
 class Engine:
     """A model ready to continue token ids. `stop_ids` end a row and are its last token.
 
-    With `resident` it may hold large weights twice on a CPU, the second time as decoding reads them fastest
-    (generate.decode_layout); for parameters that do not change. Where `params` are those of several adapters that
-    share a batch (adapters.multi_lora), its requests select `adapter`, and its schedulers take requests of all of them.
-    A `driver` orders what threads and processes compute that share the model, number `model` of theirs.
+    `params` may be the `Weights` of another engine, which both then share. With `resident` they may be on a CPU twice,
+    the second time in the layout that decoding reads fastest (generate.weights). Where they hold several adapters that
+    share a batch, requests of this engine select number `adapter` (None: the base only), and its schedulers take
+    requests of all. A `driver` orders what threads and processes compute with the model, which they know by its number
+    `model`.
     """
 
-    params: Tree
-    spec: ModelSpec
-    compute: Compute
-    stop_ids: frozenset[int] = frozenset()
-    resident: bool = False
-    adapter: int | None = None
-    driver: Driver | None = None
-    model: int = 0
+    def __init__(
+        self,
+        params: Tree | Weights,
+        spec: ModelSpec,
+        compute: Compute,
+        stop_ids: frozenset[int] = frozenset(),
+        *,
+        resident: bool = False,
+        adapter: int | None = None,
+        driver: Driver | None = None,
+        model: int = 0,
+    ):
+        self.weights = params if isinstance(params, Weights) else Weights(params, spec, compute, resident=resident)
+        self.spec, self.compute, self.stop_ids = spec, compute, stop_ids
+        self.adapter, self.driver, self.model = adapter, driver, model
+
+    @property
+    def params(self) -> Tree:
+        """The parameters in use, with this engine's adapter selected for all rows."""
+        return self.weights.select(self.adapter)
 
     @property
     def context(self) -> int:
         """Tokens of prompt and answer together, at most: the config's max_position_embeddings."""
         return self.spec.max_length
 
+    def replace_params(self, params: Tree) -> None:
+        """Replaces the parameters of this engine, and of all that share its weights, once the current step has ended.
+
+        `params` is the whole tree, adapters in place; where adapters share a batch, the tree of all of them. No
+        scheduler uses anything again that the old ones computed: a prompt that was read is read again, and a request
+        under way continues its answer after reading its text again, so that tokens before the call are the old
+        parameters', and all later ones the new ones'. What the caller does with the old arrays, such as donating them,
+        is safe from then on. In several processes with a driver, process 0 calls this, with arrays that it holds in
+        full, and the others follow. Raises UserError for a tree of another structure, shape or dtype; nothing is
+        replaced then.
+        """
+        changes = self.weights.changes(params)
+        with self.weights.exclusive(), announce(self.driver, self.model, "replace", changes=changes):
+            self.weights.replace(changes)
+
+    @contextlib.contextmanager
+    def computing(self, call: str, **arguments: object) -> Iterator[None]:
+        """Announces a call that no batch belongs to, and keeps the parameters from being replaced during the block."""
+        with self.weights.use(), announce(self.driver, self.model, call, **arguments):
+            yield
+
     def scheduler(self, *, rows: int = 8, queue: int | None = None) -> Scheduler:
         """A queue for requests, of which `rows` are computed at once and `queue` may wait (None: any number)."""
-        with in_turn(self.driver, self.model, "settle"):
-            self.settle()
-        options = {"decode_params": self._decode_params, "driver": self.driver, "model": self.model}
-        return Scheduler(self._settled, self.spec, self.compute, rows=rows, queue=queue, **options)
+        return Scheduler(self.weights, self.batch_caches(self.driver), self.spec, rows=rows, queue=queue)
 
-    def settle(self) -> None:
-        """Computes what schedulers read beside the parameters, once."""
-        assert self._settled is not None
-        assert self._decode_params is not None
-
-    def batch_caches(self) -> BatchCaches:
-        """The caches of a new batch, as a process has them that follows another one's scheduler."""
-        return BatchCaches(self._settled, self.spec, self.compute, self._decode_params)
+    def batch_caches(self, driver: Driver | None = None) -> BatchCaches:
+        """The caches of a new batch, whose calls a `driver` announces."""
+        return BatchCaches(self.weights, self.spec, self.compute, driver, self.model)
 
     def request(
         self,
@@ -72,8 +95,9 @@ class Engine:
         alternatives: int | None = None,
         client: str = "",
         grammar: Grammar | None = None,
+        content_keys: Mapping[int, bytes] | None = None,
         where: str | None = None,
-    ) -> Request:
+    ) -> GenerationRequest:
         """A request that this model can answer.
 
         `max_tokens` new tokens at most; None is 256, or what the context still has room for. Raises UserError for an
@@ -85,7 +109,17 @@ class Engine:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        return Request(ids, max_tokens, sampling or Sampling(), stops, alternatives, client, grammar, self.adapter)
+        return GenerationRequest(
+            ids,
+            max_tokens,
+            sampling or Sampling(),
+            stops,
+            alternatives,
+            client,
+            grammar,
+            self.adapter,
+            content_keys or {},
+        )
 
     def run(
         self,
@@ -134,25 +168,11 @@ class Engine:
                 row.extend(tokens)
         return answers
 
-    @cached_property
-    def _settled(self) -> Tree:
-        """The parameters, with what the rows of a normalised head are divided by, once for all tokens to come."""
-        if not self.spec.norm_head or self.spec.scored:
-            return self.params
-        scale = head_scale(self.params["head"], spec=self.spec)
-        return self.params | {"head": self.params["head"] | {"scale": scale}}
-
-    @cached_property
-    def _decode_params(self) -> Tree:
-        """The parameters that decode steps read."""
-        params = self._settled
-        return decode_layout(params, self.spec) if self.resident and decodes_from_copy(params, self.compute) else params
-
 
 class Run:
     """Prompts being continued: iterating yields, piece by piece, each one's new tokens (none where it has ended)."""
 
-    def __init__(self, scheduler: Scheduler, requests: Sequence[Request], steps: int):
+    def __init__(self, scheduler: Scheduler, requests: Sequence[GenerationRequest], steps: int):
         self._scheduler, self._steps = scheduler, steps
         self.generations: list[Generation] = [scheduler.submit(request) for request in requests]
 

@@ -1,4 +1,4 @@
-"""Whether an adapter is merged into a copy of the weights that it adapts, or computed beside them."""
+"""Decides whether an adapter is merged into a copy of the weights that it adapts, or computed separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshtune.quantize.weight import QuantisedWeight
 if TYPE_CHECKING:
     from meshtune.adapters.peft_format import LoadedAdapter
 
-SHARE = 0.5  # of the memory that is free beside the base, which merged weights may take: caches need room as well
+SHARE = 0.5  # of the memory that the base leaves free, which merged weights may take: caches need room as well
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ SMALLEST_SAVING = 24  # tokens that a shared node must save: each one is one mor
 
 @dataclasses.dataclass(frozen=True)
 class ScoredText:
-    """A text as token ids, of which those from index `first` on are scored. The first token has no score."""
+    """A text as token ids; those from index `first` on are scored. The first token has no score."""
 
     ids: tuple[int, ...]
     first: int = 1
@@ -33,7 +33,7 @@ class Query:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A run of `tokens` [n] int32 whose first stands at position `start`; the tokens before it are its parents'."""
+    """A run of `tokens` [n] int32 whose first is at position `start`; the tokens before it are its parents'."""
 
     tokens: np.ndarray
     start: int
@@ -48,7 +48,7 @@ class Node:
 
 @dataclasses.dataclass
 class _Branch:
-    """Sorted sequences `low` to `high` that begin alike, of which the nodes above hold `start` tokens."""
+    """Sorted sequences `low` to `high` that begin alike; the nodes above hold their first `start` tokens."""
 
     low: int
     high: int
@@ -126,7 +126,7 @@ def _leaf(
     sequence: tuple[int, ...],
     branch: _Branch,
 ) -> None:
-    """A node for what one sequence alone has."""
+    """Adds a node for the tokens that only one sequence has."""
     node = _added(roots, branch, sequence[branch.start :])
     _ask(texts, by_input[sequence], (*branch.path, node))
 

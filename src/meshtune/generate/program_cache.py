@@ -9,7 +9,7 @@ import jax
 
 from meshtune.cache import cache_folder, processor_key
 
-LEAST_SECONDS = 0.1  # of compiling: what is made faster is not worth a file
+LEAST_SECONDS = 0.1  # of compiling: faster programs are not worth a file
 MOST_BYTES = 2 << 30  # then the programs that were read longest ago go
 
 

@@ -9,6 +9,7 @@ that few are compiled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -33,7 +34,7 @@ STEPS = 16  # decode steps of one call, at most
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """Where every row stands before a decode step.
+    """The state of every row before a decode step.
 
     `token` is the newest and not yet in the cache, `length` the number of tokens that are; `remaining` is how many may
     still be generated (0: the row is empty or done). `stop_ids`, -1 where there is none, end a row.
@@ -48,7 +49,7 @@ class Feed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What a call of `decode` generated: tokens (-1 where there was none), their log-probabilities with the likeliest
+    """The result of a call of `decode`: tokens (-1 where there was none), their log-probabilities with the likeliest
     alternatives (None where they were not asked for), and whether every logit was finite."""
 
     tokens: Int[Array, "B STEPS"]
@@ -74,6 +75,7 @@ def empty_layers(spec: ModelSpec, compute: Compute, rows: int, slots: int) -> di
     return init_cache(spec, rows, slots, compute.dtype, compute.layout, compute.cache).layers
 
 
+@functools.lru_cache(maxsize=64)
 def holds_every_token(spec: ModelSpec, compute: Compute, slots: int) -> bool:
     """Whether a cache remembers each of its tokens by itself, so that a row can go back to any earlier length: true of
     keys, values and latents, false of windows and of recurrent states."""
@@ -84,60 +86,47 @@ def holds_every_token(spec: ModelSpec, compute: Compute, slots: int) -> bool:
 
 
 @partial(jax.jit, static_argnames=("spec", "compute"), donate_argnames=("layers",))
-def read_new(
+def read(
     params: Tree,
     layers: dict[str, Tree],
     tokens: Int[Array, "n T"],
     count: Int[Array, "n"],
     target: Int[Array, "n"],
+    source: Int[Array, "n"] | None = None,
+    length: Int[Array, "n"] | None = None,
     *,
     spec: ModelSpec,
     compute: Compute,
     adapters: Float[Array, "n N"] | None = None,
 ) -> dict[str, Tree]:
-    """Reads `count` tokens of each prompt into the empty rows `target` of a cache (rows beyond its end: nowhere).
+    """Reads the first `count` tokens of each text into rows `target` of a cache (rows beyond its end: nowhere).
 
-    `adapters` are one where a prompt selects an adapter (adapters.multi_lora); None where there are none to select.
+    A text continues after the first `length` tokens of row `source`; None: it begins. `adapters` are one where a text
+    selects an adapter (adapters.multi_lora); None where there are none to select.
     """
-    params = select(params, adapters)
-    rows, length = tokens.shape
-    before = init_cache(spec, rows, length, compute.dtype, compute.layout, compute.cache)
-    return _placed(layers, _read(params, spec, compute, before, tokens, count), target)
+    if source is None:
+        rows, width = tokens.shape
+        before = init_cache(spec, rows, width, compute.dtype, compute.layout, compute.cache)
+    else:
+        assert length is not None
+        before = Cache(jax.tree.map(lambda array: array[:, source], layers), length)
+    _, after = read_tokens(select(params, adapters), spec, compute, before, tokens, count)
+    return _place_rows(layers, after, target)
 
 
-@partial(jax.jit, static_argnames=("spec", "compute"), donate_argnames=("layers",))
-def read_on(
-    params: Tree,
-    layers: dict[str, Tree],
-    tokens: Int[Array, "n T"],
-    count: Int[Array, "n"],
-    source: Int[Array, "n"],
-    length: Int[Array, "n"],
-    target: Int[Array, "n"],
-    *,
-    spec: ModelSpec,
-    compute: Compute,
-    adapters: Float[Array, "n N"] | None = None,
-) -> dict[str, Tree]:
-    """Reads `count` more tokens after the first `length` ones of rows `source` of a cache, into its rows `target`; see
-    `read_new`."""
-    params = select(params, adapters)
-    before = Cache(jax.tree.map(lambda array: array[:, source], layers), length)
-    return _placed(layers, _read(params, spec, compute, before, tokens, count), target)
-
-
-def _read(
+def read_tokens(
     params: Tree, spec: ModelSpec, compute: Compute, cache: Cache, tokens: Int[Array, "n T"], count: Int[Array, "n"]
-) -> dict[str, Tree]:
+) -> tuple[Float[Array, "n T D"], dict[str, Tree]]:
+    """The hidden states of `count` more tokens a row, and the cache's layers after them."""
     steps = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     real = steps < count[:, None]
     positions = jnp.where(real, cache.lengths[:, None] + steps, 0)
-    _, after, _ = forward(params, spec, compute, Inputs(tokens, positions, real.astype(jnp.int32)), cache=cache)
+    hidden, after, _ = forward(params, spec, compute, Inputs(tokens, positions, real.astype(jnp.int32)), cache=cache)
     assert after is not None
-    return after.layers
+    return hidden, after.layers
 
 
-def _placed(layers: dict[str, Tree], rows: dict[str, Tree], target: Int[Array, "n"]) -> dict[str, Tree]:
+def _place_rows(layers: dict[str, Tree], rows: dict[str, Tree], target: Int[Array, "n"]) -> dict[str, Tree]:
     """The caches with some rows replaced; those may have fewer slots."""
 
     def place(array: Array, new: Array) -> Array:
@@ -166,8 +155,8 @@ def decode(
 ) -> tuple[dict[str, Tree], Counts, Decoded]:
     """`steps` decode steps (at most STEPS), fewer once every row is done, or with `leave` one of them.
 
-    `alternatives` is the number of likeliest tokens to report beside each one; None: no log-probabilities.
-    `adapters` are as in `read_new`.
+    `alternatives` is the number of likeliest tokens to report with each one; None: no log-probabilities.
+    `adapters` are as in `read`.
     """
     params = select(params, adapters)
     B, started = feed.token.shape[0], jnp.sum(feed.remaining > 0)
@@ -192,7 +181,7 @@ def decode(
 
     start = (jnp.int32(0), layers, counts, feed, _nothing(B, alternatives))
     _, layers, counts, _, decoded = jax.lax.while_loop(unfinished, step, start)
-    # A process sees only its own devices' parts, and all processes go on from what was generated.
+    # A process sees only its own devices' parts, and all processes continue from the generated tokens.
     decoded = jax.tree.map(lambda x: constrain(x, compute.layout, *("whole",) * x.ndim), decoded)
     return layers, counts, decoded
 
@@ -220,7 +209,7 @@ def _noted(
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "slots"))
-def moved(
+def move_rows(
     layers: dict[str, Tree], source: Int[Array, "n"], *, spec: ModelSpec, compute: Compute, slots: int
 ) -> dict[str, Tree]:
     """The caches of `n` rows, each a copy of row `source` of these, with room for `slots` tokens.
@@ -239,5 +228,5 @@ def moved(
 
 @partial(jax.jit, static_argnames="spec")
 def head_scale(head: Tree, *, spec: ModelSpec) -> Array:
-    """What the rows of a normalised head are divided by, once for all tokens to come."""
+    """The divisors of the rows of a normalised head, once for all tokens to come."""
     return head_params({"head": head}, spec)["scale"]

@@ -1,9 +1,9 @@
-"""What is asked of an engine, and what comes of it, in token ids."""
+"""Requests to an engine and their answers, in token ids."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from meshtune.errors import UserError
@@ -14,14 +14,16 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """A prompt to continue. `stop_ids` end it and are its last token.
 
-    `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report beside every one
-    with their log-probabilities (0: that of the token alone; None: none). `client` is who asks: rows are given to
-    clients in turn. `grammar` is what the answer must be like: it ends with a stop id once the grammar is satisfied, or
-    by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where several share
-    a batch (None: the base alone).
+    `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report with every one
+    with their log-probabilities (0: only that of the token; None: none). `client` is who asks: rows are given to
+    clients in turn. `grammar` is the one that the answer must follow: it ends with a stop id once the grammar is
+    satisfied, or by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where
+    several share a batch (None: the base only). `content_keys` has a digest for each position whose token stands for
+    something else, such as the first token of a picture: the cache of another request is reused up to a position where
+    they differ.
     """
 
     prompt: tuple[int, ...]
@@ -32,6 +34,11 @@ class Request:
     client: str = ""
     grammar: Grammar | None = None
     adapter: int | None = None
+    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict, hash=False)
+
+    def with_seed_of(self, row: int) -> GenerationRequest:
+        """The same request as number `row` of several, which draws with another seed."""
+        return dataclasses.replace(self, sampling=self.sampling.of_row(row))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +53,9 @@ class Token:
 
 @dataclasses.dataclass(eq=False)
 class Generation:
-    """A request under way: its tokens so far, and why it ended (None: it has not). The scheduler alone changes it."""
+    """A request under way: its tokens so far, and why it ended (None: it has not). Only the scheduler changes it."""
 
-    request: Request
+    request: GenerationRequest
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: UserError | None = None
@@ -58,7 +65,7 @@ class Generation:
         """Begins to follow the request's grammar. Raises UserError for one that allows nothing."""
         self.constraint = None if self.request.grammar is None else self.request.grammar.start()
 
-    def extended(self, tokens: Sequence[Token]) -> FinishReason | None:
+    def extend(self, tokens: Sequence[Token]) -> FinishReason | None:
         """Appends new tokens, and returns why the generation ends with them (None: it does not)."""
         self.tokens += tokens
         if tokens[-1].id in self.request.stop_ids:
@@ -78,6 +85,21 @@ class Generation:
     def ids(self) -> list[int]:
         """The ids of the tokens so far."""
         return [token.id for token in self.tokens]
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and the tokens so far."""
+        return [*self.request.prompt, *self.ids]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the text."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def newest(self) -> int:
+        """The last token of the text, which the next decode step reads."""
+        return self.tokens[-1].id if self.tokens else self.request.prompt[-1]
 
 
 def check_prompt(prompt: Sequence[int], vocab: int, context: int, where: str | None = None) -> tuple[int, ...]:

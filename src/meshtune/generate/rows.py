@@ -1,107 +1,106 @@
-"""The rows of a batch and the caches behind them: which request has which row, and what of its prompt is read.
+"""The rows of a batch: which request has which row, and which tokens of its text are still to be read into the cache.
 
-A prompt is read in pieces, so that a long one does not keep other rows from decoding. What a row holds stays until
-another request needs the row, so a prompt that begins as one that was read before is read from there on.
+A prompt is read in pieces, so that a long one does not keep other rows from decoding. The cache of a row stays until
+another request needs the row, so a text that begins as one that was read before is read from there on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.generate import programs
-from meshtune.generate.batch_caches import BatchCaches
-from meshtune.generate.long_context import original_context
+from meshtune.generate.driver import BatchCaches
 from meshtune.generate.programs import length_bucket, rows_bucket
 from meshtune.generate.request import Generation
-from meshtune.model.compute import Compute
-from meshtune.model.spec import ModelSpec
 
 ROOM = 512  # slots made at first for tokens to come; a longer text lets the cache grow
 FEWEST_SLOTS = 128  # then powers of two: empty slots cost little, another length costs a compilation
 SHORTEST_SHARED = 16  # tokens at least that are not read again where another row has them
 
 
+@dataclasses.dataclass
+class CachedText:
+    """Tokens whose keys and values a cache holds, or will hold, with all else that these depend on.
+
+    `adapter` read them, by the `long` factors of a model with LongRoPE or by the short ones; `content_keys` are those
+    of the request.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    adapter: int | None = None
+    long: bool = False
+    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
+
+    def shared(self, other: CachedText) -> int:
+        """The number of first tokens whose keys and values are the same in both."""
+        if (self.adapter, self.long) != (other.adapter, other.long):
+            return 0
+        shorter = min(len(self.tokens), len(other.tokens))
+        pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
+        common = next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
+        positions = self.content_keys.keys() | other.content_keys.keys()
+        differing = [n for n in positions if self.content_keys.get(n) != other.content_keys.get(n)]
+        return min([common, *differing])
+
+
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A row of the batch: the tokens that its cache holds and the adapter that read them, the tokens of the prompt that
-    are still to be read, the newest token, which a decode step reads, and whose row it is. Of a model with LongRoPE,
-    `original` is its original context, and `long` whether the cache was read by the long factors."""
+    """A row of the batch: the text that its cache holds, and the request that it belongs to (None: it is free).
 
-    cached: list[int] = dataclasses.field(default_factory=list)
-    adapter: int | None = None
-    original: int | None = None
-    long: bool = False
-    unread: list[int] = dataclasses.field(default_factory=list)
-    newest: int = 0
+    `started`: the cached text is the beginning of the request's; before, it is that of an earlier request. `number`
+    counts the requests that got a row, and `last_used` is the scheduler's step in which the row was used last.
+    """
+
+    cached: CachedText = dataclasses.field(default_factory=CachedText)
     generation: Generation | None = None
-    started: bool = True  # whether something of the prompt has been read, or found in a row
-    admitted: int = 0  # the number of the request
+    started: bool = True
+    number: int = 0
     last_used: int = 0
 
     @property
     def decodes(self) -> bool:
-        """Whether the row has a request whose prompt is read."""
-        return self.generation is not None and self.started and not self.unread
+        """Whether all of the request's text but its newest token is read."""
+        return self.generation is not None and self.started and len(self.cached.tokens) == self.generation.length - 1
 
     @property
-    def request_adapter(self) -> int | None:
-        """The adapter that the row's request selects."""
+    def adapter(self) -> int | None:
+        """The adapter that the request selects."""
         return None if self.generation is None else self.generation.request.adapter
-
-    @property
-    def expected(self) -> list[int]:
-        """The tokens that the cache holds once the prompt is read."""
-        return [*self.cached, *self.unread] if self.started else self.unread
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that a decode step may still generate."""
-        if self.generation is None or not self.decodes:
-            return 0
-        remaining = self.generation.request.max_tokens - len(self.generation.tokens)
-        return remaining if self.original is None or self.long else min(remaining, self.original - len(self.cached))
-
-    @property
-    def text(self) -> list[int]:
-        """The tokens of the prompt and those generated since."""
-        return [] if self.generation is None else [*self.generation.request.prompt, *self.generation.ids]
-
-    @property
-    def text_is_long(self) -> bool:
-        """Whether the text is longer than the original context."""
-        return self.original is not None and len(self.text) > self.original
 
 
 class _Piece(NamedTuple):
-    """Tokens to read into row `target`, behind the first `length` tokens of row `source`."""
+    """Tokens to read into row number `target`, after the first `length` tokens of row number `source`."""
 
     target: int
     source: int
     length: int
     tokens: Sequence[int]
-    long: bool
+    text: CachedText
 
     @property
     def shape(self) -> tuple[bool, int, bool]:
-        """Pieces of one shape are read together: whether a row goes on, the bucket of the tokens, and whether they are
-        a long text's."""
-        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.long
+        """Pieces of one shape are read together: they continue a row or not, in a bucket of lengths, of long texts or
+        not."""
+        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long
 
 
 class Rows:
-    """The rows, whose `caches` have `slots` tokens a row; `adapters` is the number of those they select among."""
+    """The rows, whose `caches` have `slots` tokens a row.
 
-    def __init__(self, caches: BatchCaches, spec: ModelSpec, compute: Compute, adapters: int):
-        self._caches, self._spec, self._compute = caches, spec, compute
+    `adapters` is the number of those that requests select among, and `original` the original context of a model with
+    LongRoPE (generate.long_context).
+    """
+
+    def __init__(self, caches: BatchCaches, adapters: int, original: int | None):
+        self._caches, self._original = caches, original
         self.adapters = adapters
         self.rows: list[Row] = []
         self.slots = 0
-        self._original = original_context(spec)
-        self._admissions = 0
+        self._any_length = False  # whether a row can go back to any earlier length
+        self._requests = 0
 
     @property
     def running(self) -> int:
@@ -109,9 +108,14 @@ class Rows:
         return sum(row.generation is not None for row in self.rows)
 
     def clear(self) -> None:
-        """Forgets all rows, and what they hold on the devices."""
+        """Drops all rows, and what they hold on the devices."""
         self.rows, self.slots = [], 0
         self._caches.layers, self._caches.counts = {}, None
+
+    def restart(self, rows: Sequence[Row] | None = None) -> None:
+        """Drops the cached text of these rows (None: of all), so that the texts of their requests are read again."""
+        for row in self.rows if rows is None else rows:
+            row.cached, row.started = CachedText(), row.generation is None
 
     def make_room(self, admitted: Sequence[Generation]) -> None:
         """Makes rows and slots for requests: as few rows as do, for every row costs time in every step."""
@@ -135,83 +139,36 @@ class Rows:
         retained = [self.rows[n] for n in source]
         if retained:
             source += [0] * (count - len(retained))
-            self._caches.move(np.asarray(source, np.int32), slots)
+            self._caches.move(source=np.asarray(source, np.int32), slots=slots)
         else:
-            self._caches.create(count, slots)
-        self.rows = retained + [Row(original=self._original) for _ in range(count - len(retained))]
-        self.slots = slots
+            self._caches.create(rows=count, slots=slots)
+        self.rows = retained + [Row() for _ in range(count - len(retained))]
+        self.slots, self._any_length = slots, self._caches.holds_every_token(slots)
 
     def place(self, generation: Generation, clock: int) -> None:
-        """Gives a request a free row: the one where its prompt goes on, or one whose text is needed least."""
-        prompt = generation.request.prompt[:-1]
+        """Gives a request a free row: the one that its prompt continues, or one whose text is needed least."""
         free = [row for row in self.rows if row.generation is None]
-        is_long = self._original is not None and len(generation.request.prompt) > self._original
-        source, length = self._best(prompt, self._read_by(generation.request.adapter, is_long))
-        if not (length and source in free and length == len(source.cached)):
+        source, length = self._longest_prefix(self._text(generation), [(row, row.cached) for row in self.rows])
+        if source is None or source not in free or length < len(source.cached.tokens):
             others = [row for row in free if row is not source] or free
-            source = min(others, key=lambda row: (len(row.cached) > 0, row.last_used))
-        self._admissions += 1
-        source.unread, source.newest, source.generation = list(prompt), generation.request.prompt[-1], generation
-        source.started, source.admitted, source.last_used = False, self._admissions, clock
+            source = min(others, key=lambda row: (len(row.cached.tokens) > 0, row.last_used))
+        self._requests += 1
+        source.generation, source.started, source.number, source.last_used = generation, False, self._requests, clock
 
     def end(self, generation: Generation, clock: int) -> None:
-        """Frees a request's row. What it holds of the text stays."""
+        """Frees a request's row. What its cache holds of the text stays."""
         for row in self.rows:
             if row.generation is generation:
-                row.generation, row.unread, row.started, row.last_used = None, [], True, clock
+                row.generation, row.started, row.last_used = None, True, clock
 
-    def read(self, most: int) -> None:
-        """Reads at most `most` tokens of prompts, the oldest request's first, and of texts that have become long."""
-        for row in self.rows:
-            if row.decodes and row.text_is_long and not row.long:
-                row.cached, row.unread, row.started = [], row.text[:-1], False
-        batch: list[_Piece] = []
-        reading = [row for row in self.rows if row.generation is not None and not row.decodes]
-        for row in sorted(reading, key=lambda row: row.admitted):
-            piece = self._piece(row, most)
-            if piece is None and batch:  # it waits for what a row before it reads, perhaps in this batch
-                self._compute_pieces(batch)
-                batch, piece = [], self._piece(row, most)
-            if piece is None:
-                continue
-            depends = any(piece.source == earlier.target for earlier in batch)
-            if batch and (depends or piece.shape != batch[0].shape):
-                self._compute_pieces(batch)
-                batch = []
-            if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
-                batch.append(piece)
-            most -= len(piece.tokens)
-            text = row.text
-            row.cached, row.adapter, row.long = (
-                text[: piece.length + len(piece.tokens)],
-                row.request_adapter,
-                piece.long,
-            )
-            row.unread, row.started = text[len(row.cached) : -1], True
-        self._compute_pieces(batch)
-
-    def _piece(self, row: Row, most: int) -> _Piece | None:
-        """What is to be read of a row's prompt next, `most` tokens at most; None where it has to wait."""
-        target, is_long = self.rows.index(row), row.text_is_long
-        if row.started:
-            return _Piece(target, target, len(row.cached), row.unread[:most], is_long) if most > 0 else None
-        earlier = [other for other in self.rows if other.admitted < row.admitted and not other.decodes]
-        siblings = [
-            other
-            for other in earlier
-            if other.generation and (other.request_adapter, other.text_is_long) == (row.request_adapter, is_long)
-        ]
-        source, length = self._best(row.unread, self._read_by(row.request_adapter, is_long))
-        _, later = self._best(row.unread, siblings, expected=True)
-        if later > length or (most <= 0 and length < len(row.unread)):
-            return None
-        source_row = self.rows.index(source) if length else target
-        return _Piece(target, source_row, length, row.unread[length:][:most], is_long)
-
-    def _read_by(self, adapter: int | None, is_long: bool) -> list[Row]:
-        """The rows whose tokens an adapter read, as parts of long texts or not: otherwise the same tokens have other
-        keys and values."""
-        return [row for row in self.rows if (row.adapter, row.long) == (adapter, is_long)]
+    def remaining(self, row: Row) -> int:
+        """Tokens that decode steps may still generate before the row's text is read again, or ends."""
+        if row.generation is None or not row.decodes:
+            return 0
+        remaining = row.generation.request.max_tokens - len(row.generation.tokens)
+        if self._original is None or row.cached.long:
+            return remaining
+        return min(remaining, self._original - len(row.cached.tokens))
 
     def selection(self, rows: Sequence[Row | None]) -> np.ndarray | None:
         """Float32 [len(rows), N], one where a row's request selects an adapter; None where there are none."""
@@ -219,25 +176,66 @@ class Rows:
             return None
         selection = np.zeros((len(rows), self.adapters), np.float32)
         for n, row in enumerate(rows):
-            if row is not None and row.request_adapter is not None:
-                selection[n, row.request_adapter] = 1
+            if row is not None and row.adapter is not None:
+                selection[n, row.adapter] = 1
         return selection
 
-    def _best(self, prompt: Sequence[int], rows: Sequence[Row], *, expected: bool = False) -> tuple[Row, int]:
-        """The row that holds most of a prompt, or will (`expected`), and how many tokens of it."""
-        shared = [(self._shared(row.expected if expected else row.cached, prompt), row) for row in rows]
-        length, row = max(shared, key=lambda pair: pair[0], default=(0, Row()))
-        return row, length if length >= min(SHORTEST_SHARED, len(prompt)) else 0
+    # Reading
 
-    def _shared(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
-        """How many of the tokens of `prompt` need not be read where a row holds `cached`."""
-        common = next(
-            (n for n, (a, b) in enumerate(zip(cached, prompt, strict=False)) if a != b), min(len(cached), len(prompt))
-        )
-        whole = common == len(cached) or programs.holds_every_token(self._spec, self._compute, self.slots)
-        return common if whole else 0
+    def _text(self, generation: Generation) -> CachedText:
+        """The text of a request as a cache must hold it before a decode step: without its newest token."""
+        request, long = generation.request, self._original is not None and generation.length > self._original
+        return CachedText(generation.text[:-1], request.adapter, long, request.content_keys)
 
-    def _compute_pieces(self, batch: Sequence[_Piece]) -> None:
+    def read(self, most: int) -> None:
+        """Reads at most `most` tokens of texts, the oldest request's first."""
+        if self._original is not None:  # a text that has become long is read again, by the long factors
+            short = [row for row in self.rows if row.decodes and not row.cached.long]
+            self.restart([row for row in short if row.generation and row.generation.length > self._original])
+        reading = [row for row in self.rows if row.generation is not None and not row.decodes]
+        batch: list[_Piece] = []
+        for row in sorted(reading, key=lambda row: row.number):
+            piece = self._next_piece(row, most)
+            if piece is None and batch:  # it waits for what a row before it reads, perhaps in this batch
+                self._compute(batch)
+                batch, piece = [], self._next_piece(row, most)
+            if piece is None:
+                continue
+            depends = any(piece.source == earlier.target for earlier in batch)
+            if batch and (depends or piece.shape != batch[0].shape):
+                self._compute(batch)
+                batch = []
+            if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
+                batch.append(piece)
+            most -= len(piece.tokens)
+            tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
+            row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
+        self._compute(batch)
+
+    def _next_piece(self, row: Row, most: int) -> _Piece | None:
+        """The next tokens to read of a row's text, `most` at most; None where it has to wait."""
+        assert row.generation is not None
+        target, text = self.rows.index(row), self._text(row.generation)
+        if row.started:
+            length = len(row.cached.tokens)
+            return _Piece(target, target, length, text.tokens[length:][:most], text) if most > 0 else None
+        source, length = self._longest_prefix(text, [(other, other.cached) for other in self.rows])
+        earlier = [other for other in self.rows if other.number < row.number and not other.decodes]
+        expected = [(other, self._text(other.generation)) for other in earlier if other.generation is not None]
+        _, later = self._longest_prefix(text, expected)
+        if later > length or (most <= 0 and length < len(text.tokens)):
+            return None
+        source_number = target if source is None else self.rows.index(source)
+        return _Piece(target, source_number, length, text.tokens[length:][:most], text)
+
+    def _longest_prefix(self, text: CachedText, rows: Sequence[tuple[Row, CachedText]]) -> tuple[Row | None, int]:
+        """The row whose text shares most of this one, and how many tokens need not be read; (None, 0) for too few."""
+        shared = [(text.shared(other), row, other) for row, other in rows]
+        usable = [(n, row) for n, row, other in shared if self._any_length or n == len(other.tokens)]
+        length, row = max(usable, key=lambda pair: pair[0], default=(0, None))
+        return (row, length) if 0 < length >= min(SHORTEST_SHARED, len(text.tokens)) else (None, 0)
+
+    def _compute(self, batch: Sequence[_Piece]) -> None:
         """Reads pieces of one shape."""
         if not batch:
             return
@@ -251,7 +249,7 @@ class Rows:
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
         targets = [self.rows[piece.target] for piece in batch]
         adapters = self.selection([*targets, *[None] * (count - len(batch))])
+        arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
-            self._caches.read_on(tokens, unread, source, known, target, adapters, batch[0].long)
-        else:
-            self._caches.read_new(tokens, unread, target, adapters, batch[0].long)
+            arrays |= {"source": source, "length": known}
+        self._caches.read(**arrays)

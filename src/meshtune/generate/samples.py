@@ -32,11 +32,11 @@ def sample(
     seed: int = 0,
     stop_ids: frozenset[int] = frozenset(),
 ) -> list[str]:
-    """What the model answers to `prompts` (`chat`: messages of a user) or how it continues them.
+    """Generates the answers to `prompts` (`chat`: messages of a user) or their continuations.
 
     `params` is the whole tree, adapters in place; nothing of it is copied. The same prompts compile once a process,
-    whatever the parameters' values. max_tokens is cut to what the context has room for. `stop_ids` end a text
-    beside the tokenizer's end token and, in a chat, the template's end of turn.
+    whatever the parameters' values. max_tokens is cut to what the context has room for. `stop_ids` end a text,
+    as do the tokenizer's end token and, in a chat, the template's end of turn.
     Raises UserError for an empty or over-long prompt, and for a chat without a chat template.
     """
     if not prompts:

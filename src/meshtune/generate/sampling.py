@@ -2,7 +2,7 @@
 
 Order: grammar mask, logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p
 (transformers' `_get_logits_processor`, with OpenAI's penalties where vLLM has them); then a draw with a key that
-depends on the row's seed and the token's position alone, so the same seed gives the same text however the work is cut.
+depends on only the row's seed and the token's position, so the same seed gives the same text however the work is cut.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Counts:
 def compiled_form(
     samplings: Sequence[Sampling], allowed: UInt32[np.ndarray, "B W"] | None = None
 ) -> tuple[Switches, Knobs]:
-    """What is compiled and what is passed for a batch whose row i is sampled as `samplings[i]` says, of the tokens that
-    `allowed` has bits for (None: of all)."""
+    """The switches to compile and the numbers to pass for a batch whose row i is sampled by `samplings[i]`, of the
+    tokens that `allowed` has bits for (None: of all)."""
     if allowed is None:
         allowed = np.zeros((len(samplings), 0), np.uint32)
     drawn = [sampling for sampling in samplings if sampling.temperature > 0]
@@ -121,7 +121,7 @@ def compiled_form(
         biased=biased,
         bias=bias,
         seeds=numbers("seed", "uint32"),
-        allowed=allowed,  # pyright: ignore[reportArgumentType] - numpy goes into the compiled step as it is
+        allowed=allowed,  # pyright: ignore[reportArgumentType] - numpy goes into the compiled step
     )
     return switches, knobs
 
@@ -163,7 +163,7 @@ def next_token(
     switches: Switches,
     knobs: Knobs,
 ) -> Int[Array, "B"]:
-    """One token a row. `positions` are those the tokens will stand at; they and the seeds are all the randomness."""
+    """One token a row. `positions` are those that the tokens will have; they and the seeds are all the randomness."""
     scores = processed(logits, counts, switches, knobs)
     likeliest = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if not switches.drawn:

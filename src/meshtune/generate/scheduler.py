@@ -1,6 +1,6 @@
 """Continuous batching: requests wait in a queue, take a row of the batch as one gets free, and leave it when they end.
 
-All rows decode together, each at a length of its own. Prompts are read between decode steps, in pieces if they are
+All rows decode together, each at its length. Prompts are read between decode steps, in pieces if they are
 long, and from where another row has read the same tokens before (generate.rows).
 """
 
@@ -13,18 +13,16 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from meshtune.adapters.multi_lora import adapter_count
-from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.batch_caches import BatchCaches
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import packed_masks
-from meshtune.generate.driver import Driver
+from meshtune.generate.driver import BatchCaches
+from meshtune.generate.long_context import original_context
 from meshtune.generate.programs import STEPS, Decoded, Feed
-from meshtune.generate.request import FinishReason, Generation, Request, Token
+from meshtune.generate.request import FinishReason, Generation, GenerationRequest, Token
 from meshtune.generate.rows import Row, Rows
 from meshtune.generate.sampling import Probabilities, compiled_form
-from meshtune.model.compute import Compute
+from meshtune.generate.weights import Weights
 from meshtune.model.spec import ModelSpec
 
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
@@ -37,7 +35,7 @@ class QueueFull(UserError):
 
 
 class Progress(NamedTuple):
-    """What one step brought a generation, and why it ended with that (None: it goes on)."""
+    """The new tokens of a generation in one step, and why it ended with them (None: it has not)."""
 
     generation: Generation
     tokens: list[Token]
@@ -47,34 +45,25 @@ class Progress(NamedTuple):
 class Scheduler:
     """A queue and the rows of one batch. `submit` and `cancel` may be called from any thread, `step` from one.
 
-    `rows` requests are computed at once, at most; `queue` more may wait (None: any number). `decode_params` are the
-    same parameters as decode steps are to read them (None: `params`). With a `driver` the steps are announced to the
-    other processes that share this model, number `model` of theirs.
+    `rows` requests are computed at once, at most; `queue` more may wait (None: any number). Once the `weights` are
+    replaced, nothing that its `caches` hold is used again: the texts of requests under way are read again.
     """
 
     def __init__(
-        self,
-        params: Tree,
-        spec: ModelSpec,
-        compute: Compute,
-        *,
-        rows: int = 8,
-        queue: int | None = None,
-        decode_params: Tree | None = None,
-        driver: Driver | None = None,
-        model: int = 0,
+        self, weights: Weights, caches: BatchCaches, spec: ModelSpec, *, rows: int = 8, queue: int | None = None
     ):
+        self._weights, self._version = weights, weights.version
         self._spec = spec
         self._most_rows, self._most_waiting = rows, queue
         self._lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._cancelled: list[Generation] = []
-        self._caches = BatchCaches(params, spec, compute, decode_params, driver, model)
-        self._rows = Rows(self._caches, spec, compute, adapter_count(params))
+        self._caches = caches
+        self._rows = Rows(caches, weights.adapters, original_context(spec))
         self._current: list[Generation] = []  # the requests of the step under way, or the last one
         self._clock = 0
 
-    def submit(self, request: Request) -> Generation:
+    def submit(self, request: GenerationRequest) -> Generation:
         """Puts a request into the queue. Raises QueueFull."""
         assert request.adapter is None or request.adapter < self._rows.adapters, f"no adapter {request.adapter}"
         with self._lock:
@@ -117,7 +106,7 @@ class Scheduler:
 
     def running_of(self, adapter: int | None) -> int:
         """Requests that have a row and select this adapter (None: none)."""
-        return sum(row.generation is not None and row.request_adapter == adapter for row in self._rows.rows)
+        return sum(row.generation is not None and row.adapter == adapter for row in self._rows.rows)
 
     def waiting_of(self, adapter: int | None) -> int:
         """Requests in the queue that select this adapter (None: none)."""
@@ -133,12 +122,16 @@ class Scheduler:
     def step(self, steps: int = STEPS) -> list[Progress]:
         """Lets waiting requests in, reads prompts, decodes at most `steps` tokens of every row whose prompt is read.
 
-        Returns what is new of each generation that has something new, or ended."""
+        Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
         self._drop_cancelled()
-        refused = self._admit()
-        self._rows.read(READ_TOKENS if any(row.decodes for row in self._rows.rows) else READ_TOKENS_IDLE)
-        return refused + self._decode(max(1, min(steps, STEPS)))
+        with self._weights.use():
+            if self._weights.version != self._version:
+                self._rows.restart()
+                self._version = self._weights.version
+            refused = self._admit()
+            self._rows.read(READ_TOKENS if any(row.decodes for row in self._rows.rows) else READ_TOKENS_IDLE)
+            return refused + self._decode(max(1, min(steps, STEPS)))
 
     def recover(self) -> list[Generation]:
         """Ends the requests of a step that raised an error, and returns them; the others wait on. A step that had none
@@ -187,7 +180,7 @@ class Scheduler:
         self._rows.make_room(admitted)
         for generation in admitted:
             self._rows.place(generation, self._clock)
-        self._caches.counts = None  # made anew for all rows where a processor reads it
+        self._caches.counts = None  # counted again for all rows where a processor reads them
         return refused
 
     def _chosen(self, free: int) -> list[Generation]:
@@ -212,65 +205,69 @@ class Scheduler:
         constraints = [row.generation.constraint if row.generation else None for row in rows]
         masks = packed_masks(constraints, self._spec.vocab)
         # What a grammar allows is known only once the token before is.
-        steps = 1 if masks.size else min(steps, max(row.remaining for _, row in live))
-        longest = max(len(row.cached) + min(steps, row.remaining) for _, row in live)
+        steps = 1 if masks.size else min(steps, max(self._rows.remaining(row) for _, row in live))
+        longest = max(len(row.cached.tokens) + min(steps, self._rows.remaining(row)) for _, row in live)
         if longest > self._rows.slots:
             self._rows.resize(len(rows), longest)
             assert all(row is self._rows.rows[n] for n, row in live), "rows that decode stay where they are"
         switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests], masks)
-        requested = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
-        alternatives = next((n for n in ALTERNATIVES if n >= max(requested)), max(requested)) if requested else None
+        asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
+        alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
         counts = self._caches.counts
         if counts is None or (switches.counts and not counts.generated.shape[1]):
             self._count(self._spec.vocab if switches.counts else 0)
-        adapters = self._rows.selection(rows)
-        decoded = self._caches.decode(self._feed(), knobs, steps, self.waiting > 0, switches, alternatives, adapters)
+        decoded = self._caches.decode(
+            feed=self._feed(),
+            knobs=knobs,
+            steps=steps,
+            leave=self.waiting > 0,
+            switches=switches,
+            alternatives=alternatives,
+            adapters=self._rows.selection(rows),
+        )
         decoded = jax.tree.map(np.asarray, decoded)
-        return [self._advanced(n, row, decoded) for n, row in live]
+        return [self._extend(n, row, decoded) for n, row in live]
 
     def _feed(self) -> Feed:
         rows = self._rows.rows
         stop_ids = [row.generation.request.stop_ids if row.generation else frozenset() for row in rows]
-        width = max(8, -(-max(map(len, stop_ids)) // 8) * 8)  # so that their number rarely compiles anew
+        width = max(8, -(-max(map(len, stop_ids)) // 8) * 8)  # so that their number rarely compiles a program
         columns = {
-            "token": [row.newest for row in rows],
-            "length": [len(row.cached) for row in rows],
-            "remaining": [row.remaining for row in rows],
+            "token": [row.generation.newest if row.generation else 0 for row in rows],
+            "length": [len(row.cached.tokens) for row in rows],
+            "remaining": [self._rows.remaining(row) for row in rows],
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
         return Feed(**arrays)
 
     def _count(self, vocab: int) -> None:
-        """Counts the tokens of all rows anew."""
-        generations = [row.generation for row in self._rows.rows]
-        prompts = [generation.request.prompt if generation and vocab else () for generation in generations]
-        self._caches.count(
-            prompts, [generation.ids if generation and vocab else () for generation in generations], vocab
-        )
+        """Counts the tokens of all rows."""
+        generations = [row.generation if vocab else None for row in self._rows.rows]
+        prompts = [generation.request.prompt if generation else () for generation in generations]
+        self._caches.count(prompts=prompts, generated=[g.ids if g else () for g in generations], vocab=vocab)
 
-    def _advanced(self, n: int, row: Row, decoded: Decoded) -> Progress:
+    def _extend(self, n: int, row: Row, decoded: Decoded) -> Progress:
         """Gives a row's new tokens to its generation, which may end with them."""
         generation = row.generation
         assert generation is not None
         ids = [token for token in decoded.tokens[n].tolist() if token >= 0]
+        row.cached.tokens += [generation.newest, *ids[:-1]]
         new = [_token(id_, n, i, decoded.probabilities, generation.request) for i, id_ in enumerate(ids)]
-        row.cached += [row.newest, *ids[:-1]]
-        row.newest = ids[-1]
-        reason = generation.extended(new)
+        reason = generation.extend(new)
         if not decoded.finite[n]:
             generation.error = UserError(
                 f"the model's logits are not finite near new token {len(generation.tokens) - 1}",
                 fix="the weights overflow in this dtype (try float32), or hold NaN or infinity",
             )
-            row.cached = []
-            self._end(generation, "error")
-        elif reason is not None:
+            reason = "error"
+            self._rows.restart([row])
+        if reason is not None:
             self._end(generation, reason)
         return Progress(generation, new, generation.finish_reason)
 
 
-def _token(id_: int, row: int, step: int, probabilities: Probabilities | None, request: Request) -> Token:
+def _token(id_: int, row: int, step: int, probabilities: Probabilities | None, request: GenerationRequest) -> Token:
     if probabilities is None or request.alternatives is None:
         return Token(id_)
     likeliest = zip(probabilities.tokens[row, step].tolist(), probabilities.likeliest[row, step].tolist(), strict=True)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.tree import Tree
 from meshtune.data.packing import pack
 from meshtune.generate.prefix_tree import Node, Query, ScoredText, prefix_tree
-from meshtune.generate.programs import empty_layers, length_bucket, moved
+from meshtune.generate.programs import empty_layers, length_bucket, move_rows, read_tokens
 from meshtune.generate.request import Token
 from meshtune.generate.sampling import Probabilities, log_probabilities
 from meshtune.generate.score_plan import Planner, Run
@@ -92,7 +92,7 @@ def _size(nodes: Sequence[Node]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Parents:
-    """The caches of nodes, of so many slots, and the row of the parent of each of their children."""
+    """The caches of nodes, with their number of slots, and the row of the parent of each of their children."""
 
     layers: dict[str, Tree]
     slots: int
@@ -120,7 +120,7 @@ class _Scorer:
         self.scores = [Scores(np.zeros(n, np.float32), np.zeros(n, bool)) for n in lengths]
 
     def packed(self, nodes: Sequence[Node]) -> None:
-        """Scores nodes that are whole texts, several in a row, each a segment of its own."""
+        """Scores nodes that are whole texts, several in a row, each a segment."""
         if not nodes:
             return
         lengths = np.asarray([len(node.tokens) for node in nodes])
@@ -164,7 +164,7 @@ class _Scorer:
             if parents is None:
                 before = empty_layers(self._spec, self._compute, rows, slots)
             else:
-                before = moved(parents.layers, source, slots=slots, **static)
+                before = move_rows(parents.layers, source, slots=slots, **static)
             hidden, after = _read(self._params, before, tokens, start, count, **static)
             self._answer(hidden, queries)
             self._count(int(count.sum()))
@@ -173,7 +173,7 @@ class _Scorer:
                 self.branches(list(below), _Parents(after, slots, below))
 
     def _answer(self, hidden: Array, queries: Sequence[tuple[int, Query]]) -> None:
-        """Scores what is asked of hidden states [N, D], each query with the index of its node's first token."""
+        """Answers queries from hidden states [N, D], each query with the index of its node's first token."""
         if not queries:
             return
         places = np.concatenate([base + query.positions for base, query in queries])
@@ -248,13 +248,8 @@ def _read(
     compute: Compute,
 ) -> tuple[Array, dict[str, Tree]]:
     """Reads `count` tokens a row into a cache whose rows hold `start` tokens: hidden states [n * T, D], the caches."""
-    steps = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    real = steps < count[:, None]
-    positions = jnp.where(real, start[:, None] + steps, 0)
-    inputs = Inputs(tokens, positions, real.astype(jnp.int32))
-    hidden, after, _ = forward(params, spec, compute, inputs, cache=Cache(layers, start))
-    assert after is not None
-    return hidden.reshape(-1, hidden.shape[-1]), after.layers
+    hidden, after = read_tokens(params, spec, compute, Cache(layers, start), tokens, count)
+    return hidden.reshape(-1, hidden.shape[-1]), after
 
 
 @partial(jax.jit, static_argnames=("spec", "layout"))

@@ -1,4 +1,5 @@
-"""Which token runs are computed together, in arrays of which shape, by what padding, calls and compilations cost.
+"""Plans which token runs are computed together, in arrays of which shape, by the cost of padding, calls and
+compilations.
 
 The unit of cost is the computation of one token through the layers.
 """
@@ -31,7 +32,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows of so many tokens over a cache of so many slots."""
+    """The number of rows, of tokens in each, and of slots of their cache."""
 
     rows: int
     length: int
@@ -60,7 +61,7 @@ class Planner:
 
     @classmethod
     def of(cls, backend: str, parameters: int, at_once: int, total: int) -> Planner:
-        """For a model of so many parameters: the more, the fewer tokens a compilation is worth."""
+        """A planner for a model with this number of parameters: the more, the fewer tokens a compilation is worth."""
         cost = COMPILE.get(backend, OTHER_COMPILE) / (2 * max(1, parameters))
         return cls(at_once, total, CALL.get(backend, OTHER_CALL), cost, STEP.get(backend, OTHER_STEP))
 

@@ -24,9 +24,9 @@ CHARACTER = 4  # bytes, and so tokens, of a character at most
 class Detokenizer:
     """Turns new token ids into text, special tokens left out.
 
-    A token is decoded together with the ones before it, because what it stands for depends on them: sentencepiece-like
+    A token is decoded together with the ones before it, because its text depends on them: sentencepiece-like
     tokenizers drop the space of a text's first word, and a character may be spread over several tokens. With `before`
-    the text continues those tokens; without, it begins anew. Special tokens that are `visible` are written too.
+    the text continues those tokens; without, it begins. Special tokens that are `visible` are written too.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Detokenizer:
         return self._more(flush=False)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come."""
+        """The text that was held back, when no more tokens come."""
         return self._more(flush=True)
 
     def _more(self, flush: bool) -> str:
@@ -91,7 +91,7 @@ class Detokenizer:
 
 
 class TokenBytes:
-    """The bytes that each token stands for by itself, with its space; those of a part of a character are not text."""
+    """The bytes of each token by itself, with its space; those of a part of a character are not text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -128,7 +128,7 @@ class TokenBytes:
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        """The bytes behind GPT-2's visible characters: those that are none stand from U+0100 on."""
+        """The bytes behind GPT-2's visible characters: those that are none begin at U+0100."""
         visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         hidden = [byte for byte in range(256) if byte not in visible]
         return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
@@ -164,7 +164,7 @@ class Alignment:
         return text, [] if self._decoder.unfinished else self._places(text, len(self._pending))
 
     def finish(self) -> tuple[str, list[Place]]:
-        """What was held back, when no more tokens come."""
+        """The text that was held back, when no more tokens come."""
         text = self._decoder.finish()
         return text, self._places(text, len(self._pending))
 
@@ -220,7 +220,7 @@ class StopStrings:
         return shown
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """The text that was held back, when no more comes."""
         held, self._held = self._held, ""
         return held
 
@@ -246,7 +246,7 @@ def pieces(
 ) -> Iterator[list[str]]:
     """Generates, and yields each prompt's new text piece by piece; joined, a prompt's pieces are its whole answer.
 
-    `continued` writes the answer as the prompt's continuation, else as a text of its own (a turn of a chat).
+    `continued` writes the answer as the prompt's continuation, else as a text that begins (a turn of a chat).
     Raises UserError as Engine.run and StopStrings do, before anything is computed.
     """
     run = engine.run(prompts, sampling, max_tokens=max_tokens, stop_ids=stop_ids, steps=steps, scheduler=scheduler)

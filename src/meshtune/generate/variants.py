@@ -1,4 +1,5 @@
-"""What the variants of one base share as they are loaded: its mesh, how it is quantised, how a tokenizer is read."""
+"""The choices that variants of one base share when they are loaded: its mesh, how it is quantised, how a tokenizer is
+read."""
 
 from __future__ import annotations
 

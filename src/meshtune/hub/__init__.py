@@ -1,1 +1,1 @@
-"""Pushing results to the Hugging Face hub: the account, what is sent, and the model card."""
+"""Pushing results to the Hugging Face hub: the account, the files and the model card."""

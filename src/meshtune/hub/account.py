@@ -101,7 +101,7 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
                 fix="make it public in its settings on the hub first, or leave --public (hub.public) out",
             )
         files = frozenset(sibling.rfilename for sibling in info.siblings or ())
-        pushed = _pushed(api, name, info.sha) if RECORD in files else frozenset()
+        pushed = _pushed_files(api, name, info.sha) if RECORD in files else frozenset()
         others = sorted(files - pushed - {GIT})
         if others and not overwrite:
             raise UserError(
@@ -115,7 +115,7 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
     return Repository(api, name, token, info.sha, files, pushed)
 
 
-def _pushed(api: HfApi, name: str, revision: str | None) -> frozenset[str]:
+def _pushed_files(api: HfApi, name: str, revision: str | None) -> frozenset[str]:
     """The files that the last push wrote, by the repository's own record; none where that is not readable."""
     with tempfile.TemporaryDirectory() as folder:
         path = api.hf_hub_download(name, RECORD, revision=revision, local_dir=folder)

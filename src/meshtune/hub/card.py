@@ -1,4 +1,4 @@
-"""The model card of a push: what a model was tuned from, on which data, by which recipe, and with which results."""
+"""The model card of a push: base, data, recipe and results of a model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Licence:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What a result was tuned from.
+    """The model that a result was tuned from.
 
     `path` is as the run spells it, `name` what it is called elsewhere; `hub_id` is its id on the hub, if known.
     """
@@ -105,7 +105,7 @@ def with_hub_licence(base: Base, api: HfApi) -> Base:
         return base
     with contextlib.suppress(HfHubHTTPError, HTTPError, OSError):
         card = api.model_info(base.hub_id, revision=base.revision).card_data
-        return dataclasses.replace(base, licence=_stated(card.to_dict() if card is not None else {}, None))
+        return dataclasses.replace(base, licence=_stated_licence(card.to_dict() if card is not None else {}, None))
     return base
 
 
@@ -113,7 +113,7 @@ def licence_of(directory: Path) -> Licence | None:
     """The licence that the README.md, config.json or LICENSE file of a model's folder states; None where none does."""
     file = next((path for path in sorted(directory.glob("LICENSE*")) if path.is_file()), None)
     for fields in (front_matter(directory / "README.md"), _json(directory / "config.json")):
-        if (stated := _stated(fields, file)) is not None:
+        if (stated := _stated_licence(fields, file)) is not None:
             return stated
     if file is None:
         return None
@@ -132,7 +132,7 @@ def front_matter(card: Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _stated(fields: dict[str, Any], file: Path | None) -> Licence | None:
+def _stated_licence(fields: dict[str, Any], file: Path | None) -> Licence | None:
     licence = fields.get("license")
     if isinstance(licence, list) and licence:
         licence = licence[0]
@@ -170,7 +170,7 @@ class DataFact:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What the base and, after update `step`, the result answered to a prompt of the recipe."""
+    """The answers of the base and, after update `step`, of the result to a prompt of the recipe."""
 
     prompt: str
     before: str
@@ -248,7 +248,7 @@ def _recipe_text(recipe: Recipe, base: Base) -> str:
 
 
 def public_path(path: str) -> str:
-    """An id of the hub as it is, and the last part of a path."""
+    """Returns an id of the hub unchanged, and the last part of a path."""
     local = Path(path).expanduser()
     if HUB_ID.match(path) and not local.exists() and file_type(local) not in (*READERS, ".gz"):
         return path
@@ -290,7 +290,7 @@ def _losses(metrics: Path) -> list[tuple[int, float, float | None, float | None]
         if isinstance(row.get("loss"), float) and isinstance(row.get("step"), int):
             (train if row.get("kind") == "train" else validation)[row["step"]] = row["loss"]
             epochs[row["step"]] = row.get("epoch", 0.0)
-    steps = _spread(sorted(validation) if len(validation) > 1 else sorted(epochs), LOSSES_SHOWN)
+    steps = _spread_evenly(sorted(validation) if len(validation) > 1 else sorted(epochs), LOSSES_SHOWN)
     return [(step, epochs[step], train.get(step), validation.get(step)) for step in steps]
 
 
@@ -314,7 +314,7 @@ def _rows(metrics: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def _spread(steps: Sequence[int], most: int) -> list[int]:
+def _spread_evenly(steps: Sequence[int], most: int) -> list[int]:
     """At most `most` of `steps`, evenly spread, with the first and the last."""
     if len(steps) <= most:
         return list(steps)
@@ -335,7 +335,7 @@ def _comparison(folder: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is pushed: `kind` is adapter, model, merged or gguf; `base` is None where nothing says what it came from;
+    """The files of a card: `kind` is adapter, model, merged or gguf; `base` is None if it is unknown;
     `ends` are the tokens at which its texts end."""
 
     repository: str
@@ -364,7 +364,7 @@ def model_card(subject: Subject) -> str:
         "chats": CHAT_TEMPLATE in subject.files,
         "gguf": next((name for name in subject.files if name.endswith(".gguf")), "FILE.gguf"),
         "data": _data_table(run) if run else [],
-        "quoted": _quoted,
+        "quoted": _quote_text,
     }
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     return str(ModelCard.from_template(_metadata(subject), template_path=str(TEMPLATE), **fields | context))
@@ -408,8 +408,8 @@ def _data_table(run: RunFacts) -> list[Sequence[str]]:
     return [tuple(shown), *zip(*shown.values(), strict=True)]
 
 
-def _quoted(text: str) -> str:
-    """Text as it is, in a block of code whose fence it cannot end."""
+def _quote_text(text: str) -> str:
+    """Text in a block of code whose fence it cannot end."""
     shown = text.strip() if len(text.strip()) <= ANSWER_SHOWN else f"{text.strip()[:ANSWER_SHOWN]} ..."
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
     return "\n".join(f"  {line}" for line in (f"{fence}text", *shown.splitlines(), fence)) + "\n"

@@ -1,4 +1,4 @@
-"""Pushes a result to the hub as one commit: checks first, then exports, then sends what is not there yet."""
+"""Pushes a result to the hub as one commit: checks first, then exports, then sends the files that are missing there."""
 
 from __future__ import annotations
 
@@ -181,14 +181,14 @@ def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: 
     path = Path(source).expanduser()
     if _is_gguf(path):
         _refuse_merge(options, source)
-        maker = _finished(Path(run).expanduser()) if run else None
-        return Package("gguf", path, run_base(maker, base_model) if maker else _named(base_model), maker, None)
+        maker = _check_finished(Path(run).expanduser()) if run else None
+        return Package("gguf", path, run_base(maker, base_model) if maker else _base_of(base_model), maker, None)
     made, state = split_state(path)
     step = None if state is None else state_step(made, state)
     if is_run(made):
-        maker = made if state is not None else _finished(made)
+        maker = made if state is not None else _check_finished(made)
     else:
-        maker = _finished(Path(run).expanduser()) if run else None
+        maker = _check_finished(Path(run).expanduser()) if run else None
     package = _of_source(path, source, options, base_model, maker)
     return dataclasses.replace(package, step=step)
 
@@ -255,7 +255,7 @@ def _refuse_merge(options: ExportOptions, source: str | os.PathLike[str]) -> Non
         )
 
 
-def _finished(run: Path) -> Path:
+def _check_finished(run: Path) -> Path:
     if not is_run(run):
         raise UserError("this is not the output of a run", where=str(run), fix="give the directory of a run")
     status = read_run(run).get("status")
@@ -301,16 +301,16 @@ def _adapter_base(source: Source, base_model: str | None) -> Base:
 
 
 def _model_base(directory: Path, base_model: str | None) -> Base | None:
-    """What the files of a merged model say of its base; None where they say nothing."""
+    """Reads the base of a merged model from its files; None if they do not name it."""
     first = next(iter(sorted(directory.glob("*.safetensors"))), None)
     merged = (_metadata_of(first) if first else {}).get("merged") or {}
     if not merged.get("base"):
-        return _named(base_model)
+        return _base_of(base_model)
     return public_base(merged["base"], hub_id=base_model, revision=None, hash=merged.get("hash"), directory=None)
 
 
 def _metadata_of(file: Path) -> dict[str, Any]:
-    """What Meshtune wrote into the metadata of a safetensors file; {} for files of other programs.
+    """Reads Meshtune's metadata of a safetensors file; {} for files of other programs.
 
     Raises UserError for metadata under its name that are of another form.
     """
@@ -325,7 +325,7 @@ def _metadata_of(file: Path) -> dict[str, Any]:
     return record
 
 
-def _named(base_model: str | None) -> Base | None:
+def _base_of(base_model: str | None) -> Base | None:
     return None if base_model is None else Base(base_model, base_model, base_model)
 
 
@@ -337,7 +337,7 @@ def _architecture(source: Source) -> str:
 
 
 class PublicNames:
-    """What paths of this machine are called elsewhere: by `names` (path -> name), any other by its last part."""
+    """Public names of paths of this machine: by `names` (path -> name), any other by its last part."""
 
     def __init__(self, names: Mapping[str, str]):
         self._names = dict(names)
@@ -431,7 +431,7 @@ def _public_text(value: str, names: PublicNames) -> str:
 def check_contents(folder: Path, token: str, paths: Sequence[str]) -> None:
     """Raises UserError for a file of `folder` that holds a token of the hub, or one of these `paths` of this machine.
 
-    Vocabularies, which may hold any text, are searched for tokens alone; of weights the first 32 MiB are read.
+    Vocabularies, which may hold any text, are searched only for tokens; of weights the first 32 MiB are read.
     """
     sought = [path.encode() for path in paths if len(path) > 1]
     for name in _files(folder):
@@ -470,7 +470,7 @@ def _ends(path: Path) -> list[str]:
 
 
 def _names(package: Package) -> dict[str, str]:
-    """What the paths of the base are called elsewhere."""
+    """Public names of the paths of the base."""
     if package.base is None:
         return {}
     spelled = Path(package.base.path).expanduser()
@@ -481,7 +481,7 @@ def _names(package: Package) -> dict[str, str]:
 
 
 def _record(package: Package, files: list[str]) -> bytes:
-    """meshtune.json: what this push wrote, by which the next one knows its own files."""
+    """Returns meshtune.json: the files of this push, so that the next one can replace them."""
     base = package.base
     fields = {
         "version": importlib.metadata.version("meshtune"),

@@ -294,7 +294,7 @@ def _shut(connection: socket.socket) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """A server at the address of `host`, which other networks of this machine do not reach. At all addresses where the
     name leads elsewhere from here: /etc/hosts gives many machines a loopback address for their own name, and a service
-    may stand in front. Raises: OSError.
+    may be in front. Raises: OSError.
     """
     for family, address in addresses(host):
         try:

@@ -72,7 +72,7 @@ def _not_connected(client: Client, error: BaseException) -> JobEnd:
 
 
 def job_end_of(client: Client, error: BaseException, cause: str = "failed") -> JobEnd:
-    """`error`, raised on this process, as it is reported to the other processes."""
+    """Converts an `error` of this process to the report that the other processes get."""
     info = client.info
     if isinstance(error, UserError):
         message, where, fix = error.what, error.where, error.fix

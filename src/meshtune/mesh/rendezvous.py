@@ -61,9 +61,9 @@ class ProcessInfo:
 def detect_process_info(env: Environment = os.environ) -> ProcessInfo:
     """This process's index, count and coordinator; process 0 of 1 if no launcher is recognised.
 
-    MESHTUNE_COORDINATOR, MESHTUNE_PROCESSES and MESHTUNE_PROCESS take precedence; beside the variables of a known
-    launcher, MESHTUNE_COORDINATOR alone replaces the address they give.
-    Raises: UserError for variables that are missing, are not numbers, or contradict each other.
+    MESHTUNE_COORDINATOR, MESHTUNE_PROCESSES and MESHTUNE_PROCESS take precedence; with the variables of a known
+    launcher, only MESHTUNE_COORDINATOR replaces the address they give. Raises: UserError for variables that are
+    missing, are not numbers, or contradict each other.
     """
     info = next((info for detect in LAUNCHERS if (info := detect(env)) is not None), ProcessInfo())
     if info.process_count > 1 and (address := env.get(COORDINATOR)):

@@ -19,7 +19,7 @@ from meshtune.model.block import SHARED, Activation, Context, Cost, Divisor, Hid
 from meshtune.model.cache import LayerCache
 from meshtune.model.coded_cache import BY_HEAD
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.positions import AlibiSpec, LongQuerySpec
@@ -35,7 +35,7 @@ def attend(
     q: Float[Array, "B T H h"],
     k: Float[Array, "B S K h"],
     v: Float[Array, "B S K h"],
-    rows: Rows,
+    rows: SequenceInfo,
     past: Past | None,
     compute: Compute,
     *,
@@ -71,7 +71,7 @@ def attend(
 
 
 def recall(
-    cache: LayerCache, new: dict[str, Array], rows: Rows, reach: int | None
+    cache: LayerCache, new: dict[str, Array], rows: SequenceInfo, reach: int | None
 ) -> tuple[dict[str, Array], Past, LayerCache]:
     """(arrays of all tokens that the new ones may see, their positions and segments, the next cache)."""
     past_arrays, positions, following = cache.recall(new, rows.positions, rows.segment_ids > 0, reach)
@@ -271,7 +271,7 @@ class AttentionSpec(Mixer):
         else:
             qkv = self.project(x, node, context, ("q", "k", "v"))
             if cache is not None:
-                past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.rows, self._reach)
+                past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.sequences, self._reach)
                 qkv |= past_kv
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
@@ -280,7 +280,7 @@ class AttentionSpec(Mixer):
             qkv["q"],
             qkv["k"],
             qkv["v"],
-            context.rows,
+            context.sequences,
             past,
             context.compute,
             chunk=self.chunk,
@@ -368,7 +368,7 @@ class AttentionSpec(Mixer):
             qkv["v"] = normalise_heads(self.v_norm, "head", qkv["v"], node.get("v_norm", {}))
         if "v" in qkv and self.clip is not None:
             qkv["v"] = jnp.clip(qkv["v"], -self.clip, self.clip)
-        rotated = {part: self._rotate(qkv[part], node, part, context.rows) for part in ("q", "k") if part in qkv}
+        rotated = {part: self._rotate(qkv[part], node, part, context.sequences) for part in ("q", "k") if part in qkv}
         return qkv | rotated
 
     def _project_gated(self, x: Hidden, node: Tree, key: Array | None, parts: tuple[str, ...]) -> dict[str, Heads]:
@@ -388,7 +388,7 @@ class AttentionSpec(Mixer):
         qkv |= {part: heads_of(part, self.head_dim) for part in parts if part in self._kv_projections}
         return qkv if "v" not in parts or not self.v_of_k else qkv | {"v": qkv["k"]}
 
-    def _rotate(self, heads: Heads, node: Tree, part: str, rows: Rows) -> Heads:
+    def _rotate(self, heads: Heads, node: Tree, part: str, rows: SequenceInfo) -> Heads:
         """Rotates queries or keys; normalises and limits them where the model does that."""
         params = node.get(f"{part}_norm", {})
         if self.qk_norm is not None and not self.qk_norm_after_rope:

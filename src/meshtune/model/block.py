@@ -18,7 +18,7 @@ from meshtune.errors import UserError
 from meshtune.kernels.attention import AttentionRequest
 from meshtune.model.cache import LayerCache, MixerState
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.linear import fold, site_key
 from meshtune.model.rope import RopeSpec
 
@@ -28,9 +28,9 @@ Sums = Mapping[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a block may read beside its input and its parameters.
+    """What a block reads besides its input and its parameters.
 
-    `rows` describes the tokens of the input; `side` holds what is computed outside the layer and is differentiated:
+    `sequences` describes the tokens of the input; `side` is computed outside the layer and is differentiated:
     arrays [B, T, ..] that the model computes once for its layers (ModelSpec.side), and memories of earlier layers
     (see SharedMemory). `index` is the number of the layer in the model, `key` the source of dropout (None: no dropout).
     `memory` is what `Mixer.memory` returned for whole rows, with a description of these rows, where the input is only a
@@ -38,11 +38,11 @@ class Context:
     """
 
     compute: Compute
-    rows: Rows
+    sequences: SequenceInfo
     side: Tree
     index: Array | int = 0
     key: Array | None = None
-    memory: tuple[Tree, Rows] | None = None
+    memory: tuple[Tree, SequenceInfo] | None = None
     chunk: Array | None = None
 
     def keyed(self, name: str) -> Context:

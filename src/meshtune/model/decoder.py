@@ -13,7 +13,7 @@ from meshtune.model.block import Hidden, Sums, check_side
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device, with_shared
-from meshtune.model.inputs import ROWS, Inputs, Rows, embed_tokens, rows_of, table
+from meshtune.model.inputs import ROWS, Inputs, SequenceInfo, embed_tokens, sequence_info, table
 from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.linear import linear
 from meshtune.model.norm_head import row_scale
@@ -67,14 +67,14 @@ def enter(
     compute: Compute,
     inputs: Inputs,
     perturb: Callable[[Hidden], Hidden] | None = None,
-) -> tuple[Rows, Hidden, Tree]:
+) -> tuple[SequenceInfo, Hidden, Tree]:
     """(what every layer knows of the tokens, what enters the first one in compute.dtype: their embeddings, or several
     streams of them; the side inputs of all layers).
 
     `perturb` changes the embeddings, and with them what side inputs are computed from. Reads the nodes of params that
     `ModelSpec.before` names, and no others.
     """
-    rows = rows_of(inputs, spec.ropes)
+    rows = sequence_info(inputs, spec.ropes)
     x = inputs.embeds
     if x is None:
         x = embed_tokens(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)

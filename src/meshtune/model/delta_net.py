@@ -77,7 +77,7 @@ class DeltaNetSpec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result. The decay and all that has to do with the state are in float32."""
-        rows, (B, T) = context.rows, x.shape[:2]
+        rows, (B, T) = context.sequences, x.shape[:2]
         qkv, z, b, a = self._projected(x, node, context.key)
         qkv, cache = self.filter.apply(qkv, node["filter"], rows, cache)
         by_head = qkv.reshape(B, T, self.key_heads, -1)

@@ -108,7 +108,7 @@ class ExpertsSpec(FeedForward):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """The network's result, zeros for padding where there is no shared network."""
-        key, real = context.key, context.rows.segment_ids > 0
+        key, real = context.key, context.sequences.segment_ids > 0
         routing = self.router.route(x, node["router"], site_key(key, "router"))
         chosen = jnp.where(real[..., None], routing.experts, self.router.experts)  # padding is computed by none
         layout, experts = context.compute.layout, node["experts"]

@@ -38,8 +38,8 @@ class Inputs:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """What all layers know of the tokens. It is not differentiated.
+class SequenceInfo:
+    """Where the tokens of a batch are in their documents, for all layers. It is not differentiated.
 
     `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model.
     """
@@ -56,11 +56,11 @@ def inputs_of(batch: Mapping[str, Array]) -> Inputs:
     return Inputs(batch["tokens"], order, batch["segment_ids"], rope_positions=batch.get("rope_positions"))
 
 
-def rows_of(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> Rows:
-    """The rows of a batch, with the rotations of every rope in `ropes`."""
+def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
+    """The positions and segments of a batch, with the rotations of every rope in `ropes`."""
     order, segments = inputs.positions, inputs.segment_ids
     turns = order if inputs.rope_positions is None else inputs.rope_positions
-    return Rows(order, segments, {rope: angles(rope, turns, order, segments) for rope in ropes})
+    return SequenceInfo(order, segments, {rope: angles(rope, turns, order, segments) for rope in ropes})
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:

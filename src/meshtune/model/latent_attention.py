@@ -27,7 +27,7 @@ from meshtune.model.attention import ROTATED, Heads, Past, attend, attention_act
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec, rotate
@@ -96,7 +96,7 @@ class LatentAttentionSpec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        rows, past = context.rows, None
+        rows, past = context.sequences, None
         q = self._queries(x, node, context)
         if context.memory is not None:
             kv, memory_rows = context.memory
@@ -136,7 +136,7 @@ class LatentAttentionSpec(Mixer):
         return self.heads * (absorbed + adapted * self.latent * per_head), self.heads * expanded
 
     def _absorbed(
-        self, q: Heads, latents: Mapping[str, Array], node: Tree, rows: Rows, past: Past, compute: Compute
+        self, q: Heads, latents: Mapping[str, Array], node: Tree, rows: SequenceInfo, past: Past, compute: Compute
     ) -> Array:
         """What the heads' queries [B, T, H, kernel_dim] read of the latents, [B, T, H v]."""
         weight = self._weight(node["kv_heads"], q.dtype)
@@ -223,7 +223,7 @@ class LatentAttentionSpec(Mixer):
         return {"k": checkpoint_name(self._padded(k), ROTATED), "v": self._padded(heads[..., self.head_dim :])}
 
     def _rotated(self, heads: Heads, context: Context) -> Heads:
-        return rotate(heads, *context.rows.angles[self.rope], interleaved=self.rope.interleaved)
+        return rotate(heads, *context.sequences.angles[self.rope], interleaved=self.rope.interleaved)
 
     def _padded(self, heads: Heads) -> Heads:
         missing = self.kernel_dim - heads.shape[-1]

@@ -26,7 +26,7 @@ from meshtune.model.block import (
 )
 from meshtune.model.cache import LayerCache, MixerState, RowState, empty
 from meshtune.model.chunks import over_chunks, over_chunks_with_state
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer_extras import STREAMS, LayerExtras, Streams
 from meshtune.model.linear import fold, site_key
 from meshtune.model.norm import NormSpec
@@ -145,7 +145,7 @@ def _add_ffn_by_chunks(
     compute = context.compute
     params = {name: leaf for name, leaf in node.items() if spec.mixer is None or name != spec.mixer.name}
 
-    def add(shared: Any, x: Hidden, beside: Tree, rows: Rows, number: Array | None) -> tuple[Hidden, Sums]:
+    def add(shared: Any, x: Hidden, beside: Tree, rows: SequenceInfo, number: Array | None) -> tuple[Hidden, Sums]:
         node, index, key = shared
         context = Context(compute, rows, beside["side"], index, key, chunk=number)
         return _add_ffn(spec, ffn, x, beside.get("h", x), beside.get("streams"), node, context)
@@ -154,7 +154,7 @@ def _add_ffn_by_chunks(
     beside |= {} if streams is None else {"streams": streams}
     shared = (params, context.index, context.key)
     x, size = x if spec.placement in PARALLEL else h, {"chunk": compute.mlp_chunk, "ranks": compute.row_parts}
-    return over_chunks(add, shared, x, beside, context.rows, **size)
+    return over_chunks(add, shared, x, beside, context.sequences, **size)
 
 
 def _stream_axes(x: Hidden | Streams) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def layer_by_chunks(
 
 def _with_state(x: Hidden, node: Tree, spec: LayerSpec, carried: Carried, context: Context, chunk: int) -> Output:
     """From chunk to chunk with the mixer's state, which is zero before the rows."""
-    compute, rows = context.compute, context.rows
+    compute, rows = context.compute, context.sequences
     begin = empty(carried.arrays, x.shape[0], compute.layout).layers
 
     def output_of(
@@ -205,14 +205,16 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, reads: RowP
     def part(names: frozenset[str]) -> Tree:
         return {mixer.name: {name: leaf for name, leaf in node[mixer.name].items() if name in names}}
 
-    def memory_of(shared: Any, x: Hidden, beside: Tree, rows: Rows, number: Array | None) -> tuple[Tree, Sums]:
+    def memory_of(shared: Any, x: Hidden, beside: Tree, rows: SequenceInfo, number: Array | None) -> tuple[Tree, Sums]:
         """The keys and values, or the like, of a chunk's tokens."""
         node, index, key = shared
         context = Context(compute, rows, beside["side"], index, fold(key, number))
         x = x if spec.extras is None else spec.extras.enter(x, node)[0]
         return mixer.memory(spec.block_input(x, node, mixer), node[mixer.name], context), {}
 
-    def output_of(shared: Any, x: Hidden, beside: Tree, rows: Rows, number: Array | None) -> tuple[Hidden, Sums]:
+    def output_of(
+        shared: Any, x: Hidden, beside: Tree, rows: SequenceInfo, number: Array | None
+    ) -> tuple[Hidden, Sums]:
         """A chunk of the stream after the layer, from the memory of whole rows."""
         node, index, key, memory, all_rows = shared
         context = Context(compute, rows, beside["side"], index, fold(key, number), (memory, all_rows))
@@ -225,7 +227,7 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, reads: RowP
     if isinstance(mixer, SharedMemory) and mixer.reads is not None:
         memory = context.side[SHARED][mixer.reads]
     else:
-        memory, _ = over_chunks(memory_of, shared, x, beside, context.rows, **size)
-    shared = (node | part(reads.chunk), context.index, context.key, memory, context.rows)
-    y, sums = over_chunks(output_of, shared, x, beside, context.rows, **size)
+        memory, _ = over_chunks(memory_of, shared, x, beside, context.sequences, **size)
+    shared = (node | part(reads.chunk), context.index, context.key, memory, context.sequences)
+    y, sums = over_chunks(output_of, shared, x, beside, context.sequences, **size)
     return Output(y, None, sums, {} if spec.stores is None else {spec.stores: memory})

@@ -80,7 +80,7 @@ class Mamba2Spec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result. Time steps, decays and all that has to do with the state are in float32."""
-        rows, (batch, length) = context.rows, x.shape[:2]
+        rows, (batch, length) = context.sequences, x.shape[:2]
         by_group = (batch, length, self.groups)
         projected = linear(x, node["in"], site_key(context.key, "in")).reshape(*by_group, -1)
         z, u, B, C, dt = self._parts(projected)

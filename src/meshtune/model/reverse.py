@@ -20,14 +20,14 @@ from meshtune.arrays.tree import Tree
 from meshtune.model.block import SHARED, Context, Hidden, Sums, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.gather import gather_layer_params, is_offloaded, to_device
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import layer, layer_by_chunks
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import RESIDUAL, add_sums, no_sums
 
 # (x, one layer's parameters as they are stored, place in the pattern, row in the stack, rows, side inputs)
 # -> (x, sums, memories for later layers)
-Layer = Callable[[Hidden, Tree, int, Array, Rows, Tree], tuple[Hidden, Sums, Tree]]
+Layer = Callable[[Hidden, Tree, int, Array, SequenceInfo, Tree], tuple[Hidden, Sums, Tree]]
 # (carry, place in the pattern, row, the layer's trained parameters, their gradient) -> carry
 Visit = Callable[[PyTree, int, Array, Tree, Tree], PyTree]
 
@@ -38,7 +38,13 @@ class LayerRunner(Protocol):
     """What may stand at params["layers"] in the place of stacked parameters, for one pass of the model."""
 
     def apply(
-        self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
+        self,
+        layers: Callable[[int], Layer],
+        spec: ModelSpec,
+        compute: Compute,
+        x: Hidden,
+        rows: SequenceInfo,
+        side: Tree,
     ) -> tuple[Hidden, Sums]:
         """(x after all layers, their sums); `layers(s)` is the function of a layer of stack s."""
         ...
@@ -50,7 +56,9 @@ def single_layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
     pattern = spec.stacks[stack].pattern
     compute_layer = layer if compute.attention_chunk is None else layer_by_chunks
 
-    def apply(x: Hidden, node: Tree, place: int, row: Array, rows: Rows, side: Tree) -> tuple[Hidden, Sums, Tree]:
+    def apply(
+        x: Hidden, node: Tree, place: int, row: Array, rows: SequenceInfo, side: Tree
+    ) -> tuple[Hidden, Sums, Tree]:
         node = gather_layer_params(node, pattern[place], spec.embed, compute)
         number = first + row * len(pattern) + place
         output = compute_layer(x, node, pattern[place], Context(compute, rows, layer_side(side, number), number))
@@ -69,7 +77,7 @@ def forward(
     stack: Stack,
     nodes: list[Tree],
     x: Hidden,
-    rows: Rows,
+    rows: SequenceInfo,
     side: Tree,
     sums: Sums,
     compute: Compute,
@@ -101,7 +109,7 @@ def backward(
     node: Callable[[PyTree, int, Array], tuple[Tree, Tree]],
     layer_inputs: list[Array],
     cotangents: tuple[Hidden, Tree, Sums],
-    rows: Rows,
+    rows: SequenceInfo,
     side: Tree,
     visit: Visit,
     carry: PyTree,

@@ -16,7 +16,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
 from meshtune.model.cache import MixerState, RowState
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.linear import linear, linear_params, site_key
 
 INNER = "inner"  # the logical axis of the channels and heads of mixers that carry a state from token to token
@@ -53,7 +53,7 @@ class FilterSpec:
         """Its last inputs, in training by chunks of rows."""
         return Carried(self.cache(batch, dtype), self.taps - 1)
 
-    def apply(self, x: Channels, node: Tree, rows: Rows, cache: MixerState) -> tuple[Channels, MixerState]:
+    def apply(self, x: Channels, node: Tree, rows: SequenceInfo, cache: MixerState) -> tuple[Channels, MixerState]:
         """(the filtered channels in x's dtype, accumulated in float32; the next cache)."""
         past, length = self.taps - 1, x.shape[1]
         if cache is None:
@@ -111,7 +111,7 @@ class ShortConvSpec(Mixer):
     def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result."""
         gates = linear(x, node["in"], site_key(context.key, "in")).reshape(*x.shape[:2], self.channels, 3)
-        y, cache = self.filter.apply(gates[..., 0] * gates[..., 2], node["filter"], context.rows, cache)
+        y, cache = self.filter.apply(gates[..., 0] * gates[..., 2], node["filter"], context.sequences, cache)
         return Output(linear(gates[..., 1] * y, node["out"], site_key(context.key, "out")), cache, {})
 
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:

@@ -20,7 +20,7 @@ from meshtune.model.block import BY_LAYER, Context, Hidden, Measured, Sums, with
 from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.gather import GATHERED, gather_layer_params, is_any_offloaded
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
 from meshtune.model.linear import NARROW, PRODUCT, fold
 from meshtune.model.router import CHOICE
@@ -98,7 +98,7 @@ def through_layers(
     embed: int,
     compute: Compute,
     x: Hidden,
-    rows: Rows,
+    rows: SequenceInfo,
     side: Tree,
     *,
     shared: PyTree = None,

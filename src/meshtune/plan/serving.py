@@ -1,4 +1,4 @@
-"""What serving a recipe's model takes: memory of weights and caches, and tokens a second at the hardware's limits.
+"""Plans a server: memory of weights and caches, and tokens a second at the hardware's limits.
 
 Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
 cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
@@ -60,8 +60,8 @@ class DecodeStep:
 @dataclasses.dataclass(frozen=True)
 class ServePlan:
     """Bytes on each device of a target whose devices all split the model (`tp`): its weights, the cache of a row of
-    `length` tokens, held in `cache`, and what a decode step takes beside them for each row; `most_rows` rows fit beside
-    the weights."""
+    `length` tokens, held in `cache`, and the memory of a decode step for each row; `most_rows` rows fit in the
+    remaining memory."""
 
     target: Target
     tp: int

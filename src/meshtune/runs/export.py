@@ -22,8 +22,6 @@ from meshtune.errors import UserError, nearest
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS
-from meshtune.runs.export_gguf import SUFFIX, export_gguf
-from meshtune.runs.export_lora_gguf import export_lora_gguf
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
 from meshtune.runs.merged_into import merged_into
 from meshtune.runs.progress import StageProgress, of_stage
@@ -111,7 +109,7 @@ def _check_names(dest: Path, options: ExportOptions) -> None:
     """Raises UserError for an unknown format, and for a folder that is named like a GGUF file."""
     if options.gguf is not None:
         return
-    if dest.suffix == SUFFIX:
+    if dest.suffix == ".gguf":
         raise UserError(
             f"'{dest.name}' is the name of a GGUF file, and this writes a folder",
             where="--to",
@@ -126,6 +124,9 @@ def _check_names(dest: Path, options: ExportOptions) -> None:
 
 def _write_gguf(source: Source, dest: Path, options: ExportOptions) -> ExportResult:
     """Writes a GGUF file: of the adapter only, if it is not to be merged."""
+    from meshtune.runs.export_gguf import export_gguf
+    from meshtune.runs.export_lora_gguf import export_lora_gguf
+
     assert options.gguf is not None
     if options.format is not None or options.dtype is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The numbers of an adapter merged into its base, computed module by module as they are asked for."""
+"""The numbers of an adapter merged into its base, computed module by module on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTSIDE = "outside the layers"
 
 class MergedNumbers:
     """The parameters of a base with an adapter merged. The weights of one kind of module, of all layers, are in memory
-    at a time; what is neither adapted nor quantised in training is read from the base's files."""
+    at a time; weights that are neither adapted nor quantised in training are read from the base's files."""
 
     def __init__(
         self, source: Source, spec: ModelSpec, adapter: LoadedAdapter, base: Numbers, quantised: QuantizeConfig | None

@@ -64,6 +64,6 @@ def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> d
 
 
 def weights_digests(directory: Path) -> list[str]:
-    """The digests of a model's weight files, of every byte, for what is computed from them and kept."""
+    """Returns the digests of all bytes of a model's weight files, for keys of caches that are computed from them."""
     files = sorted({info.file for info in headers(directory).values()})
     return [digest_files(file.parent, [file.name])[file.name].digest for file in files]

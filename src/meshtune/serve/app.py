@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import json
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -20,9 +19,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from meshtune.errors import UserError
-from meshtune.serve import chat, completions, scores
-from meshtune.serve.answer import Piece, Question, answer
 from meshtune.serve.body import json_body
+from meshtune.serve.chat import prepare_chat
+from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, Completion, stream_choice
+from meshtune.serve.completions import prepare_completion
 from meshtune.serve.errors import ApiError, as_api_error
 from meshtune.serve.gate import Gate
 from meshtune.serve.guard import Guard
@@ -32,11 +32,11 @@ from meshtune.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     ScoreRequest,
     TokenizeRequest,
     parsed,
 )
+from meshtune.serve.scores import score_rows, tokenize_texts
 from meshtune.serve.threads import Threads, until_gone
 
 MAX_BODY = 16 * 2**20  # bytes
@@ -111,26 +111,43 @@ class _Api:
         return JSONResponse(_described(self._models[request.path_params["name"]]))
 
     async def chat(self, request: Request) -> Response:
-        query = await self._query(ChatRequest, request)
-        served = self._models.writer(query.model)
-        query.check(served.worker.scheduler.capacity)
-        head = _head(chat.PREFIX, served) | {"object": chat.CHUNK_NAME if query.stream else chat.NAME}
-        answers = await self._reading.run(request, chat.ChatAnswers, query, served)
-        return await self._answered(request, query, served, answers, head)
+        return await self._complete(request, ChatRequest, prepare_chat)
 
     async def completions(self, request: Request) -> Response:
-        query = await self._query(CompletionRequest, request)
+        return await self._complete(request, CompletionRequest, prepare_completion)
+
+    async def _complete(self, request: Request, kind: type[BaseModel], prepare: Callable[..., Completion]) -> Response:
+        """Answers a request of this kind, as one response or as a stream."""
+        body = await json_body(request, self._max_body)
+        completion = await self._reading.run(request, self._prepare, kind, prepare, body, _client(request))
+        if completion.request.stream:
+            return await _stream(request, completion)
+        deltas = await until_gone(request, asyncio.ensure_future(_all_deltas(completion)))
+        threads = self._scoring if completion.scores_prompt else self._reading
+        choices = [
+            await threads.run(request, completion.choice, choice, of_choice)
+            for choice, of_choice in zip(completion.choices, deltas, strict=True)
+        ]
+        generated = sum(delta.generated for of_choice in deltas for delta in of_choice)
+        return JSONResponse(completion.head | {"choices": choices, "usage": _usage(completion, generated)})
+
+    def _prepare(
+        self, kind: type[BaseModel], prepare: Callable[..., Completion], body: dict[str, Any], client: str
+    ) -> Completion:
+        query = parsed(kind, body)
         served = self._models.writer(query.model)
-        query.check(served.worker.scheduler.capacity)
-        head = _head(completions.PREFIX, served) | {"object": completions.NAME}
-        return await self._answered(request, query, served, completions.CompletionAnswers(query, served), head)
+        scheduler = served.worker.scheduler
+        query.check(scheduler.capacity)
+        if scheduler.room == 0:
+            scheduler.refuse()
+        return prepare(query, served, client, secrets.randbelow(2**31))
 
     async def score(self, request: Request) -> Response:
         query = await self._query(ScoreRequest, request)
         served = self._models[query.model]
-        rows = await self._reading.run(request, scores.rows, query, served)
-        values = await self._scoring.run(request, scores.evaluated, rows, served)
-        return JSONResponse(_head(scores.PREFIX, served) | {"object": scores.NAME, "scores": values})
+        rows = await self._reading.run(request, tokenize_texts, query, served)
+        values = await self._scoring.run(request, score_rows, rows, served)
+        return JSONResponse(served.response_head("scoreval", "score.evaluation") | {"scores": values})
 
     async def tokenize(self, request: Request) -> Response:
         query = await self._query(TokenizeRequest, request)
@@ -155,122 +172,67 @@ class _Api:
         body = await json_body(request, self._max_body)
         return await self._reading.run(request, parsed, kind, body)
 
-    async def _answered(
-        self, request: Request, query: GenerationRequest, served: Served, answers: Answers, head: dict[str, Any]
-    ) -> Response:
-        if served.worker.scheduler.room == 0:
-            served.worker.scheduler.refuse()
-        questions = await self._reading.run(request, answers.questions, _client(request), _seed())
-        if query.stream:
-            return await _streamed(request, query, served, questions, head, answers)
-        several = await until_gone(request, asyncio.ensure_future(_whole(served, questions)))
-        threads = self._scoring if answers.scores else self._reading
-        choices = [
-            await threads.run(request, answers.choice, question, pieces)
-            for question, pieces in zip(questions, several, strict=True)
-        ]
-        return JSONResponse(head | {"choices": choices, "usage": _usage(questions, several)})
+
+async def _all_deltas(completion: Completion) -> list[list[ChoiceDelta]]:
+    """The deltas of every choice, once all have ended."""
+    deltas: dict[int, list[ChoiceDelta]] = {choice.index: [] for choice in completion.choices}
+    async with contextlib.aclosing(_deltas(completion)) as stream:
+        async for delta in stream:
+            deltas[delta.index].append(delta)
+    return list(deltas.values())
 
 
-class Answers(Protocol):
-    """What a kind of request is asked, and how its answers are written."""
+async def _stream(request: Request, completion: Completion) -> Response:
+    """The choices as server-sent events. What is wrong before the first token is an error of the request itself."""
+    deltas, head, usage = _deltas(completion), completion.head, completion.request.includes_usage
+    first = await until_gone(request, asyncio.ensure_future(anext(deltas, None)))
 
-    @property
-    def scores(self) -> bool:
-        """Whether a whole answer has scores that are still to be computed."""
-        ...
-
-    def questions(self, client: str, seed: int) -> list[Question]:
-        """What the engine is asked."""
-        ...
-
-    def choice(self, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """A whole answer."""
-        ...
-
-    def openings(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
-        ...
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a streamed answer."""
-        ...
-
-
-async def _whole(served: Served, questions: list[Question]) -> list[list[Piece]]:
-    """All answers."""
-
-    async def read(question: Question) -> list[Piece]:
-        return [piece async for piece in answer(served, question)]
-
-    tasks = [asyncio.create_task(read(question)) for question in questions]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _streamed(
-    request: Request,
-    query: GenerationRequest,
-    served: Served,
-    questions: list[Question],
-    head: dict[str, Any],
-    answers: Answers,
-) -> Response:
-    """The answers as server-sent events. What is wrong before the first token is an error of the request itself."""
-    pieces = _merged(served, questions)
-    first = await until_gone(request, asyncio.ensure_future(anext(pieces, None)))
-    no_usage = {"usage": None} if query.includes_usage else {}
-
-    def event(**fields: Any) -> str:
-        return f"data: {json.dumps(head | fields)}\n\n"
+    def event(choices: list[dict[str, Any]], **fields: Any) -> str:
+        return f"data: {json.dumps(head | {'choices': choices} | fields)}\n\n"
 
     async def events() -> AsyncIterator[str]:
-        generated = 0
+        no_usage, generated = {"usage": None} if usage else {}, 0
         try:
-            for opening in answers.openings():
-                yield event(choices=[opening], **no_usage)
-            piece = first
-            while piece is not None:
-                generated += piece.generated
-                for chunk in answers.chunks(piece):
-                    yield event(choices=[chunk], **no_usage)
-                piece = await anext(pieces, None)
-            if query.includes_usage:
-                yield event(choices=[], usage=_usage_of(questions, generated))
+            for chunk in completion.first_chunks():
+                yield event([chunk], **no_usage)
+            delta = first
+            while delta is not None:
+                generated += delta.generated
+                for chunk in completion.chunks(delta):
+                    yield event([chunk], **no_usage)
+                delta = await anext(deltas, None)
+            if usage:
+                yield event([], usage=_usage(completion, generated))
         except Exception as problem:  # the status is sent: the error goes where the next event would
             yield f"data: {json.dumps(as_api_error(problem).body)}\n\n"
         finally:
-            await pieces.aclose()
+            await deltas.aclose()
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-async def _merged(served: Served, questions: list[Question]) -> AsyncGenerator[Piece]:
-    """The pieces of several answers as they come."""
-    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+async def _deltas(completion: Completion) -> AsyncGenerator[ChoiceDelta]:
+    """The deltas of all choices as they come; the choices that are not read to their end are cancelled."""
+    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue()
 
-    async def read(question: Question) -> None:
+    async def read(choice: ChoiceRequest) -> None:
         try:
-            async for piece in answer(served, question):
-                queue.put_nowait(piece)
+            async for delta in stream_choice(completion.served, choice):
+                queue.put_nowait(delta)
             queue.put_nowait(None)
-        except Exception as problem:  # raised where the pieces are read, as one answer would raise it
+        except Exception as problem:  # raised where the deltas are read
             queue.put_nowait(problem)
 
-    tasks = [asyncio.create_task(read(question)) for question in questions]
+    tasks = [asyncio.create_task(read(choice)) for choice in completion.choices]
     try:
-        ended = 0
-        while ended < len(tasks):
+        running = len(tasks)
+        while running:
             new = await queue.get()
-            if isinstance(new, BaseException):
+            if isinstance(new, Exception):
                 raise new
             if new is None:
-                ended += 1
+                running -= 1
             else:
                 yield new
     finally:
@@ -279,18 +241,9 @@ async def _merged(served: Served, questions: list[Question]) -> AsyncGenerator[P
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _head(prefix: str, served: Served) -> dict[str, Any]:
-    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.id}
-    return head | {"system_fingerprint": served.fingerprint}
-
-
-def _usage(questions: list[Question], answers: list[list[Piece]]) -> dict[str, int]:
-    return _usage_of(questions, sum(piece.generated for pieces in answers for piece in pieces))
-
-
-def _usage_of(questions: list[Question], generated: int) -> dict[str, int]:
-    """Tokens of the prompts, each counted once however many choices it has, and of the answers."""
-    prompts = {id(question.request.prompt): question.request.prompt for question in questions}
+def _usage(completion: Completion, generated: int) -> dict[str, int]:
+    """Tokens of the prompts, each counted once however many choices it has, and of the choices."""
+    prompts = {id(choice.request.prompt): choice.request.prompt for choice in completion.choices}
     read = sum(map(len, prompts.values()))
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
@@ -308,10 +261,6 @@ def _described(served: Served) -> dict[str, Any]:
 
 def _client(request: Request) -> str:
     return request.headers.get("authorization", "") or (request.client.host if request.client else "")
-
-
-def _seed() -> int:
-    return secrets.randbelow(2**31)
 
 
 async def _refused(_: Request, problem: Exception) -> Response:

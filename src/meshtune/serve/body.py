@@ -36,7 +36,7 @@ async def json_body(request: Request, max_body: int) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value. Raises ValueError for what is none, is nested too deeply, or has a name twice."""
+    """A JSON value. Raises ValueError for a text that is none, is nested too deeply, or has a name twice."""
     try:
         value = json.loads(text, object_pairs_hook=_object)
         _check_depth(value)

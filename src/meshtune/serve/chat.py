@@ -1,125 +1,281 @@
-"""`/v1/chat/completions`: conversations answered by the model's chat template."""
+"""`/v1/chat/completions`: conversations rendered by the model's chat template, and answers read for reasoning and
+calls."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.generate.text import Place, check_stops
-from meshtune.serve.answer import Piece, PlacedToken, Question
-from meshtune.serve.conversation import Conversation, prepared
+from meshtune.generate.prompts import chat_text, encoded_chat
+from meshtune.generate.text import Place, check_stops, special_ids
+from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, PlacedToken
+from meshtune.serve.errors import ApiError
+from meshtune.serve.grammar import LLGrammar, check_size
 from meshtune.serve.models import Served
-from meshtune.serve.responses.call import ToolCall, new_id
-from meshtune.serve.responses.reader import Delta
+from meshtune.serve.responses.call import Tool, ToolCall, new_id
+from meshtune.serve.responses.formats import HARMONY, CallFormat, call_format
+from meshtune.serve.responses.lark import Lark
+from meshtune.serve.responses.reader import (
+    THINK,
+    Delta,
+    HarmonyReader,
+    PlainReader,
+    Reader,
+    TaggedReader,
+    visible_markers,
+)
 from meshtune.serve.schema import ChatRequest
+from meshtune.serve.tools import named_tools, required_tools
 
-NAME, CHUNK_NAME, PREFIX = "chat.completion", "chat.completion.chunk", "chatcmpl"
+# What the function that renders a template takes itself.
+_RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents"})
+_NO_EFFORT = ("none", "minimal")
 
 
-class ChatAnswers:
-    """The answers to one request, as `choices` of a whole response or of a stream."""
+@dataclasses.dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as a prompt, and how answers to it are written.
 
-    def __init__(self, request: ChatRequest, served: Served):
-        """Renders the conversation. Raises ApiError and UserError for what cannot be answered."""
-        self._request, self._served = request, served
-        self._conversation: Conversation = prepared(request, served)
-        self._readers = [self._conversation.reader() for _ in range(request.n)]
-        self._calls = [0] * request.n
+    `tools` may be called, and one of `required` must be. `form` is how calls are written (None: there are none), and
+    `think` the tags of reasoning; `thinks`: the prompt ends within the answer's reasoning.
+    """
+
+    ids: list[int]
+    tools: Mapping[str, Tool]
+    required: Sequence[Tool]
+    form: CallFormat | None
+    think: tuple[str, str] | None
+    thinks: bool
 
     @property
-    def scores(self) -> bool:
-        """Nothing is scored after an answer."""
-        return False
+    def plain(self) -> bool:
+        """Whether the answer is content and nothing else."""
+        return self.think is None and self.form is None
 
-    def questions(self, client: str, seed: int) -> list[Question]:
-        """The same conversation for every choice, each drawn with a seed of its own. Raises UserError."""
-        request, model, conversation = self._request, self._served.model, self._conversation
-        stop_ids, turn_strings = self._served.chat_stops
-        room = max(1, model.engine.context - len(conversation.ids))
-        grammar = conversation.grammar()
-        sampling = request.sampling(seed, model.spec.vocab)
-        first = model.engine.request(
-            conversation.ids,
-            max_tokens=request.max_completion_tokens or request.max_tokens or room,
-            stop_ids=stop_ids,
-            alternatives=request.alternatives,
-            client=client,
-            grammar=grammar,
+    def reader(self) -> Reader:
+        """A reader of one answer."""
+        if self.plain:
+            return PlainReader()
+        if self.form is HARMONY:
+            return HarmonyReader(self.tools)
+        return TaggedReader(self.think, self.thinks, self.form if self.tools else None, self.tools)
+
+    def visible(self, served: Served) -> frozenset[int]:
+        """Special tokens that the answer's reader must see."""
+        if self.plain:
+            return frozenset()
+        tokenizer, markers = served.model.tokenizer, set(visible_markers(self.think, self.form))
+        return frozenset(
+            id_ for id_ in special_ids(tokenizer) if tokenizer.added_tokens_decoder[id_].content in markers
         )
-        stops = check_stops((*request.stops, *turn_strings))
-        return [
-            Question(
-                choice,
-                dataclasses.replace(first, sampling=sampling.of_row(choice)),
-                stops,
-                continued=False,
-                visible=conversation.visible,
-            )
-            for choice in range(request.n)
-        ]
 
-    def choice(self, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """A whole answer."""
-        tokens = [token for piece in pieces for token in piece.tokens]
-        deltas = [delta for piece in pieces for delta in self._read(piece)]
-        calls = [self._written(delta.call) for delta in deltas if delta.call is not None]
-        content = "".join(delta.content for delta in deltas)
+
+@dataclasses.dataclass(frozen=True)
+class ChatCompletion:
+    """A chat completion: the choices that the engine is asked for, and how they are written in a response or a
+    stream."""
+
+    request: ChatRequest
+    served: Served
+    choices: Sequence[ChoiceRequest]
+    form: CallFormat | None
+    readers: Sequence[Reader]
+    calls: list[int]  # tool calls of each choice so far
+    scores_prompt = False
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The fields of a response or a chunk, but its choices."""
+        name = "chat.completion.chunk" if self.request.stream else "chat.completion"
+        return self.served.response_head("chatcmpl", name)
+
+    def choice(self, request: ChoiceRequest, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """A choice of a whole response, with its message."""
+        tokens = [token for delta in deltas for token in delta.tokens]
+        parts = [part for delta in deltas for part in self._read(delta)]
+        calls = [self._tool_call(part.call) for part in parts if part.call is not None]
+        content = "".join(part.content for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := "".join(delta.reasoning for delta in deltas):
+        if reasoning := "".join(part.reasoning for part in parts):
             message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         return {
-            "index": question.choice,
+            "index": request.index,
             "message": message,
-            "logprobs": _log_probabilities(self._served, tokens) if self._request.logprobs else None,
-            "finish_reason": self._reason(pieces[-1], bool(calls)),
+            "logprobs": _log_probabilities(self.served, tokens) if self.request.logprobs else None,
+            "finish_reason": _finish_reason(deltas[-1], bool(calls)),
         }
 
-    def openings(self) -> list[dict[str, Any]]:
-        """What the stream of every choice begins with."""
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """The choices that a stream begins with: their role."""
         delta = {"role": "assistant", "content": ""}
-        return [{"index": n, "delta": delta, "logprobs": None, "finish_reason": None} for n in range(self._request.n)]
+        return [{"index": n, "delta": delta, "logprobs": None, "finish_reason": None} for n in range(self.request.n)]
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a streamed answer."""
-        deltas = [change for delta in self._read(piece) for change in self._changes(piece.choice, delta)]
-        with_tokens = self._request.logprobs and piece.tokens
-        if with_tokens and not deltas:
-            deltas = [{"content": ""}]
-        several = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """The choices of a stream's chunks for new text."""
+        messages = [message for part in self._read(delta) for message in self._message_deltas(delta.index, part)]
+        with_tokens = self.request.logprobs and delta.tokens
+        if with_tokens and not messages:
+            messages = [{"content": ""}]
+        chunks = [{"delta": message, "logprobs": None, "finish_reason": None} for message in messages]
         if with_tokens:
-            several[0]["logprobs"] = _log_probabilities(self._served, piece.tokens)
-        if piece.finish_reason is not None:
-            reason = self._reason(piece, self._calls[piece.choice] > 0)
-            several.append({"delta": {}, "logprobs": None, "finish_reason": reason})
-        return [{"index": piece.choice, **chunk} for chunk in several]
+            chunks[0]["logprobs"] = _log_probabilities(self.served, delta.tokens)
+        if delta.finish_reason is not None:
+            reason = _finish_reason(delta, self.calls[delta.index] > 0)
+            chunks.append({"delta": {}, "logprobs": None, "finish_reason": reason})
+        return [{"index": delta.index, **chunk} for chunk in chunks]
 
-    def _read(self, piece: Piece) -> list[Delta]:
-        reader = self._readers[piece.choice]
-        return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
+    def _read(self, delta: ChoiceDelta) -> list[Delta]:
+        reader = self.readers[delta.index]
+        return reader.push(delta.text) + (reader.finish() if delta.finish_reason is not None else [])
 
-    def _changes(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
-        if delta.call is None:
-            name = "content" if delta.content else "reasoning_content"
-            return [{name: delta.content or delta.reasoning}]
-        index, self._calls[choice] = self._calls[choice], self._calls[choice] + 1
-        call = self._written(delta.call)
+    def _message_deltas(self, index: int, part: Delta) -> list[dict[str, Any]]:
+        if part.call is None:
+            return [{"content": part.content} if part.content else {"reasoning_content": part.reasoning}]
+        number, self.calls[index] = self.calls[index], self.calls[index] + 1
+        call = self._tool_call(part.call)
         arguments = call["function"].pop("arguments")
         call["function"]["arguments"] = ""
         return [
-            {"tool_calls": [{"index": index, **call}]},
-            {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]},
+            {"tool_calls": [{"index": number, **call}]},
+            {"tool_calls": [{"index": number, "function": {"arguments": arguments}}]},
         ]
 
-    def _written(self, call: ToolCall) -> dict[str, Any]:
-        form = self._conversation.form
-        id_ = new_id(None if form is None else form.id_length)
+    def _tool_call(self, call: ToolCall) -> dict[str, Any]:
+        id_ = new_id(None if self.form is None else self.form.id_length)
         return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
-    def _reason(self, piece: Piece, called: bool) -> str | None:
-        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
+
+def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -> ChatCompletion:
+    """Renders the conversation of a request; every choice is drawn from it with another seed.
+
+    Raises ApiError and UserError for a conversation that the template or the model cannot have, and for a schema.
+    """
+    engine, prompt = served.model.engine, render_chat(request, served)
+    stop_ids, turn_end = served.chat_stops
+    constrained = request.response_format is not None or prompt.required
+    engine_request = engine.request(
+        prompt.ids,
+        sampling=request.sampling(seed, engine.spec.vocab),
+        max_tokens=request.max_completion_tokens or request.max_tokens or max(1, engine.context - len(prompt.ids)),
+        stop_ids=stop_ids,
+        alternatives=request.alternatives,
+        client=client,
+        grammar=answer_grammar(request, prompt, served) if constrained else None,
+    )
+    stop, visible = check_stops((*request.stops, *turn_end)), prompt.visible(served)
+    choices = [
+        ChoiceRequest(n, engine_request.with_seed_of(n), stop, continued=False, visible=visible)
+        for n in range(request.n)
+    ]
+    readers = [prompt.reader() for _ in choices]
+    return ChatCompletion(request, served, choices, prompt.form, readers, [0] * request.n)
+
+
+def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
+    """Renders a request's conversation by the model's chat template.
+
+    Raises ApiError and UserError for tools or options that the template does not know, and messages that it refuses.
+    """
+    tokenizer = served.model.tokenizer
+    tools = named_tools(request.tools) if request.tools else {}
+    required = [] if request.tool_choice is None else required_tools(request.tool_choice, tools)
+    if request.tool_choice == "none":
+        tools = {}
+    template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
+    form = call_format(template)
+    messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
+    options = _template_options(request, template) if request.has_template_options else {}
+    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options)
+    if tools:
+        _check_tools_shown(tools, form, text, chat_text(tokenizer, messages, (), options))
+    served.check_text(text, "messages")
+    think, thinks = _thinking(template, text)
+    if form is not HARMONY and not tools:
+        form = None
+    return ChatPrompt(encoded_chat(tokenizer, text), tools, required, form, think, thinks)
+
+
+def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> LLGrammar | None:
+    """The grammar that an answer must follow: calls of the required tools, or the schema of the request's format; None
+    where the format is text. Raises UserError for a schema that cannot be compiled."""
+    schema = None if request.response_format is None else request.response_format.schema_of_answer
+    if schema is None and not prompt.required:
+        return None
+    where = "tools" if prompt.required else "response_format"
+    check_size([tool.parameters for tool in prompt.required] or [schema or {}], where)
+    grammars = served.chat_grammars
+    if schema is not None and prompt.plain:
+        return grammars.json(schema, where)
+    lark = Lark(grammars.special)
+    if prompt.required:
+        assert prompt.form is not None
+        several = len(prompt.required) == len(prompt.tools) and request.parallel_tool_calls is not False
+        body = prompt.form.grammar(lark, prompt.required, several and request.tool_choice == "required")
+    else:
+        assert schema is not None
+        head = lark.literal("<|channel|>final<|message|>") if prompt.form is HARMONY else ""
+        body = f"{head} {lark.json(schema)}"
+    return grammars.lark(lark.whole(f"{_reasoning_grammar(prompt, lark)} {body}"), where)
+
+
+def _reasoning_grammar(prompt: ChatPrompt, lark: Lark) -> str:
+    """The reasoning that may come before the constrained part."""
+    if prompt.form is HARMONY:
+        start = f"{lark.literal('<|channel|>analysis<|message|>')} {lark.until('<|end|>')}"
+        return f"({start} {lark.literal('<|start|>assistant')})?"
+    if prompt.think is None:
+        return ""
+    text = f'{lark.until(prompt.think[1])} ("\\n" "\\n"?)?'
+    return text if prompt.thinks else f"({lark.literal(prompt.think[0])} {text})?"
+
+
+def _check_tools_shown(tools: Mapping[str, Tool], form: CallFormat | None, text: str, without: str) -> None:
+    """Raises ApiError where the template does not show the tools to the model, or writes calls in an unknown way."""
+    if text == without or any(name not in text for name in tools):
+        raise ApiError(
+            400,
+            "the chat template of this model does not show it the tools, so it cannot call them; a model may be "
+            "served with another template that does (--chat-template chatml)",
+            param="tools",
+        )
+    if form is None:
+        raise ApiError(400, "how this model's chat template writes calls of tools is not known", param="tools")
+
+
+def _template_options(request: ChatRequest, template: str) -> dict[str, Any]:
+    """Variables of the template. Raises ApiError for one that it does not read."""
+    options = dict(request.chat_template_kwargs or {})
+    for name in options:
+        if name in _RESERVED or len(name) > 100 or not re.search(rf"\b{re.escape(name)}\b", template):
+            message = f"the chat template of this model has no option '{name[:100]}'"
+            raise ApiError(400, message, param=f"chat_template_kwargs.{name[:100]}")
+    if (effort := request.reasoning_effort) is not None:
+        switch = next((name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)), None)
+        if re.search(r"\breasoning_effort\b", template):
+            options.setdefault("reasoning_effort", effort)
+        elif switch is not None:
+            options.setdefault(switch, effort not in _NO_EFFORT)
+        else:
+            raise ApiError(400, "the chat template of this model has no reasoning", param="reasoning_effort")
+    return options
+
+
+def _thinking(template: str, text: str) -> tuple[tuple[str, str] | None, bool]:
+    """The tags of reasoning (None: the answer has none), and whether the prompt has opened it."""
+    opens, closes = THINK
+    if closes not in template and not text.rstrip().endswith(opens):
+        return None, False
+    if text.rstrip().endswith(closes):
+        return None, False
+    return THINK, text.rstrip().endswith(opens)
+
+
+def _finish_reason(delta: ChoiceDelta, called: bool) -> str | None:
+    return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
 
 def _log_probabilities(served: Served, tokens: Sequence[PlacedToken]) -> dict[str, Any]:

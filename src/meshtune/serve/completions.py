@@ -7,92 +7,100 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtune.generate.prompts import continuation_ids
-from meshtune.generate.request import Request, Token, check_prompt
+from meshtune.generate.request import GenerationRequest, Token, check_prompt
 from meshtune.generate.text import Alignment, Detokenizer, Place, check_stops
-from meshtune.serve.answer import Piece, PlacedToken, Question
+from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, PlacedToken
 from meshtune.serve.models import Served
 from meshtune.serve.schema import CompletionRequest
 
-NAME, CHUNK_NAME, PREFIX = "text_completion", "text_completion", "cmpl"
 DEFAULT_TOKENS = 16  # as OpenAI's
 
 
-class CompletionAnswers:
-    """The answers to one request, as `choices` of a whole response or of a stream."""
+@dataclasses.dataclass(frozen=True)
+class TextCompletion:
+    """A completion of texts: the choices that the engine is asked for, and how they are written in a response or a
+    stream."""
 
-    def __init__(self, request: CompletionRequest, served: Served):
-        self._request, self._served = request, served
-        self._scored: dict[tuple[int, ...], list[Token]] = {}
+    request: CompletionRequest
+    served: Served
+    choices: Sequence[ChoiceRequest]
+    scored: dict[tuple[int, ...], list[Token]] = dataclasses.field(default_factory=dict)  # prompts
 
     @property
-    def scores(self) -> bool:
+    def head(self) -> dict[str, Any]:
+        """The fields of a response or a chunk, but its choices."""
+        return self.served.response_head("cmpl", "text_completion")
+
+    @property
+    def scores_prompt(self) -> bool:
         """Whether prompts are scored."""
-        return self._request.echo and self._request.logprobs is not None
+        return self.request.echo and self.request.logprobs is not None
 
-    def questions(self, client: str, seed: int) -> list[Question]:
-        """Every prompt, `n` times over, each drawn with a seed of its own. Raises ApiError and UserError."""
-        request, model, questions = self._request, self._served.model, []
-        sampling, stops = request.sampling(seed, model.spec.vocab), check_stops(request.stops)
-        for number, prompt in enumerate(request.prompt):
-            where = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
-            first = self._asked(prompt, where, client)
-            for copy in range(request.n):
-                index = number * request.n + copy
-                copied = dataclasses.replace(first, sampling=sampling.of_row(copy))
-                questions.append(Question(index, copied, stops, continued=True))
-        return questions
-
-    def _asked(self, prompt: str | list[int], where: str, client: str) -> Request:
-        request, model = self._request, self._served.model
-        if isinstance(prompt, str):
-            self._served.check_text(prompt, where)
-            prompt = continuation_ids(model.tokenizer, prompt)
-        options: dict[str, Any] = {"alternatives": request.logprobs, "client": client}
-        if request.max_tokens == 0:
-            ids = check_prompt(prompt, model.spec.vocab, model.engine.context + 1, where)
-            return dataclasses.replace(model.engine.request(ids[:1], max_tokens=1, **options), prompt=ids, max_tokens=0)
-        tokens = request.max_tokens or min(DEFAULT_TOKENS, max(1, model.engine.context - len(prompt)))
-        return model.engine.request(prompt, max_tokens=tokens, stop_ids=model.stop_ids, where=where, **options)
-
-    def choice(self, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """A whole answer, after its prompt where that is to be echoed."""
-        text = "".join(piece.text for piece in pieces)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        if self._request.echo:
-            before, scored = self._echo(question.request.prompt)
+    def choice(self, request: ChoiceRequest, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """A choice of a whole response, after its prompt where that is to be echoed."""
+        text = "".join(delta.text for delta in deltas)
+        tokens = [token for delta in deltas for token in delta.tokens]
+        if self.request.echo:
+            before, scored = self._echo(request.request.prompt)
             text = before + text
             tokens = scored + [
                 PlacedToken(token, place._replace(offset=place.offset + len(before))) for token, place in tokens
             ]
-        return {
-            "index": question.choice,
-            "text": text,
-            "logprobs": None if self._request.logprobs is None else _log_probabilities(self._served, tokens),
-            "finish_reason": pieces[-1].finish_reason,
-        }
+        return self._choice(request.index, text, tokens, deltas[-1].finish_reason)
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Nothing comes before the text of a stream."""
+        return []
+
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """The choices of a stream's chunks for new text."""
+        return [self._choice(delta.index, delta.text, delta.tokens, delta.finish_reason)]
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[PlacedToken], finish_reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if self.request.logprobs is None else _log_probabilities(self.served, tokens)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _echo(self, prompt: tuple[int, ...]) -> tuple[str, list[PlacedToken]]:
-        """The text of a prompt, and its tokens where log-probabilities are asked for."""
-        served, decoder = self._served, Detokenizer(self._served.model.tokenizer)
-        if self._request.logprobs is None:
+        """The text of a prompt, and its tokens where log-probabilities are requested."""
+        served, decoder = self.served, Detokenizer(self.served.model.tokenizer)
+        if self.request.logprobs is None:
             return decoder.push(prompt) + decoder.finish(), []
-        if prompt not in self._scored:
-            scored = served.model.token_log_probabilities(list(prompt), self._request.logprobs)
-            self._scored[prompt] = [Token(prompt[0]), *scored]
+        if prompt not in self.scored:
+            scored = served.model.token_log_probabilities(list(prompt), self.request.logprobs)
+            self.scored[prompt] = [Token(prompt[0]), *scored]
         alignment = Alignment(decoder, served.token_bytes, served.special_ids, continued=False)
         parts = [*(alignment.push(id_) for id_ in prompt), alignment.finish()]
         places: list[Place] = [place for _, several in parts for place in several]
-        return "".join(text for text, _ in parts), list(map(PlacedToken, self._scored[prompt], places))
+        return "".join(text for text, _ in parts), list(map(PlacedToken, self.scored[prompt], places))
 
-    def openings(self) -> list[dict[str, Any]]:
-        """What the stream of every choice begins with: nothing."""
-        return []
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a streamed answer."""
-        probabilities = None if self._request.logprobs is None else _log_probabilities(self._served, piece.tokens)
-        end = {"logprobs": probabilities, "finish_reason": piece.finish_reason}
-        return [{"index": piece.choice, "text": piece.text, **end}]
+def prepare_completion(request: CompletionRequest, served: Served, client: str, seed: int) -> TextCompletion:
+    """Every prompt of a request, `n` times, each drawn with another seed. Raises ApiError and UserError."""
+    sampling, stops = request.sampling(seed, served.model.spec.vocab), check_stops(request.stops)
+    choices = []
+    for number, prompt in enumerate(request.prompt):
+        where = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
+        first = dataclasses.replace(_engine_request(request, served, prompt, where, client), sampling=sampling)
+        for n in range(request.n):
+            choices.append(ChoiceRequest(number * request.n + n, first.with_seed_of(n), stops, continued=True))
+    return TextCompletion(request, served, choices)
+
+
+def _engine_request(
+    request: CompletionRequest, served: Served, prompt: str | list[int], where: str, client: str
+) -> GenerationRequest:
+    model = served.model
+    if isinstance(prompt, str):
+        served.check_text(prompt, where)
+        prompt = continuation_ids(model.tokenizer, prompt)
+    options: dict[str, Any] = {"alternatives": request.logprobs, "client": client}
+    if request.max_tokens == 0:
+        ids = check_prompt(prompt, model.spec.vocab, model.engine.context + 1, where)
+        return dataclasses.replace(model.engine.request(ids[:1], max_tokens=1, **options), prompt=ids, max_tokens=0)
+    tokens = request.max_tokens or min(DEFAULT_TOKENS, max(1, model.engine.context - len(prompt)))
+    return model.engine.request(prompt, max_tokens=tokens, stop_ids=model.stop_ids, where=where, **options)
 
 
 def _log_probabilities(served: Served, tokens: Sequence[PlacedToken]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """What a client did wrong. `param` is the field of the request, `code` a word that programs may read."""
+    """An error of a client. `param` is the field of the request, `code` a word that programs may read."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)

@@ -15,7 +15,7 @@ class Gate:
         self._deadline = 0.0
 
     def close(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Lets no further request in; those under way have so many seconds."""
+        """Lets no further request in; those under way have these seconds."""
         self.closed, self._deadline = True, time.monotonic() + seconds
 
     @property

@@ -1,4 +1,4 @@
-"""What stands before every request: the token, the Host and Origin headers, and the size of the body."""
+"""The checks before every request: the token, the Host and Origin headers, and the size of the body."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        allowed = (
-            {"access-control-allow-origin": origin, "vary": "Origin"} if _origin(origin or "") in self._origins else {}
-        )
+        allowed: dict[str, str] = {}
+        if origin and _origin(origin) in self._origins:
+            allowed = {"access-control-allow-origin": origin, "vary": "Origin"}
         try:
             self._check(scope, headers)
         except ApiError as refused:
@@ -135,12 +135,12 @@ class Guard:
 
 
 def cookie_of(token: str) -> str:
-    """What a browser holds in place of a token: it proves to know it, and does not tell it."""
+    """A cookie that a browser sends in place of a token: it proves to know the token, and does not tell it."""
     return hmac.new(token.encode(), b"meshtune session", "sha256").hexdigest()
 
 
 def _authority(text: str) -> tuple[str, int | None] | None:
-    """(name, port) of a Host header, in the one form that equal hosts have; None for what is none."""
+    """(name, port) of a Host header, in the one form that equal hosts have; None for a text that is none."""
     if not _AUTHORITY.fullmatch(text):
         return None
     parts = urlsplit(f"//{text}")
@@ -156,7 +156,7 @@ def _authority(text: str) -> tuple[str, int | None] | None:
 
 
 def _origin(text: str) -> tuple[str, str, int] | None:
-    """(scheme, name, port) of an Origin header; None for what is no site, such as `null`."""
+    """(scheme, name, port) of an Origin header; None for a text that is no site, such as `null`."""
     scheme, separator, rest = text.partition("://")
     authority = _authority(rest)
     if not separator or scheme.lower() not in PORTS or authority is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -10,13 +11,13 @@ from typing import Any
 
 import jax
 
-import meshtune
-from meshtune.adapters.adapter_set import AdapterSet
+from meshtune import __version__
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
 from meshtune.generate.text import Place, TokenBytes, special_ids
+from meshtune.generate.weights import Weights
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.model_cache import describe_cache
@@ -38,34 +39,39 @@ class Served:
     @property
     def running(self) -> int:
         """Requests that are computed."""
-        return self.worker.scheduler.running_of(self.model.adapter)
+        return self.worker.scheduler.running_of(self.model.engine.adapter)
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return self.worker.scheduler.waiting_of(self.model.adapter)
+        return self.worker.scheduler.waiting_of(self.model.engine.adapter)
 
     @property
     def generated(self) -> int:
         """Tokens generated since the start."""
-        return self.worker.tokens[self.model.adapter]
+        return self.worker.tokens[self.model.engine.adapter]
 
     @property
     def fingerprint(self) -> str:
-        """What the numbers of an answer depend on beside the request."""
-        cache = self.model.compute.cache
-        return f"meshtune-{meshtune.__version__}-{self.model.compute.dtype}{f'-cache-{cache}' if cache else ''}"
+        """The version, dtype and cache that the numbers of an answer depend on."""
+        cache = self.model.engine.compute.cache
+        return f"meshtune-{__version__}-{self.model.engine.compute.dtype}{f'-cache-{cache}' if cache else ''}"
+
+    def response_head(self, prefix: str, name: str) -> dict[str, Any]:
+        """The fields of a response or a chunk of a stream, but its choices."""
+        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.id}
+        return head | {"system_fingerprint": self.fingerprint, "object": name}
 
     @property
     def cache(self) -> str:
-        """What the cache of answers is held in, in words."""
+        """A description of the cache's format."""
         return describe_cache(self.model.spec, self.model.compute.cache, self.model.compute.dtype)
 
     @cached_property
     def chat_stops(self) -> tuple[frozenset[int], tuple[str, ...]]:
         """(token ids, strings) that end an answer in a conversation. Raises UserError for a model that cannot chat."""
         ids, strings = turn_end(self.model.tokenizer)
-        return self.model.stop_ids | ids, strings
+        return self.model.engine.stop_ids | ids, strings
 
     @cached_property
     def chat_grammars(self) -> Grammars:
@@ -133,21 +139,19 @@ class Served:
 
 
 class Models:
-    """All models of a server. Those of one adapter set share a batch. `rows` requests of each batch are computed at
-    once, and `queue` may wait."""
+    """All models of a server. Those that share their weights share a batch. `rows` requests of each batch are computed
+    at once, and `queue` may wait."""
 
     def __init__(self, models: dict[str, Model], *, rows: int, queue: int):
         self.workers: list[Worker] = []
         self._served: dict[str, Served] = {}
-        shared: dict[AdapterSet, Worker] = {}
+        worker_of: dict[Weights, Worker] = {}
         for name, model in models.items():
-            worker = None if model.adapter_set is None else shared.get(model.adapter_set)
-            if worker is None:
-                worker = Worker(model.engine.scheduler(rows=rows, queue=queue), name)
-                self.workers.append(worker)
-            if model.adapter_set is not None:
-                shared[model.adapter_set] = worker
-            self._served[name] = Served(name, model, worker)
+            weights = model.engine.weights
+            if weights not in worker_of:
+                worker_of[weights] = Worker(model.engine.scheduler(rows=rows, queue=queue), name)
+                self.workers.append(worker_of[weights])
+            self._served[name] = Served(name, model, worker_of[weights])
 
     def __iter__(self):
         return iter(self._served.values())
@@ -156,7 +160,7 @@ class Models:
         """Compiles what a first request needs, before the workers start. Raises what keeps a model from answering."""
         for worker in self.workers:
             served = next(served for served in self if served.worker is worker)
-            if served.model.spec.scored:
+            if served.model.engine.spec.scored:
                 continue
             scheduler, engine = served.worker.scheduler, served.model.engine
             scheduler.submit(engine.request([0], Sampling(temperature=1.0), max_tokens=2))
@@ -173,7 +177,7 @@ class Models:
     def writer(self, name: str) -> Served:
         """The model of this id, to write texts. Raises ApiError (404, and 400 for a reward model)."""
         served = self[name]
-        if served.model.spec.scored:
+        if served.model.engine.spec.scored:
             raise ApiError(400, f"'{name}' is a reward model: it scores texts (/v1/score/evaluation)", param="model")
         return served
 
@@ -193,7 +197,7 @@ class Models:
         return lines if len(self._served) > 1 else []
 
     def banner(self) -> list[str]:
-        """What a server says of its models as it starts, line by line."""
+        """The lines that a server prints about its models when it starts."""
         model = self.first.model
         lines = [f"models   {', '.join(self._served)}"]
         lines += [f"{'' if number else 'batches':9}{batch}" for number, batch in enumerate(self.batches)]
@@ -224,7 +228,7 @@ def load_served(
     **options: str | None,
 ) -> dict[str, Model]:
     """The model at `path` under its name, its base under its own where `path` is an adapter or a run, and `adapters`
-    (paths by name) over the same base, which is in memory once. Adapters that can share a batch, and one that is alone
+    (paths by name) over the same base, which is in memory once. Adapters that can share a batch, and a single one
     is merged by `merge` (None: where there is memory).
 
     `options` are those of `find`. Raises UserError as `meshtune.load` does, and for two models of one name.

@@ -53,26 +53,26 @@ _BRANCH = re.compile(r"str|constrained-str|(list|function-\w+)[\[(].*")  # of a 
 Text = Annotated[str, Field(max_length=1_000)]
 
 
-# Said by clients, and without a meaning for what is generated here.
+# Sent by clients, and without an effect on the answer.
 HARMLESS = {
     "user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "verbosity",
 }  # fmt: skip
 
 
-class Content(BaseModel):
+class ContentPart(BaseModel):
     """A part of a message's content."""
 
     type: Text
     text: str | None = None
 
 
-class Message(BaseModel):
-    """A message of a conversation, of which other fields reach the chat template as they are."""
+class ChatMessage(BaseModel):
+    """A message of a conversation, whose other fields reach the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Content], Field(max_length=PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=CALLS, fail_fast=True)] | None = None
 
     def rendered(self, where: str) -> dict[str, Any]:
@@ -95,12 +95,12 @@ class Message(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream ends with."""
+    """Options of the end of a stream."""
 
     include_usage: StrictBool = False
 
 
-class GenerationRequest(BaseModel):
+class CompletionFields(BaseModel):
     """The fields that both kinds of request share."""
 
     model_config = ConfigDict(extra="allow")
@@ -165,7 +165,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What form an answer has."""
+    """The form of an answer."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema"]
@@ -181,10 +181,10 @@ class ResponseFormat(BaseModel):
         return self.json_schema.form if self.type == "json_schema" and self.json_schema else None
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(CompletionFields):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES, fail_fast=True)]
     max_tokens: _whole(1) | None = None
     max_completion_tokens: _whole(1) | None = None
     logprobs: StrictBool | None = None
@@ -203,12 +203,17 @@ class ChatRequest(GenerationRequest):
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
     @property
+    def has_template_options(self) -> bool:
+        """Whether variables of the chat template are given."""
+        return bool(self.chat_template_kwargs) or self.reasoning_effort is not None
+
+    @property
     def alternatives(self) -> int | None:
         """Likeliest tokens to report beside each one; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(CompletionFields):
     """A text to continue, as words or token ids; or several."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
@@ -236,7 +241,7 @@ class ScoreRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: Text
     messages: Annotated[
-        list[str | Annotated[list[Message], Field(max_length=MESSAGES, fail_fast=True)]],
+        list[str | Annotated[list[ChatMessage], Field(max_length=MESSAGES, fail_fast=True)]],
         Field(min_length=1, max_length=256, fail_fast=True),
     ]
 

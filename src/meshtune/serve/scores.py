@@ -6,12 +6,10 @@ from meshtune.generate.prompts import chat_template
 from meshtune.generate.request import check_prompt
 from meshtune.serve.errors import ApiError
 from meshtune.serve.models import Served
-from meshtune.serve.schema import Message, ScoreRequest
-
-NAME, PREFIX = "score.evaluation", "scoreval"
+from meshtune.serve.schema import ChatMessage, ScoreRequest
 
 
-def rows(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
+def tokenize_texts(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
     """The ids of each text or conversation.
 
     Raises ApiError for a model that gives no scores, UserError for a text that is empty or longer than the context.
@@ -27,12 +25,12 @@ def rows(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
     return several
 
 
-def evaluated(rows: list[tuple[int, ...]], served: Served) -> list[float]:
+def score_rows(rows: list[tuple[int, ...]], served: Served) -> list[float]:
     """The score of each text: that of its last token."""
     return [float(served.model.logits(row)[0, -1, 0]) for row in rows]
 
 
-def _ids(served: Served, entry: str | list[Message], where: str) -> list[int]:
+def _ids(served: Served, entry: str | list[ChatMessage], where: str) -> list[int]:
     tokenizer = served.model.tokenizer
     if isinstance(entry, str):
         served.check_text(entry, where)

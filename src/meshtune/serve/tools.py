@@ -32,7 +32,7 @@ class ToolDefinition(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """What an earlier turn called; the arguments are JSON as text."""
+    """The function that an earlier turn called; the arguments are JSON as text."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -78,7 +78,7 @@ def named_tools(definitions: list[ToolDefinition]) -> dict[str, Tool]:
     return tools
 
 
-def demanded(choice: Any, tools: Mapping[str, Tool]) -> list[Tool]:
+def required_tools(choice: Any, tools: Mapping[str, Tool]) -> list[Tool]:
     """The tools of which one must be called; none where the model decides. Raises ApiError for an unknown choice."""
     match choice:
         case None | "auto" | "none":

@@ -1,4 +1,4 @@
-"""Runs an engine's scheduler in a thread of its own, and hands what it generates to asynchronous readers."""
+"""Runs an engine's scheduler in a thread, and hands its tokens to asynchronous readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 import jax
 
-from meshtune.generate.request import Generation, Request
+from meshtune.generate.request import Generation, GenerationRequest
 from meshtune.generate.scheduler import Progress, Scheduler
 
 LOG = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Worker:
             self._changed.notify()
         self._thread.join()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """What a request brings, step by step, until it ends. One that is not read to its end is cancelled.
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Progress]:
+        """Yields the progress of a request, step by step, until it ends. One that is not read to its end is cancelled.
 
         Raises QueueFull, UserError where the model overflows, and what ended the thread.
         """

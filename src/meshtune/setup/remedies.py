@@ -59,7 +59,7 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class _Proposal:
-    """A remedy before it is tried: alternative overrides, or the recipe key by which the user has `fixed` it."""
+    """A remedy to try: alternative overrides, or the recipe key by which the user has `fixed` it."""
 
     name: str
     cost: str

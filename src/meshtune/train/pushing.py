@@ -1,6 +1,6 @@
 """Pushes what a run makes to the hub: at every n-th save in the background, and when it has ended.
 
-The repository is checked before training. From then on a push that fails is reported, and training continues.
+The repository is checked before training. From then on a push that fails is reported, and the run continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshtune.train.assemble import LoadedRun
 from meshtune.train.result.final import export_result
 from meshtune.train.run_setup import PreparedRun
 
-STAGING = ".hub"  # in the run: the result as it was at the save that is being pushed
+STAGING = ".hub"  # in the run: the result of the save that is being pushed
 
 
 def check_hub(recipe: Recipe, job: Job) -> None:
@@ -70,8 +70,8 @@ def push_result(recipe: Recipe, console: Console, job: Job) -> None:
 
 
 class Pusher:
-    """Pushes the current result at every `every`-th save. The files are written while training waits; they are sent in
-    a thread, and a save that comes while one is being sent is left out."""
+    """Pushes the current result at every `every`-th save. The files are written while training waits and sent in a
+    thread; a save during a push is left out."""
 
     def __init__(self, run: LoadedRun):
         assert run.recipe.hub is not None

@@ -29,10 +29,11 @@ from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
 from meshtune.weights.ends import GENERATION, config_with_ends, generation_with_ends
 from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tensors_of
-from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, spec_of, stored_dtype
+from meshtune.weights.load import MODEL_DTYPES, load_config, spec_of, stored_dtype
 from meshtune.weights.passed_through import passed_tensors
 from meshtune.weights.publish import check_room, disk_errors, published
 from meshtune.weights.ranges import check_range
+from meshtune.weights.read_into import Progress
 from meshtune.weights.safetensors_files import INDEX, SINGLE
 from meshtune.weights.verify import ExportError, RoundingError, Verified, check_logits, probe_logits, verify_export
 from meshtune.weights.writer import write_file

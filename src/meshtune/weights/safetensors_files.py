@@ -23,7 +23,7 @@ from meshtune.quantize.published.scheme import Scheme
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LINK = "model.gguf"  # in the directory that stands for a GGUF file
-TOKENIZER_PROBLEM = "tokenizer_problem.json"  # there too, where its tokenizer is not read
+TOKENIZER_PROBLEM = "tokenizer_problem.json"  # in place of a tokenizer that a GGUF file does not hold whole
 SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.safetensors$")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # Host memory that one read may take.

@@ -27,7 +27,7 @@ from meshtune.model.block import Context, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
-from meshtune.model.inputs import Rows, inputs_of
+from meshtune.model.inputs import SequenceInfo, inputs_of
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.layer_extras import LEAVE
 from meshtune.model.spec import ModelSpec, Stack
@@ -115,13 +115,13 @@ def _logits(
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
-def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[Rows, jax.Array, Tree]:
+def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[SequenceInfo, jax.Array, Tree]:
     return enter(params, spec, compute, inputs_of(batch))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "compute"))
 def _step(
-    x: jax.Array, node: Tree, rows: Rows, side: Tree, index: jax.Array, kind: LayerSpec, compute: Compute
+    x: jax.Array, node: Tree, rows: SequenceInfo, side: Tree, index: jax.Array, kind: LayerSpec, compute: Compute
 ) -> tuple[jax.Array, Tree]:
     output = layer(x, node, kind, Context(compute, rows, layer_side(side, index), index))
     return output.y, dict(output.stored)

@@ -28,7 +28,7 @@ def recipe_of(imported, tmp_path: pathlib.Path):
     def run(content: dict | str, **options):
         translation = imported(content, **options)
         assert not translation.refused, translation.refused
-        for path, text in translation.written(tmp_path / "ours.yaml").items():
+        for path, text in translation.written_files(tmp_path / "ours.yaml").items():
             path.write_text(text, encoding="utf-8")
         return load_recipe(str(tmp_path / "ours.yaml"), notify=silent)
 

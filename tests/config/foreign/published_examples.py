@@ -42,7 +42,7 @@ def verdict(file: str) -> str:
         return "refused -"
     if translation.refused:
         return "refused " + " ".join(sorted(finding.key or "recipe" for finding in translation.refused))
-    translation.written(pathlib.Path("recipe.yaml"))
+    translation.written_files(pathlib.Path("recipe.yaml"))
     return "train"
 
 

@@ -1,6 +1,6 @@
 """Which modules get adapters in mixtures of experts, and in families whose layers have other names.
 
-Of the table, names are compared with the linear layers of transformers' models, and `converted` and `beside` with the
+Of the table, names are compared with the linear layers of transformers' models, and `converted` and `shared` with the
 parameters that peft adapts in them.
 """
 
@@ -13,7 +13,7 @@ import re
 import pytest
 from files import AXOLOTL, LLAMA_FACTORY, finding_of
 
-from meshtune.config.foreign.models import BY_TYPE, GATED, Layers, layers_of_model, named
+from meshtune.config.foreign.models import BY_TYPE, GATED, Layers, layers_of_model, match_names
 from meshtune.families import FAMILIES
 
 QUERIES = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -138,5 +138,5 @@ def test_peft_reads_the_names_of_experts_as_it_is_filed(path):
     adapted = {name for name, _ in peft.get_peft_model(model, config).named_parameters() if "lora_A" in name}
     routed = any(re.search(r"experts\.(base_layer\.)?lora_A", name) for name in adapted)
     assert routed == layers.converted
-    targets = named(list(layers.experts), layers, converts=True)
+    targets = match_names(list(layers.experts), layers, converts=True)
     assert ("experts" in targets.names) == layers.converted

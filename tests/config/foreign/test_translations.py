@@ -302,13 +302,13 @@ def test_a_chat_template_in_a_recipe_is_written_beside_ours(imported, recipe_of,
     jinja = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     content = AXOLOTL | {"datasets": [turns], "chat_template": "jinja", "chat_template_jinja": jinja}
     with pytest.raises(UserError, match="beside it"):
-        imported(content).written(None)
+        imported(content).written_files(None)
     assert recipe_of(content).model.chat_template.endswith("ours.jinja")
     assert (tmp_path / "ours.jinja").read_text() == jinja
 
 
 def test_a_line_of_what_is_written_has_a_comment(imported):
-    (text,) = imported(LLAMA_FACTORY).written(None).values()
+    (text,) = imported(LLAMA_FACTORY).written_files(None).values()
     lines = text.splitlines()
     for number, line in enumerate(lines):
         is_value = not line.startswith("#") and ": " in line and not line.lstrip().startswith("#")

@@ -148,6 +148,17 @@ def test_several_ends_are_written_and_llama_cpp_stops_at_each(stories260k: Path,
     assert all(f'PARAMETER stop "{end}"' in modelfile for end in ends)
 
 
+def test_ends_beyond_the_vocabulary_are_left_out(stories260k: Path, tmp_path: Path):
+    base = tmp_path / "base"
+    shutil.copytree(stories260k, base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 32000]}', encoding="utf-8")
+    export(base, tmp_path / "model.gguf", gguf="F32")
+    metadata = read_gguf(tmp_path / "model.gguf").metadata
+    assert [key for key in metadata if key.endswith(("eos_token_id", "eot_token_id", "eom_token_id"))] == [
+        "tokenizer.ggml.eos_token_id"
+    ]
+
+
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
 TOOLS = "{% for m in messages %}[T {{ m.role }}]{{ m.content }}</s>{% endfor %}"
 

@@ -99,7 +99,7 @@ def recipe_routes(state: BoardState) -> list[BaseRoute]:
             if refused:
                 return answer | {"recipe": None}
             target = _new_folder(workspace.uploads, "imported") / NAME if translation.draft.files else None
-            (_recipe_path, text), *beside = translation.written(target).items()
+            (_recipe_path, text), *beside = translation.written_files(target).items()
             for other, content in beside:
                 other.write_text(content, encoding="utf-8")
                 relative = workspace.shown(other)

@@ -1,4 +1,4 @@
-"""axolotl's keys: the rule of each, and what several keys together come to here."""
+"""axolotl's keys: the rule of each, and the translation of keys that belong together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""axolotl's data sets: what each type of prompt comes to here."""
+"""axolotl's data sets: the translation of each type of prompt."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def is_foreign(raw: Mapping[str, Any]) -> str | None:
 
 
 def import_fix(raw: Mapping[str, Any], file: str) -> str:
-    """What to do with another tool's recipe in `file`."""
+    """Returns the fix for another tool's recipe in `file`."""
     translated = f"translate it: meshtune import {file} --to recipe.yaml, then: meshtune train recipe.yaml"
     return NOT_TRANSLATED.get(detect(raw) or "", translated)
 

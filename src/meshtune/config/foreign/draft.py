@@ -155,8 +155,8 @@ Verdict = Literal["translated", "differs", "no effect", "refused", "unknown"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What became of a key: for `translated` and `differs`, `to` is what it came to here. Of `refused` and `unknown`
-    keys `fix` says what to do."""
+    """The result for a key: for `translated` and `differs`, `to` is the setting written here. Of `refused` and
+    `unknown` keys `fix` says what to do."""
 
     key: str
     verdict: Verdict
@@ -175,7 +175,7 @@ class Setting:
 
 
 class Draft:
-    """Reads the keys of a file of `tool` and collects what they come to.
+    """Reads the keys of a file of `tool` and collects our settings.
 
     `raw` are the file's own keys and values, `table` the rules of all keys that the tool has, `lines` the line of each.
     A null is a key left out. `devices` is the number of devices that the file was written for.
@@ -197,20 +197,20 @@ class Draft:
         try:
             return rule.read(self.given[key])
         except UnfitValueError as problem:
-            self.refuse(key, f"{_shown(self.given[key])} {problem}", f"correct {key}")
+            self.refuse(key, f"{_show_value(self.given[key])} {problem}", f"correct {key}")
             return None if rule.default is ABSENT else rule.default
 
     def put(self, to: str, value: object, *keys: str, note: str = "", differs: bool = False) -> None:
-        """Writes `value` at our key `to`, from `keys`, in place of what is there. With `differs`, `note` says what
-        is not the same here."""
+        """Writes `value` at our key `to`, from `keys`, in place of an earlier value. With `differs`, `note` names the
+        difference."""
         if to in self.settings:
-            self._withdraw(f"{to}: {_shown(self.settings[to].value)}")
+            self._withdraw(f"{to}: {_show_value(self.settings[to].value)}")
         present = [key for key in keys if key in self.given]
         default = f"{self.tool}'s default" + (f" of {keys[0]}" if keys else "")
         origin = ", ".join(present) or default
         self.settings[to] = Setting(value, tuple(present), f"{origin}; {note}" if note else origin)
         for key in present:
-            self._note(Finding(key, "differs" if differs else "translated", f"{to}: {_shown(value)}", note))
+            self._note(Finding(key, "differs" if differs else "translated", f"{to}: {_show_value(value)}", note))
         if differs and not present:
             self.remark(f"{to}: {note}")
 
@@ -234,7 +234,7 @@ class Draft:
             self.remark(note)
 
     def remark(self, note: str) -> None:
-        """A sentence about the whole, for the head of what is written."""
+        """Adds a sentence for the head of the recipe."""
         if note not in self.remarks:
             self.remarks.append(note)
 
@@ -254,7 +254,7 @@ class Draft:
         return self.settings[to].value if to in self.settings else None
 
     def findings(self) -> list[Finding]:
-        """What became of every key of the file, in its order, and after them refusals of what it leaves out."""
+        """Returns the results for every key of the file, in its order, then refusals of missing keys."""
         of_file = [self._findings.get(key) or self._by_rule(key) for key in self.raw]
         return of_file + [finding for key, finding in self._findings.items() if key not in self.raw]
 
@@ -288,7 +288,7 @@ class Draft:
         return Finding(key, "refused", note=rule.note, fix=rule.fix)
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = "null" if value is None else repr(value) if isinstance(value, list | dict) else str(value)

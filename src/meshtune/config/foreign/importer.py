@@ -42,10 +42,10 @@ class Translation:
     def refused(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.verdict in ("refused", "unknown"))
 
-    def written(self, to: pathlib.Path | None) -> dict[pathlib.Path, str]:
-        """The files to write, by path: the recipe and what it needs beside it.
+    def written_files(self, to: pathlib.Path | None) -> dict[pathlib.Path, str]:
+        """Returns the files to write, by path: the recipe and the files that it names.
 
-        Raises UserError where something must lie beside a recipe that has no path.
+        Raises UserError if such a file is needed and the recipe has no path.
         """
         target = to or pathlib.Path("recipe.yaml")
         if self.draft.files and to is None:
@@ -108,10 +108,10 @@ def translate(
         raise UserError(f"recipes of {TITLES[tool]} are not translated", where=source, fix=NOT_TRANSLATED[tool])
     if tool == "llama_factory" and (command := equivalent_command(raw)) is not None:
         raise UserError("this file of LLaMA-Factory trains nothing", where=source, fix=command)
-    raw, unresolved = _resolved(raw, tool)
+    raw, unresolved = _resolve_references(raw, tool)
     if check is not None:
         check(raw)
-    draft = _translated(tool, raw, devices, trainer)
+    draft = _translate_file(tool, raw, devices, trainer)
     if len(commands) > 1:
         draft.remark(
             f"The file holds {len(commands)} commands of TRL; this is the first: make a file of each other one."
@@ -150,8 +150,8 @@ def _yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
 Unresolved = dict[str, tuple[str, str]]
 
 
-def _resolved(raw: dict[str, Any], tool: str) -> tuple[dict[str, Any], Unresolved]:
-    """`raw` with references between keys put in, as OmegaConf does, and the keys of which a part is not known."""
+def _resolve_references(raw: dict[str, Any], tool: str) -> tuple[dict[str, Any], Unresolved]:
+    """Returns `raw` with references between keys resolved, as OmegaConf does, and the keys with unknown references."""
     problems: Unresolved = {}
 
     def put(match: re.Match[str], key: str) -> str:
@@ -178,7 +178,7 @@ def _resolved(raw: dict[str, Any], tool: str) -> tuple[dict[str, Any], Unresolve
     return {key: walk(value, key) for key, value in raw.items()}, problems
 
 
-def _translated(tool: str, raw: dict[str, Any], devices: int, trainer: str | None) -> Draft:
+def _translate_file(tool: str, raw: dict[str, Any], devices: int, trainer: str | None) -> Draft:
     if tool == "trl":
         return trl.train(raw, devices, trainer)
     module = {"llama_factory": llama_factory, "axolotl": axolotl}[tool]
@@ -188,16 +188,16 @@ def _translated(tool: str, raw: dict[str, Any], devices: int, trainer: str | Non
 
 
 def _invalid(draft: Draft) -> list[Finding]:
-    """What our own schema says against the recipe."""
+    """Returns the errors of our own schema."""
     try:
-        load_recipe(nested(draft.settings), notify=silent)
+        load_recipe(nest_keys(draft.settings), notify=silent)
     except UserError as problem:
         return [Finding("", "refused", note=problem.what, fix=problem.fix or "change the file")]
     return []
 
 
-def nested(settings: dict[str, Setting]) -> dict[str, Any]:
-    """The recipe that dotted keys stand for; numbers in them are entries of lists."""
+def nest_keys(settings: dict[str, Setting]) -> dict[str, Any]:
+    """Builds the recipe from dotted keys; numbers in them are entries of lists."""
     tree: dict[str, Any] = {}
     for dotted, setting in settings.items():
         node = tree
@@ -218,9 +218,9 @@ def _lists(node: Any) -> Any:
 
 def recipe_text(draft: Draft, head: list[str]) -> str:
     """The YAML of a draft: `head` and remarks, then each section in the schema's order, a comment on each line."""
-    tree = nested(draft.settings)
+    tree = nest_keys(draft.settings)
     order = [key for key in Recipe.model_fields if key in tree]
-    lines = [line for entry in (*head, *draft.remarks) for line in _wrapped(entry)]
+    lines = [line for entry in (*head, *draft.remarks) for line in _wrap_note(entry)]
     for key in order:
         lines += _node(key, tree[key], key, draft.settings, 0)
     return "\n".join(lines) + "\n"
@@ -252,11 +252,11 @@ def _line(text: str, note: str) -> Iterator[str]:
         yield f"{text}  # {note}"
         return
     indent = text[: len(text) - len(text.lstrip())]
-    yield from _wrapped(note, indent)
+    yield from _wrap_note(note, indent)
     yield text
 
 
-def _wrapped(note: str, indent: str = "") -> Iterator[str]:
+def _wrap_note(note: str, indent: str = "") -> Iterator[str]:
     parts, line = note.split(), f"{indent}#"
     for word in parts:
         if len(line) + len(word) + 1 > WIDTH:

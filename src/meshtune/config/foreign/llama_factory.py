@@ -1,4 +1,4 @@
-"""LLaMA-Factory's training arguments: the rule of each key, and what several keys together come to here."""
+"""LLaMA-Factory's training arguments: the rule of each key, and the translation of keys that belong together."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def _quantize(draft: Draft) -> None:
 
 
 def _optimizer(draft: Draft) -> None:
-    """Writes the optimizer that a switch of its own chooses; at most one, as in LLaMA-Factory."""
+    """Writes the optimizer that a `use_` switch chooses; at most one, as in LLaMA-Factory."""
     name = next((name for name in ("galore", "apollo", "badam", "adam_mini", "muon") if draft.get(f"use_{name}")), None)
     if name is None:
         return
@@ -390,7 +390,7 @@ def _sources(draft: Draft, kind: str) -> bool:
     names = draft.get("dataset")
     if not names:
         draft.refuse("dataset", "the file names no data set", "add dataset")
-    _listed(draft, "data.train", "dataset", names or [])
+    _put_datasets(draft, "data.train", "dataset", names or [])
     _registry(draft)
     _mixing(draft, len(names or []))
     _lengths(draft, kind)
@@ -403,7 +403,7 @@ def _sources(draft: Draft, kind: str) -> bool:
     if draft.get("preserve_thinking"):
         draft.differ("preserve_thinking", "reasoning of earlier turns is kept as data.reasoning says")
     if draft.get("streaming"):
-        _streamed(draft)
+        _put_streaming(draft)
     elif draft.get("disable_shuffling"):
         draft.put("data.shuffle", False, "disable_shuffling")
     if draft.get("tokenized_path"):
@@ -413,8 +413,8 @@ def _sources(draft: Draft, kind: str) -> bool:
     return _validation(draft)
 
 
-def _streamed(draft: Draft) -> None:
-    """What goes with a stream, and what does not."""
+def _put_streaming(draft: Draft) -> None:
+    """Translates and refuses keys that belong to a stream."""
     if draft.get("max_samples"):
         stops(draft, "max_samples", "leave it out")
     if 0 < (draft.get("val_size") or 0) < 1:
@@ -423,7 +423,7 @@ def _streamed(draft: Draft) -> None:
         draft.remark("A stream there does not read num_samples of dataset_info.json, which counts here.")
 
 
-def _listed(draft: Draft, to: str, key: str, names: list[str]) -> None:
+def _put_datasets(draft: Draft, to: str, key: str, names: list[str]) -> None:
     hub = draft.get("dataset_dir") == "ONLINE"
     for index, name in enumerate(names):
         draft.put(f"{to}.{index}.{'path' if hub else 'name'}", name, key)
@@ -503,7 +503,7 @@ def _chat_template(draft: Draft) -> None:
 def _validation(draft: Draft) -> bool:
     names, share = draft.get("eval_dataset"), draft.get("val_size")
     if names:
-        _listed(draft, "data.validation", "eval_dataset", names)
+        _put_datasets(draft, "data.validation", "eval_dataset", names)
         return True
     if share and share > 0:
         draft.put("data.validation", share if share < 1 else int(share), "val_size")

@@ -1,8 +1,9 @@
 """Models by name: those that cannot be trained here, and the modules that get adapters.
 
-Other tools ignore a name that no module of the model has. What they adapt of a mixture follows from transformers,
-which since 5.0 keeps the matrices of all experts in one parameter that is no linear layer, and from peft, which since
-0.19 reads the old names of those matrices (gate_proj) as that parameter, for the families marked `converted`.
+Other tools ignore a name that no module of the model has. The modules of a mixture that they adapt follow from
+transformers, which since 5.0 keeps the matrices of all experts in one parameter that is no linear layer, and from peft,
+which since 0.19 reads the old names of those matrices (gate_proj) as that parameter, for the families marked
+`converted`.
 """
 
 from __future__ import annotations
@@ -91,13 +92,13 @@ class Layers:
     """Linear layers by name, without routed and shared experts.
 
     `experts` are the names of an expert's matrices, none in a dense model. `converted`: peft reads them as the routed
-    experts. `beside`: linear layers outside the routed experts have those names too (shared experts, dense layers).
+    experts. `shared`: linear layers outside the routed experts have those names too (shared experts, dense layers).
     """
 
     linear: tuple[str, ...]
     experts: tuple[str, ...] = ()
     converted: bool = False
-    beside: bool = False
+    shared: bool = False
 
     @property
     def is_mixture(self) -> bool:
@@ -112,26 +113,26 @@ NEXT_DELTA = tuple(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_b
 BY_NAME: tuple[tuple[str, Layers], ...] = (
     (r"Phi-3\.5-MoE", Layers(ATTENTION, NUMBERED)),
     (r"Phi-[34]", Layers(("qkv_proj", *FUSED))),
-    (r"GLM-4\.7-Flash", Layers(LATENT, GATED, converted=True, beside=True)),
-    (r"GLM-4\.[567]", Layers(ATTENTION, GATED, converted=True, beside=True)),
+    (r"GLM-4\.7-Flash", Layers(LATENT, GATED, converted=True, shared=True)),
+    (r"GLM-4\.[567]", Layers(ATTENTION, GATED, converted=True, shared=True)),
     (r"GLM-(4|Z1)-\d+B-|glm-4-9b|glm-edge", Layers((*ATTENTION, *FUSED[1:]))),
-    (r"DeepSeek-(Coder-)?V2-Lite|Moonlight", Layers(LITE, GATED, converted=True, beside=True)),
+    (r"DeepSeek-(Coder-)?V2-Lite|Moonlight", Layers(LITE, GATED, converted=True, shared=True)),
     (r"DeepSeek-R1-Distill", Layers((*ATTENTION, *GATED))),
-    (r"DeepSeek-(Coder-)?V[23]|DeepSeek-R1|Kimi-K2", Layers(LATENT, GATED, converted=True, beside=True)),
+    (r"DeepSeek-(Coder-)?V[23]|DeepSeek-R1|Kimi-K2", Layers(LATENT, GATED, converted=True, shared=True)),
     (r"Mixtral", Layers(ATTENTION, NUMBERED, converted=True)),
     (r"MiniMax-M2", Layers(ATTENTION, NUMBERED, converted=True)),
     (r"OLMoE|Qwen3-(Coder-)?\d+B-A\d+B", Layers(ATTENTION, GATED, converted=True)),
-    (r"Qwen3-Next", Layers((*ATTENTION, *NEXT_DELTA), GATED, converted=True, beside=True)),
-    (r"Qwen3\.[56]-\d+B-A\d+B", Layers((*ATTENTION, *DELTA), GATED, beside=True)),
-    (r"Qwen1\.5-MoE|Qwen2-57B", Layers(ATTENTION, GATED, beside=True)),
+    (r"Qwen3-Next", Layers((*ATTENTION, *NEXT_DELTA), GATED, converted=True, shared=True)),
+    (r"Qwen3\.[56]-\d+B-A\d+B", Layers((*ATTENTION, *DELTA), GATED, shared=True)),
+    (r"Qwen1\.5-MoE|Qwen2-57B", Layers(ATTENTION, GATED, shared=True)),
     (r"gpt-oss", Layers(ATTENTION, GATED)),
     (r"granite-3\.\d-\d+b-a\d+m", Layers(ATTENTION, GATED)),
-    (r"granite-4\.0-(h-)?(tiny|small)", Layers((*ATTENTION, "mamba.in_proj", "mamba.out_proj"), GATED, beside=True)),
-    (r"Llama-4", Layers(ATTENTION, GATED, beside=True)),
+    (r"granite-4\.0-(h-)?(tiny|small)", Layers((*ATTENTION, "mamba.in_proj", "mamba.out_proj"), GATED, shared=True)),
+    (r"Llama-4", Layers(ATTENTION, GATED, shared=True)),
     (r"gemma-4-26B", Layers((*ATTENTION, *(f"mlp.{name}" for name in GATED)), GATED)),
     (r"LFM2-\d+B-A\d+B", Layers(CONVOLUTIONS, NUMBERED)),
     (r"LFM2-", Layers(CONVOLUTIONS)),
-    (r"Nemotron-3", Layers((*ATTENTION, "mixer.in_proj"), GATED[1:], beside=True)),
+    (r"Nemotron-3", Layers((*ATTENTION, "mixer.in_proj"), GATED[1:], shared=True)),
     (r"Trinity|dots\.llm1|ERNIE-4\.5-\d+B-A|K-EXAONE|Hunyuan-A13B", Layers(ATTENTION, GATED, True, True)),
 )
 
@@ -187,25 +188,26 @@ def layers_of_model(path: str) -> Layers | None:
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Names of modules to adapt, and what is to be said of them."""
+    """Names of modules to adapt, with a note for the report."""
 
     names: tuple[str, ...]
     note: str = ""
 
 
 def every_linear(layers: Layers, *, by_class: bool, converts: bool) -> Targets:
-    """What a tool adapts that asks for all linear layers: by the names of the modules of that class (`by_class`), or by
-    peft's all-linear; `converts`: its peft reads names of experts' matrices as the experts."""
-    routed = layers.converted and converts and (layers.beside or not by_class)
+    """The modules that a tool adapts for all linear layers: by the names of the modules of that class (`by_class`), or
+    by peft's all-linear; `converts`: its peft reads names of experts' matrices as the experts."""
+    routed = layers.converted and converts and (layers.shared or not by_class)
     names = (*layers.linear, *([EXPERTS] * routed))
     if routed:
         return Targets(names, note="routed experts have adapters, as by peft from 0.19; routers have none")
     note = "routed experts have none, which since transformers 5 are no linear layers"
-    return Targets(names, note=note + (", and shared experts have none either" if layers.beside else ""))
+    return Targets(names, note=note + (", and shared experts have none either" if layers.shared else ""))
 
 
-def named(names: list[str], layers: Layers, *, converts: bool) -> Targets:
-    """What a tool adapts for a list of names; `converts`: its peft reads names of experts' matrices as the experts."""
+def match_names(names: list[str], layers: Layers, *, converts: bool) -> Targets:
+    """The modules that a tool adapts for a list of names; `converts`: its peft reads names of experts' matrices as the
+    experts."""
     chosen: dict[str, None] = {}
     left_out: list[str] = []
     notes: dict[str, None] = {}
@@ -256,7 +258,7 @@ def put_targets(
     elif chosen is None:
         selected = every_linear(layers, by_class=by_class, converts=converts)
     else:
-        selected = named(chosen, layers, converts=converts)
+        selected = match_names(chosen, layers, converts=converts)
     names = [name for name in selected.names if name != EXPERTS]
     routed = experts or EXPERTS in selected.names
     if chosen is None and not names:
@@ -291,7 +293,7 @@ def is_expression(text: str) -> bool:
 
 
 def names_of(expression: str) -> list[str]:
-    """The names and patterns that `expression` comes to for the language model; towers beside it are left out.
+    """The names and patterns that `expression` matches in the language model; other towers are left out.
 
     Raises NotExpandableError where it is more than names, alternatives, digits and wildcards.
     """
@@ -308,7 +310,7 @@ def names_of(expression: str) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """The name alone where a pattern means it in every layer: each name stands for all modules that are called so."""
+    """Returns only the name if a pattern means it in every layer: a name matches all modules with that name."""
     match = ANY_LAYER.match(text) or OF_ALL.match(text)
     if match and (match["block"] is None or match["block"] in BLOCKS):
         return match["leaf"]
@@ -316,7 +318,7 @@ def _short(text: str) -> str:
 
 
 def _alternatives(remaining: str) -> tuple[list[str], str]:
-    """The texts that an expression stands for up to its end or a closing bracket, and what remains."""
+    """Returns the texts that an expression matches up to its end or a closing bracket, and the remaining text."""
     options: list[str] = []
     current = [""]
     while remaining and remaining[0] != ")":
@@ -331,12 +333,12 @@ def _alternatives(remaining: str) -> tuple[list[str], str]:
 
 
 def _piece(remaining: str) -> tuple[list[str], str]:
-    """The texts of the next element, and what remains."""
+    """Returns the texts of the next element, and the remaining text."""
     if remaining[0] == "(":
         inner, remaining = _alternatives(remaining[3:] if remaining.startswith("(?:") else remaining[1:])
         if not remaining:
             raise NotExpandableError("a bracket is not closed")
-        return _repeated(inner, remaining[1:])
+        return _repeat_group(inner, remaining[1:])
     if match := re.match(r"(\\d|\[\\d\]|\[0-9\])[+*]?|\.[*+]", remaining):
         return ["*"], remaining[match.end() :]
     if match := re.match(r"\[(\d)-(\d)\]\+?|\[(\w+)\]", remaining):
@@ -352,7 +354,7 @@ def _piece(remaining: str) -> tuple[list[str], str]:
     raise NotExpandableError(f"'{remaining[:20]}' in it is not a name, an alternative or a wildcard")
 
 
-def _repeated(inner: list[str], remaining: str) -> tuple[list[str], str]:
+def _repeat_group(inner: list[str], remaining: str) -> tuple[list[str], str]:
     if remaining[:1] == "?":
         return [*inner, ""], remaining[1:]
     if remaining[:1] in ("*", "+", "{"):

@@ -414,7 +414,7 @@ DEFAULT_JINJA = """\
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """What a template of another tool comes to: one that ships with Meshtune or a Jinja text, and a system prompt.
+    """Our equivalent of another tool's template: one that ships with Meshtune or a Jinja text, and a system prompt.
 
     `name` None is the tokenizer's own template.
     """
@@ -458,7 +458,7 @@ AXOLOTL: dict[str, Template] = {
 
 
 def template(draft: Draft, key: str, name: str, known: dict[str, Template]) -> Template | None:
-    """Writes the template that `key` names. Returns what is known of it, None where that is nothing."""
+    """Writes the template that `key` names. Returns its entry in `known`, or None."""
     entry = known.get(name)
     if entry is None:
         draft.differ(key, TOKENIZERS_OWN)

@@ -1,4 +1,4 @@
-"""TRL's arguments: the rule of each, what several together come to here, and the commands that hold them."""
+"""TRL's arguments: the rule of each, the translation of arguments that belong together, and commands in scripts."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ def _arguments(arguments: list[str]) -> dict[str, Any]:
             values[key] = [value] if equals else []
         elif key:
             values[key].append(word)
-    return {key: _typed(entry) for key, entry in values.items()}
+    return {key: _typed_value(entry) for key, entry in values.items()}
 
 
-def _typed(entry: list[str]) -> Any:
+def _typed_value(entry: list[str]) -> Any:
     if not entry:
         return True
     read = [yaml_text.scalar(word, "the command") if not word.startswith("{") else word for word in entry]
@@ -293,7 +293,7 @@ def _data(draft: Draft, name: str) -> bool:
         if key in draft.given:
             draft.differ(key, "prompt and answer are cut together, by max_length")
     if name == "sft":
-        _supervised(draft, path)
+        _put_supervision(draft, path)
     else:
         draft.put("data.packing", False, note="one pair a row, as there")
     if str(draft.given.get("eval_strategy", "no")) == "no" or path is None:
@@ -319,7 +319,7 @@ def _mixture(draft: Draft, listed: list[Any]) -> None:
             draft.refuse("datasets", f"{', '.join(entry)} of a data set: nothing here does that", "leave it out")
 
 
-def _supervised(draft: Draft, path: str | None) -> None:
+def _put_supervision(draft: Draft, path: str | None) -> None:
     """Which tokens are learned: of prompt and completion the completion, else all, where no argument says it."""
     answers, completions = draft.get("assistant_only_loss"), draft.get("completion_only_loss")
     if answers:

@@ -40,50 +40,42 @@ def always(_: Metadata) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp names and computes the models of one model_type.
+    """Describes how llama.cpp names and computes the models of one model_type.
 
-    `permuted` says that it rotates pairs of neighbours where the files of transformers have halves: rows of queries and
-    keys are in another order. `windows` says that it computes sliding windows as the spec does; elsewhere the context
-    that is written is the shortest window, within which a window changes nothing. `biases` are the nodes of a layer
-    that may have one, beside norms. `normalized` says whether the weights of a token's experts are divided by their
-    sum. `refusal(spec)` names what a model has that llama.cpp does not compute, `write(spec)` gives metadata beside the
-    usual, without the architecture's name before the keys, and `read(metadata)` the fields of the config for these.
-    `without` are fields that the config has in no case. With `routed` its files say how tokens are routed, and how many
-    of the first layers have no experts. `several_ropes` and `own_scale` say that layers may have different rotary
-    embeddings, and that scores are not divided by the root of a head's width only. `activation` is that of its
-    networks, and of several model_types of one architecture that is read whose `chosen(metadata)` holds. `own_routing`
-    says that `write` gives the router's keys, `marked_layers` that a layer without heads of keys has no attention,
-    `uneven` that `read` knows layers of different sizes, `parted_gate_up` that packed projections are written as two,
-    `tiled_values` that the value heads of delta nets are in tiled order, `latent` that scores are scaled as DeepSeek's
-    are under YaRN, and `rounded_yarn` that its bounds of YaRN are whole numbers where the model's are not. `head` says
-    that it knows only heads that are a tensor of their own, so that a tied model's embedding is written as its head
-    too, or only heads that are the embedding. `unused(spec)` are tensors, with their shapes, without which llama.cpp
-    does not load a file and that it computes nothing with: zeros are written, and nothing is read.
+    `refusal(spec)` names what a model has that llama.cpp does not compute. `write(spec)` gives metadata that is
+    added to the usual, without the architecture's name before the keys; `read(metadata)` gives the fields of the config
+    for it, and `without` are fields that the config never has. Of several model_types of one architecture, a file is
+    read as the one whose `chosen(metadata)` holds.
     """
 
     name: str
     class_name: str
+    # Rotates pairs of neighbours where transformers has halves: rows of queries and keys are in another order.
     permuted: bool = False
+    # Computes sliding windows as the spec does. Elsewhere the context that is written is the shortest window, within
+    # which a window changes nothing.
     windows: bool = False
-    biases: frozenset[str] = frozenset()
-    normalized: bool | None = None
+    biases: frozenset[str] = frozenset()  # nodes of a layer that may have one; norms always may
+    normalized: bool | None = None  # the weights of a token's experts are divided by their sum
     refusal: Callable[[ModelSpec], str | None] = accepted
     write: Callable[[ModelSpec], dict[str, Any]] = nothing
     read: Callable[[Metadata], dict[str, Any]] = nothing
     without: tuple[str, ...] = ()
-    routed: bool = False
-    several_ropes: bool = False
-    own_scale: bool = False
-    activation: str = "silu"
     chosen: Callable[[Metadata], bool] = always
-    own_routing: bool = False
-    marked_layers: bool = False
-    uneven: bool = False
-    parted_gate_up: bool = False
-    tiled_values: bool = False
-    latent: bool = False
-    rounded_yarn: bool = False
+    routed: bool = False  # files say how tokens are routed, and how many of the first layers have no experts
+    own_routing: bool = False  # `write` gives the router's keys
+    several_ropes: bool = False  # layers may have different rotary embeddings
+    own_scale: bool = False  # scores may be scaled by another number than the root of a head's width
+    activation: str = "silu"
+    marked_layers: bool = False  # a layer without heads of keys has no attention
+    uneven: bool = False  # `read` knows layers of different sizes
+    parted_gate_up: bool = False  # packed projections are written as two tensors
+    tiled_values: bool = False  # value heads of delta nets are in tiled order
+    latent: bool = False  # scores are scaled as DeepSeek's are under YaRN
+    rounded_yarn: bool = False  # its bounds of YaRN are whole numbers where the model's are not
+    # Knows only heads that are a tensor of their own, so that a tied embedding is written twice; or only tied ones.
     head: Literal["either", "own", "embedding"] = "either"
+    # Tensors, with their shapes, that llama.cpp does not load a file without and does not use: written as zeros.
     unused: Callable[[ModelSpec], Mapping[str, tuple[int, ...]]] = nothing
 
 

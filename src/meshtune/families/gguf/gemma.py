@@ -1,4 +1,4 @@
-"""Gemma 1 to 4 and 3n, of which llama.cpp knows windows and scales by the number of layers, and sizes as constants."""
+"""Gemma 1 to 4 and 3n: llama.cpp knows their windows and scales by the number of layers, and sizes as constants."""
 
 from __future__ import annotations
 

@@ -329,6 +329,6 @@ class _TensorNames:
         """The name of the tensor of `params[path][index]`. Raises ValueError where there is none."""
         name = self._map.get_name(self._files[path, index], (".weight", ".bias"))
         if name is None:
-            raise ValueError(f"it has {path.split('/', 2)[2] if index else path}")
+            raise ValueError(f"it has {layer_site(path)}")
         leaf = path.rpartition("/")[2]
         return f"{name}.weight" if leaf == "weight" and not name.endswith(".weight") else name

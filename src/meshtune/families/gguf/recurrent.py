@@ -45,7 +45,7 @@ def _ssm(*numbers: int) -> dict[str, Any]:
 
 
 def _layer_types(metadata: Metadata, recurrent: str, attended: str) -> list[str]:
-    """The names of the layers' types, of which those with heads of keys have attention."""
+    """The names of the layers' types: layers with heads of keys have attention."""
     heads = metadata["attention.head_count_kv"]
     by_number = heads if isinstance(heads, list) else [heads] * integer(metadata, "block_count")
     return [attended if number else recurrent for number in by_number]

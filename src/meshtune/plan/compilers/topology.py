@@ -85,7 +85,7 @@ def _shapes(count: int, dimensions: int) -> list[tuple[int, ...]]:
 def refused_bytes(message: str) -> int | None:
     """The bytes per device that a compiler's out-of-memory message says the program needs, None if it states none.
 
-    What libtpu calls temporaries in this message includes the program's arguments.
+    The temporaries of libtpu's message include the program's arguments.
     """
     size = re.search(r"(?:memory required for [\w ]+\(|Used )([\d.]+)([KMGT]?)\b", message)
     if size is None:

@@ -1,8 +1,4 @@
-"""The scales of K types: for each group of numbers the ones with the least weighted error among several candidates.
-
-Each candidate is a divisor slightly beside the one that fits the range; the codes that it gives are kept, and the scale
-(and minimum) that fit these codes best in the sense of least squares are computed from them.
-"""
+"""Searches the scales of K types: of several candidates those with the least weighted error of a group of numbers."""
 
 from __future__ import annotations
 
@@ -21,8 +17,12 @@ TINY = 1e-15  # a group of smaller numbers is zero
 def fit_scales_and_minima(
     numbers: Float[np.ndarray, "n groups w"], top: int
 ) -> tuple[Float[np.ndarray, "n groups"], Float[np.ndarray, "n groups"]]:
-    """(scale, minimum) of groups: numbers are close to scale * code - minimum with codes 0 .. top; neither is
-    negative. Weighted by |x| + the root mean square of the group."""
+    """Searches (scale, minimum) of groups: numbers are close to scale * code - minimum with codes 0 .. top; neither is
+    negative. The error is weighted by |x| + the root mean square of the group.
+
+    Each candidate is a divisor close to the one that fits the range. From the codes that it gives, the scale and the
+    minimum are computed that fit these codes best in the sense of least squares.
+    """
     # Which divisors are tried: first, step and number, as ggml does for four and for five bits.
     tried = (-1.0, 0.1, 21) if top == 15 else (-0.5, 0.1, 16)
     scale, least = _in_parts(functools.partial(_scale_and_minimum, top=top, tried=tried), numbers)
@@ -30,8 +30,8 @@ def fit_scales_and_minima(
 
 
 def fit_scales(numbers: Float[np.ndarray, "n groups w"], half: int) -> Float[np.ndarray, "n groups"]:
-    """The scale of groups, with its sign: numbers are close to scale * code with codes -half .. half - 1. Weighted by
-    x squared."""
+    """Searches the scale of groups, with its sign: numbers are close to scale * code with codes -half .. half - 1. The
+    error is weighted by x squared."""
     return _in_parts(functools.partial(_scale, half=half), numbers)[0]
 
 

@@ -18,8 +18,9 @@ from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, is_skipp
 
 @dataclasses.dataclass(frozen=True)
 class FloatQuantized:
-    """`codes` and scales are those of `fp8`, under other names; `targets` and `ignored_modules` are those of
-    PackQuantized."""
+    """Reads `float-quantized`: e4m3 codes in `weight`, with a scale for the tensor, for each row (channel) or for each
+    block in `weight_scale`. Codes and scales are those of `fp8`, under other names; `targets` and `ignored_modules` are
+    those of PackQuantized."""
 
     fp8: BlockFp8
     targets: tuple[str, ...] = ("Linear",)

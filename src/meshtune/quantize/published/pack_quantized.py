@@ -36,8 +36,11 @@ REGEX = "re:"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackQuantized(PackedScheme):
-    """How the weights of a config group are packed.
+    """Packs integers of 4 or 8 bits, as `pack-quantized` says of a config group.
 
+    `weight_packed` int32 [out, in / per], `per` = 32 / bits neighbours of a row in a word, lowest bits first;
+    `weight_scale` [out, groups]; `weight_zero_point` int32 [out / per, groups], packed along outputs, where they are
+    not symmetric; `weight_shape` [2]; `weight_g_idx` [in], the group of each input, in older files with act-order.
     `targets` and `ignored_modules` are names of modules, classes (Linear) or, after "re:", regular expressions.
     """
 

@@ -17,7 +17,7 @@ _GEMMA_QUOTE = '<|"|>'
 
 
 def read_pythonic(text: str, tools: Tools) -> list[ToolCall]:
-    """Calls as [name(key="value", n=5), ...], or as a JSON list. Raises ValueError for what is neither."""
+    """Calls as [name(key="value", n=5), ...], or as a JSON list. Raises ValueError for a text that is neither."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as problem:
@@ -59,7 +59,7 @@ def keyword_arguments(lark: Lark, tool: Tool) -> str:
 
 
 def read_gemma(text: str, tools: Tools) -> list[ToolCall]:
-    """Gemma 4's call:name{key:value,...}, whose strings stand between quote tokens. Raises ValueError."""
+    """Gemma 4's call:name{key:value,...}, whose strings are between quote tokens. Raises ValueError."""
     whole = _GEMMA_CALL.fullmatch(text.strip())
     if whole is None:
         raise ValueError("a call has a name and arguments in braces")

@@ -45,7 +45,7 @@ Tools = Mapping[str, Tool]
 
 
 def call_from_json(value: Any) -> ToolCall:
-    """The call that an object with a name and arguments (or parameters) stands for. Raises ValueError."""
+    """The call of an object with a name and arguments (or parameters). Raises ValueError."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError("a call has a name")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -62,7 +62,7 @@ def call_of(name: str, arguments: Any) -> ToolCall:
 
 
 def new_id(length: int | None) -> str:
-    """An id for a call; `length` letters and digits where the family wants so many, else as OpenAI's."""
+    """An id for a call; `length` letters and digits where the family has a length, else as OpenAI's."""
     if length is None:
         return f"call_{secrets.token_hex(12)}"
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(length))

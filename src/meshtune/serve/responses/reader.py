@@ -1,4 +1,4 @@
-"""Takes a streamed answer apart: what is content, what is reasoning, and which calls of tools it makes."""
+"""Splits a streamed answer into content, reasoning and calls of tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What is new of an answer: content, reasoning, or a call."""
+    """A new part of an answer: content, reasoning, or a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -29,16 +29,28 @@ class Reader(Protocol):
     """Reads one answer."""
 
     def push(self, text: str) -> list[Delta]:
-        """What this text brings."""
+        """The parts that this text completes."""
         ...
 
     def finish(self) -> list[Delta]:
-        """What was held back, when no more text comes."""
+        """The parts that were held back, when no more text comes."""
         ...
 
 
+class PlainReader:
+    """Reads answers that are content and nothing else."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The parts that this text completes."""
+        return [Delta(content=text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        """Nothing is held back."""
+        return []
+
+
 class TaggedReader:
-    """Reads answers whose reasoning stands between `think` tags, and whose calls are of a `form`.
+    """Reads answers whose reasoning is between `think` tags, and whose calls are of a `form`.
 
     `thinks`: the prompt ended within the reasoning already. `think` None: there is none; `form` None: calls are not
     read. What looks like a call and is none is content.
@@ -51,12 +63,12 @@ class TaggedReader:
         self._trims, self._called = self._state == "reasoning", False
 
     def push(self, text: str) -> list[Delta]:
-        """What this text brings."""
+        """The parts that this text completes."""
         self._text += text
         return self._read(ended=False)
 
     def finish(self) -> list[Delta]:
-        """What was held back, when no more text comes."""
+        """The parts that were held back, when no more text comes."""
         deltas = self._read(ended=True)
         if self._blank and not self._called and self._state != "reasoning":
             deltas.append(Delta(content=self._blank))
@@ -165,12 +177,12 @@ class HarmonyReader:
         self._text, self._header, self._body = "", None, ""
 
     def push(self, text: str) -> list[Delta]:
-        """What this text brings."""
+        """The parts that this text completes."""
         self._text += text
         return self._read(ended=False)
 
     def finish(self) -> list[Delta]:
-        """What was held back, when no more text comes."""
+        """The parts that were held back, when no more text comes."""
         return self._read(ended=True)
 
     def _read(self, ended: bool) -> list[Delta]:

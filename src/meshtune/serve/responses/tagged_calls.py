@@ -16,8 +16,9 @@ _INVOKE = re.compile(r'<invoke name="([^"]+)">(.*?)</invoke>', re.DOTALL)
 _NAMED = re.compile(r'<parameter name="([^"]+)">(.*?)</parameter>', re.DOTALL)
 
 
-def read(text: str, tools: Tools) -> list[ToolCall]:
-    """What is between <tool_call> and </tool_call>, in any of three forms. Raises ValueError for what is no call."""
+def read_tagged(text: str, tools: Tools) -> list[ToolCall]:
+    """The calls between <tool_call> and </tool_call>, in any of three forms. Raises ValueError for a text that is no
+    call."""
     text = text.strip()
     if text.startswith("{"):
         return [call_from_json(json.loads(text))]
@@ -28,13 +29,13 @@ def read(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def read_invocations(text: str, tools: Tools) -> list[ToolCall]:
-    """MiniMax's calls. Raises ValueError for what is no call."""
+    """MiniMax's calls. Raises ValueError for a text that is no call."""
     return _calls(_INVOKE, _NAMED, text, tools)
 
 
-def arguments(head: str, tail: str, after: str = "") -> Callable[[Lark, Tool], str]:
-    """The grammar of arguments that each stand between `head` (with the name in place of KEY) and `tail`, followed by
-    `after`: strings as they are, all else as JSON; those that are not required may be missing."""
+def tagged_arguments(head: str, tail: str, after: str = "") -> Callable[[Lark, Tool], str]:
+    """The grammar of arguments that are each between `head` (with the name in place of KEY) and `tail`, followed by
+    `after`: strings unchanged, all else as JSON; those that are not required may be missing."""
 
     def grammar(lark: Lark, tool: Tool) -> str:
         parts = []

@@ -5,7 +5,7 @@ a process killed at any moment leaves the earlier checkpoints as they were; unfi
 directory is opened again. Arrays go through Orbax, asynchronously; the record is JSON. Both have digests,
 which are compared before anything is restored. Frozen weights are not saved: the record names their path and hash.
 
-Each process writes the shards of its own devices (what several devices hold is written once) and reads what its devices
+Each process writes the shards of its own devices (replicated shards are written once) and reads those that its devices
 need. Nothing is gathered, and mesh and number of processes may differ between the two.
 """
 

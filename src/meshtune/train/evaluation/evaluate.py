@@ -34,8 +34,8 @@ def evaluate(
 ) -> Evaluation:
     """Returns the weighted means over batches of [A, B, T] arrays; sums are accumulated in float64 on the host.
 
-    What the layers of the model `spec` add to the loss, such as that of the load of experts, is of their sums over all
-    batches together, so that it does not depend on how the data are split.
+    The losses of the layers of the model `spec`, such as that of the load of experts, are computed from their sums over
+    all batches, so that they do not depend on how the data are split.
 
     `place` puts a micro-batch of [B, T] arrays on the devices.
 

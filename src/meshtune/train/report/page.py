@@ -80,7 +80,7 @@ def write_report(output: pathlib.Path) -> None:
 
 
 def report_html(output: pathlib.Path) -> str:
-    """The page of a run, from its files as they are: a run that still goes on, or lost some of them, has one too."""
+    """Renders the page of a run from its files; they may be those of a run under way, and some may be missing."""
     try:
         run = read_run(output)
     except DamagedError:
@@ -220,7 +220,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each prompt with what was said to it, in order of updates."""
+    """Renders each prompt with its answers, in order of updates."""
     parts = []
     for prompt in dict.fromkeys(str(sample.get("prompt")) for sample in samples):
         parts.append(f"<h3>{html.escape(prompt)}</h3>")

@@ -56,7 +56,7 @@ def export_result(
     """Writes output/adapter (lora) or output/model (full, freeze), replacing an earlier one, and returns its path.
 
     The tokenizer is saved with it, including the chat template of the training, and generation_config.json has `ends`,
-    the ids at which answers were taught to end, beside those of `source`. A base that LoftQ changed is written to
+    the ids at which answers were taught to end, and those of `source`. A base that LoftQ changed is written to
     output/base. Parameters on a mesh are sharded by `layout`; all processes of `job` must call this. Raises UserError
     if the written files do not reproduce the trained model's logits; checkpoints are kept.
     """

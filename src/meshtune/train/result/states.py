@@ -1,4 +1,4 @@
-"""Writes a state that a checkpoint keeps as a result: the adapter or model that the run was after so many updates."""
+"""Writes a state that a checkpoint keeps as a result: the adapter or model after that number of updates."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from meshtune.arrays.tree import Tree, merge
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Hidden, Sums, without_memory
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.reverse import Layer, backward, forward, row_of
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import no_sums
@@ -37,7 +37,13 @@ class ActiveBlockRunner:
     active: ActiveBlock
 
     def apply(
-        self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
+        self,
+        layers: Callable[[int], Layer],
+        spec: ModelSpec,
+        compute: Compute,
+        x: Hidden,
+        rows: SequenceInfo,
+        side: Tree,
     ) -> tuple[Hidden, Sums]:
         """(x after all layers, their sums)."""
         active, sums = (self.active.stack, self.active.place, self.active.row), no_sums(spec.stacks)

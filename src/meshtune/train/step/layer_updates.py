@@ -16,7 +16,7 @@ from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.model.block import Hidden, Sums, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.gather import is_offloaded, to_device
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import add_sums, no_sums
@@ -64,7 +64,7 @@ class LayerUpdates:
     optimizer: Optimizer
     abstract: Tree | None
     count: Array
-    rows: Rows
+    rows: SequenceInfo
 
     def forward(
         self, trained: Tree, frozen: Tree, x: Hidden, side: Tree, *, through: bool

@@ -22,7 +22,7 @@ from meshtune.errors import UserError
 from meshtune.model.block import Hidden, Sums, without_memories
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device
-from meshtune.model.inputs import Rows
+from meshtune.model.inputs import SequenceInfo
 from meshtune.model.reverse import Layer, layer_functions
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import no_sums
@@ -40,10 +40,16 @@ class LayerBoundary:
     layers, and returns `leaving` as what leaves them (None: what enters, where nothing after the layers matters)."""
 
     leaving: tuple[Hidden, Sums] | None = None
-    captured: tuple[Hidden, Rows, Tree] | None = None
+    captured: tuple[Hidden, SequenceInfo, Tree] | None = None
 
     def apply(
-        self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
+        self,
+        layers: Callable[[int], Layer],
+        spec: ModelSpec,
+        compute: Compute,
+        x: Hidden,
+        rows: SequenceInfo,
+        side: Tree,
     ) -> tuple[Hidden, Sums]:
         """`leaving`; the arguments are captured."""
         if self.captured is not None:
@@ -144,7 +150,7 @@ class _CutModel:
 
         self._run = run
 
-    def before(self, trained: Tree) -> tuple[tuple[Hidden, Tree], Rows]:
+    def before(self, trained: Tree) -> tuple[tuple[Hidden, Tree], SequenceInfo]:
         """((what enters the layers, side inputs), rows)."""
         boundary = LayerBoundary()
         self._run(trained, boundary)

@@ -45,8 +45,10 @@ def write_gguf(
     metadata: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Writes a file with a mixture of types; `metadata` beside the layout's. Raises UserError for numbers that are not
-    finite, or too large for float16."""
+    """Writes a file with a mixture of types; `metadata` is added to the layout's.
+
+    Raises UserError for numbers that are not finite, or too large for float16.
+    """
     shapes = layout.shapes | {name: array.shape for name, array in layout.computed.items()}
     chosen = {name: (TYPES[mixture.type_of(name, shape)], shape) for name, shape in shapes.items()}
     parts: dict[str, list[GgufPart]] = {}

@@ -1,0 +1,193 @@
+"""The parameters that an engine computes with: replaced in one place, and laid out for decoding on a CPU.
+
+A decode step of few rows reads every weight once, so the memory's bandwidth bounds it. Two things keep XLA for CPUs
+away from that bound. A scan over stacked layers copies each layer's slice before it computes with it, so each layer's
+arrays are arrays of their own and the layers are unrolled. And a product with a large matrix reads short pieces of its
+rows, so matrices lie in tiles that are each read from end to end (model.tiled); see benchmarks/cpu_serving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.adapters.lora import LoRA
+from meshtune.adapters.multi_lora import MultiLoRA, adapter_count, select
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.errors import UserError
+from meshtune.generate.programs import head_scale
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.tiled import TiledWeight
+from meshtune.quantize.weight import QuantisedWeight
+
+LEAST_BYTES = 64 << 20  # of weights: smaller ones stay in the processor's caches, where neither matters
+MEMORY_SHARE = 0.25  # of the machine's memory, which the second copy of the weights may take
+PRODUCTS = (LoRA, MultiLoRA)  # adapters that add to the weight's product, and do not read the weight themselves
+
+
+class Weights:
+    """The parameters of an engine. Every scheduler and program reads them here, so a replacement reaches all of them.
+
+    `version` counts replacements: a cache that another version computed is of no use. Where `params` hold several
+    adapters that share a batch (adapters.multi_lora), `adapters` is their number. With `resident`, decode steps may
+    read a second copy in the layout that suits them.
+    """
+
+    def __init__(self, params: Tree, spec: ModelSpec, compute: Compute, *, resident: bool = False):
+        self._spec, self._resident = spec, resident and decodes_from_copy(params, compute)
+        self._changed = threading.Condition()
+        self._users, self._replacing = 0, False
+        self.version, self.adapters = 0, adapter_count(params)
+        self._set(params)
+
+    def _set(self, params: Tree) -> None:
+        self.params, self.reading, self._decoding = params, params, None
+        if self._spec.norm_head and not self._spec.scored:  # the norms of the head's rows, once for all tokens to come
+            self.reading = params | {"head": params["head"] | {"scale": head_scale(params["head"], spec=self._spec)}}
+        selections = np.eye(self.adapters, dtype=np.float32)[:, None]
+        self._selected = [select(params, jnp.asarray(selection)) for selection in selections]
+        self._base = select(params, jnp.zeros((1, self.adapters))) if self.adapters else params
+
+    @property
+    def decoding(self) -> Tree:
+        """The parameters that decode steps read."""
+        if self._decoding is None:
+            self._decoding = decode_layout(self.reading, self._spec) if self._resident else self.reading
+        return self._decoding
+
+    def select(self, adapter: int | None) -> Tree:
+        """The parameters with one of the adapters for all rows of a batch (None: the base only)."""
+        return self._base if adapter is None else self._selected[adapter]
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Keeps the parameters from being replaced while the block computes with them. Not to be nested."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._replacing)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Waits until nothing computes with the parameters, and lets nothing begin during the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._replacing)
+            self._replacing = True
+            self._changed.wait_for(lambda: not self._users)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._replacing = False
+                self._changed.notify_all()
+
+    def changes(self, params: Tree) -> dict[str, Any]:
+        """The arrays of `params` that are not those in use, by their number in the tree.
+
+        Raises UserError for a tree of another structure, and for arrays of other shapes or dtypes.
+        """
+        check_same_form(self.params, params)
+        pairs = zip(jax.tree.leaves(self.params), jax.tree.leaves(params), strict=True)
+        return {str(number): new for number, (old, new) in enumerate(pairs) if new is not old}
+
+    def replace(self, changes: Mapping[str, Any]) -> None:
+        """Replaces arrays by their number; new ones lie on the devices as the old ones do."""
+        leaves, tree = jax.tree.flatten(self.params)
+        for number, new in changes.items():
+            leaves[int(number)] = _placed_like(leaves[int(number)], new)
+        self._set(jax.tree.unflatten(tree, leaves))
+        self.version += 1
+
+
+def check_same_form(old: Tree, new: Tree) -> None:
+    """Raises UserError where two trees differ in structure, or in the shape or dtype of an array."""
+    fix = "load the model again: compiled programs, adapters and caches are for parameters of one form"
+    before, after = flatten(old), flatten(new)
+    if before.keys() != after.keys():
+        path = min(before.keys() ^ after.keys())
+        raise UserError(f"the parameters {'lack' if path in before else 'add'} '{path}'", where="params", fix=fix)
+    for path, leaf in before.items():
+        forms = [(jax.tree.structure(x), [(a.shape, a.dtype) for a in jax.tree.leaves(x)]) for x in (leaf, after[path])]
+        if forms[0] != forms[1]:
+            raise UserError("an array of the parameters has another form than before", where=path, fix=fix)
+
+
+def _placed_like(old: Any, new: Any) -> Any:
+    """An array on the devices of another one, sharded alike."""
+    if not isinstance(old, jax.Array) or (isinstance(new, jax.Array) and new.sharding == old.sharding):
+        return new
+    if len(old.sharding.device_set) == 1:
+        return jnp.asarray(new)
+    numbers = np.asarray(new)
+    return jax.make_array_from_callback(old.shape, old.sharding, lambda index: numbers[index])
+
+
+def decodes_from_copy(params: Tree, compute: Compute) -> bool:
+    """Whether decoding is worth a second copy of these weights: float32 ones of some size on a CPU device."""
+    leaves = jax.tree.leaves(params)
+    if compute.layout is not None or (compute.platform or jax.default_backend()) != "cpu":
+        return False
+    if any(leaf.dtype != jnp.float32 for leaf in flatten(params).values() if isinstance(leaf, jax.Array)):
+        return False
+    if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(params).values()):
+        return False
+    size = sum(leaf.nbytes for leaf in leaves)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return LEAST_BYTES <= size <= MEMORY_SHARE * memory
+
+
+def decode_layout(params: Tree, spec: ModelSpec) -> Tree:
+    """The parameters with every stacked node of layers as a tuple of each layer's, and matrices as TiledWeight.
+
+    What is no matrix of a linear layer, or has an adapter that reads the weight itself, is not tiled. A tied head
+    becomes another weight, tiled; the embedding stays, for its rows are looked up.
+    """
+    layers = {
+        key: _layers(node, flatten(abstract_params(spec)["layers"][key])) for key, node in params["layers"].items()
+    }
+    return params | {"layers": layers} | _head(params, spec)
+
+
+def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
+    """Each layer's node of a stacked one."""
+    flat = flatten(node)
+    repeats = jax.tree.leaves(node)[0].shape[0]
+
+    def tiled(path: str) -> bool:
+        owner, _, last = path.rpartition("/")
+        adapter = flat.get(f"{owner}/adapter")
+        matrix = last == "weight" and path in specs and specs[path].role == "matrix" and len(specs[path].shape) == 3
+        return matrix and (adapter is None or isinstance(adapter, PRODUCTS))
+
+    def leaf(path: str, value: Any, number: int) -> Any:
+        one = jax.tree.map(lambda array: array[number], value)
+        return TiledWeight.of(one) if tiled(path) else one
+
+    return tuple(unflatten({path: leaf(path, value, n) for path, value in flat.items()}) for n in range(repeats))
+
+
+def _head(params: Tree, spec: ModelSpec) -> Tree:
+    head = params.get("head", {})
+    adapter = head.get("adapter")
+    if (
+        spec.scored
+        or (spec.norm_head and "scale" not in head)
+        or not (adapter is None or isinstance(adapter, PRODUCTS))
+    ):
+        return {}
+    weight = params["embed"]["weight"] if spec.tied and "weight" not in head else head["weight"]
+    return {"head": head | {"weight": TiledWeight.of(weight)}}
