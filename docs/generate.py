@@ -101,10 +101,10 @@ def support() -> str:
 
 def methods() -> str:
     """What each method trains: the first sentence about its options."""
-    rows = [
-        (f"`{kind}`", _sentence(method.__doc__), "no" if method.trains_base.fget(method) else "yes")
-        for kind, method in zip(KINDS, METHODS, strict=True)
-    ]
+    rows = []
+    for kind, method in zip(KINDS, METHODS, strict=True):
+        refused = composition.refusal(composition.METHODS[kind], {"quantize": "nf4"})
+        rows.append((f"`{kind}`", _sentence(method.__doc__), "no" if refused else "yes"))
     return _table(("`method`", "trains", "with `quantize`"), rows)
 
 
