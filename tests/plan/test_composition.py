@@ -1,18 +1,21 @@
-"""docs/composition.md is what the product generates."""
+"""Pairs of methods and optimizers are refused for a reason."""
 
 from __future__ import annotations
 
-import pathlib
-
-from meshtune.plan.composition import METHODS, page, refusal
-
-
-def test_the_page_is_current():
-    filed = (pathlib.Path(__file__).resolve().parents[2] / "docs/composition.md").read_text(encoding="utf-8")
-    assert filed == page(), "python -m meshtune.plan.composition > docs/composition.md"
+from meshtune.plan.composition import METHODS, refusal, table
 
 
 def test_an_impossible_combination_is_refused_with_its_reason():
     galore = {"optimizer": {"name": "galore", "rank": 4}}
     assert "low rank already" in (refusal(METHODS["lora"], galore) or "")
     assert refusal(METHODS["full"], galore) is None
+
+
+def test_rows_with_the_same_cells_are_one_row():
+    rows = {"adamw": {"optimizer": {"name": "adamw"}}, "lion": {"optimizer": {"name": "lion"}}}
+    notes: list[str] = []
+    assert table(rows, {"lora": METHODS["lora"]}, notes) == "Every pair works: adamw, lion with lora."
+    galore = {"galore": {"optimizer": {"name": "galore", "rank": 4}}}
+    lines = table(rows | galore, {"lora": METHODS["lora"]}, notes).splitlines()
+    assert lines[2:] == ["| adamw, lion | ● |", "| galore | – 1 |"]
+    assert len(notes) == 1

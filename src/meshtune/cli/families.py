@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from meshtune.families.family import Family
 
 INTRODUCTION = """\
-Made by `meshtune families --markdown`. A model is supported if the `model_type` of its config.json is in these tables.
+Meshtune supports a model if the `model_type` of its config.json is in these tables. `meshtune families --markdown`
+prints this page.
 
-The fast tests compare every family with transformers (Baichuan: with a transcription of its equations, InternLM 2 and
-Kimi K2: with families that are the same by another name) on small models with random weights in which no number is
-trivially zero or one: logits at ordinary lengths and beyond windows and original contexts, packed documents against
-documents alone. `pytest -m slow tests/families/test_matrix.py -k NAME` compares all else for one family: gradients of
-every parameter, generation over the cache token by token, exported files to the bit, LoRA in peft both ways, LoRA over
-nf4, gradients by chunks and in the backward pass, and meshes of simulated devices against one device. "Published
-weights" says that a published model was compared as well. A composite around Gemma 3 was tuned in full by two real
-processes, with LoRA on a mesh of four simulated devices, and merged; its towers stayed as they were to the bit.
+**How they are tested.** Fast tests compare the logits of every family with transformers: at ordinary lengths, beyond
+windows and original contexts, and with packed documents. The models are small, with random weights. Baichuan is
+compared with a transcription of its equations, and InternLM 2 and Kimi K2 with families of the same mathematics.
+`pytest -m slow tests/families/test_matrix.py -k NAME` tests the rest for one family: gradients, generation, exported
+files, LoRA in peft, LoRA over nf4, chunks, updates in the backward pass, and meshes of simulated devices.
+
+**Every family** has these, unless its row says "no ...":
+
 """
 
 
@@ -73,32 +74,41 @@ def entries() -> dict[str, Entry]:
 def markdown_page() -> str:
     """docs/families.md."""
     from meshtune.data.formats import DOCUMENT_FORMATS
+    from meshtune.mesh.config import AXES
     from meshtune.quantize.formats import FORMATS
 
-    lines = ["# Model families", "", INTRODUCTION]
-    lines += [f"- **Methods:** {', '.join(_methods())}, where a table names no exception."]
-    lines += [f"- **Quantised bases:** {', '.join(FORMATS)}."]
-    lines += [f"- **Data:** {', '.join(DOCUMENT_FORMATS)}, and preferences ([data](data.md)), for every family."]
-    lines += ["- **Chat template:** the tokenizer's own; the one named here ships with Meshtune, for tokenizers that"]
-    lines += ["  have none (`model.chat_template`)."]
+    lines = ["# Model families", "", INTRODUCTION.rstrip(), ""]
+    lines += [f"- methods: {', '.join(_methods())} (`expand` is `method: llama_pro`);"]
+    lines += [f"- quantised bases: {', '.join(FORMATS)};"]
+    lines += [f"- data: {', '.join(DOCUMENT_FORMATS)}, and preferences ([data](data.md));"]
+    lines += [f"- axes of a mesh: {', '.join(AXES)}; ep needs experts."]
+    lines += ["", 'Reasons for each "no":', ""]
+    reasons: dict[tuple[str, str], None] = {}
+    for entry in entries().values():
+        reasons |= dict.fromkeys(entry["limits"].items())
+    lines += [f"- no {name}: {reason}." for name, reason in reasons]
     lines += [
-        "- **GGUF:** llama.cpp's architecture of the models that are written and read as GGUF ([out](going-to.md));"
+        "",
+        "**Template** names the chat template in Meshtune for tokenizers without one (`model.chat_template`).",
     ]
-    lines += ["  where none is named, `--gguf` refuses the model and names the way by llama.cpp's own converter.", ""]
+    lines += [
+        "**GGUF** names llama.cpp's architecture ([export and import](going-to.md)). `--gguf` refuses the others."
+    ]
+    published = [f"`{name}`" for name, entry in entries().items() if entry["compared_on"] == "published weights"]
+    lines += [f"Published weights of these were compared too: {', '.join(published)}.", ""]
     group = ""
     for model_type, entry in entries().items():
         if entry["group"] != group:
             group = entry["group"]
             lines += [*([""] if lines[-1] else []), f"## {group.capitalize()}", ""]
-            lines += ["| model_type | models | special | mesh | template | GGUF | compared on |", "| --- " * 7 + "|"]
+            lines += ["| model_type | models | special | template | GGUF |", "| --- " * 5 + "|"]
         models = ": ".join(
             [entry["title"], *([", ".join(f"`{m}`" for m in entry["models"])] if entry["models"] else [])]
         )
         template = f"`{entry['chat_template']}`" if entry["chat_template"] else ""
         gguf = f"`{entry['gguf']}`" if entry["gguf"] else ""
-        cells = [f"`{model_type}`", models, _special(entry), ", ".join(entry["mesh"]), template, gguf]
-        cells.append(entry["compared_on"])
-        lines.append(f"| {' | '.join(cells)} |")
+        special = "; ".join([entry["special"], *(f"no {name}" for name in entry["limits"])])
+        lines.append(f"| `{model_type}` | {models} | {special} | {template} | {gguf} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+Record = tuple[str, str]
+"""An argument or option as `--help` shows it, and its meaning."""
+
+SHARED = 3  # commands; a record of as many is explained once
+
 
 def commands(program: Any, name: str) -> str:
-    """A section for every command of a program, its groups' commands included."""
-    return "\n".join(line for section in _sections(program, name) for line in section)
+    """The records that several commands share, then a section for every command, its groups' commands included."""
+    found = list(_commands(program, name))
+    counts = collections.Counter(record for _, _, _, records in found for record in records)
+    shared = [record for record, count in counts.items() if count >= SHARED]
+    lines = ["## Arguments and options of several commands", "", *map(_item, shared), ""]
+    for title, description, usage, records in found:
+        lines += [f"## {title}", "", description, "", "```text", usage, "```", ""]
+        lines += [_item(record) for record in records if record not in shared]
+        above = [f"`{left}`" for left, right in records if (left, right) in shared]
+        lines += [f"- as above: {', '.join(above)}"] * bool(above)
+        lines.append("")
+    return "\n".join(lines)
 
 
-def _sections(command: Any, name: str) -> Iterator[list[str]]:
+def _commands(command: Any, name: str) -> Iterator[tuple[str, str, str, list[Record]]]:
+    """Yields the name, description, usage and records of every command."""
     if isinstance(command, TyperGroup):
         for child in command.commands.values():
             if not child.hidden:
-                yield from _sections(child, f"{name} {child.name}")
+                yield from _commands(child, f"{name} {child.name}")
         return
     context = typer.Context(command, info_name=name, terminal_width=10_000, max_content_width=10_000)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     records = [
-        record
+        (_line(record[0]), _line(record[1]))
         for parameter in command.get_params(context)
         if (record := parameter.get_help_record(context)) is not None
     ]
-    records = [(left, right) for left, right in records if not left.endswith("--help")]
-    rows = [f"| `{_line(left)}` | {_line(right)} |" for left, right in records]
-    yield [f"## {name}", "", _line(command.help), "", "```text", usage, "```", ""]
-    yield ["| | |", "| --- | --- |", *rows, ""]
+    yield name, _line(command.help), usage, [record for record in records if not record[0].endswith("--help")]
+
+
+def _item(record: Record) -> str:
+    return f"- `{record[0]}`: {record[1]}"
 
 
 def _line(text: str | None) -> str:
-    """Text as one line within a table."""
-    return " ".join((text or "").replace("\f", " ").split()).replace("|", "\\|")
+    """Text as one line."""
+    return " ".join((text or "").replace("\f", " ").split())

@@ -12,13 +12,19 @@ def json_schema() -> dict[str, object]:
 
 
 def markdown() -> str:
-    """Every key of the recipe as a row: what it takes, its default, what it means."""
-    rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
-    rows += [
-        f"| `{key.name}` | {_cell(key.allowed)} | {_cell(key.default)} | {_cell(key.description)} |" for key in keys()
-    ]
-    return "\n".join(rows)
+    """Every key of the recipe as an item, under its section: what it takes, its default, what it means."""
+    lines: list[str] = []
+    section = None
+    for key in keys():
+        first = key.name.partition(".")[0]
+        if first != section:
+            section = first
+            lines += ["", f"## {section}", ""]
+        allowed = key.allowed.removesuffix(" or null") if key.default == "null" else key.allowed
+        default = key.default if key.default == "required" else f"default {key.default}"
+        lines.append(f"- `{key.name}` ({_escaped(allowed)}; {_escaped(default)}): {_escaped(key.description)}")
+    return "\n".join(lines).lstrip("\n")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*")
+def _escaped(text: str) -> str:
+    return text.replace("*", "\\*")

@@ -48,7 +48,7 @@ METHODS: dict[str, Overrides] = {
     "full": {"method": {"kind": "full"}},
 }
 METHODS["loftq"] = {**METHODS["loftq"], "quantize": "nf4"}  # LoftQ is defined for a quantised base
-BASES: dict[str, Overrides] = {"as it is": {"quantize": None}, **{name: {"quantize": name} for name in FORMATS}}
+BASES: dict[str, Overrides] = {"full precision": {"quantize": None}, **{name: {"quantize": name} for name in FORMATS}}
 STAGE_OF: dict[str, Overrides] = {name: {"stage": {"kind": name}} for name in STAGES}
 OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES.get(name, {})}} for name in OPTIMIZERS}
 UPDATE_VARIANTS: dict[str, Overrides] = {
@@ -95,8 +95,11 @@ def refusal(*parts: Overrides) -> str | None:
 
 
 def table(rows: Mapping[str, Overrides], columns: Mapping[str, Overrides], notes: list[str], *under: Overrides) -> str:
-    """A Markdown table of rows x columns. Reasons for refusals are appended to `notes` and cited by number."""
-    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    """A Markdown table of rows x columns, or a sentence if every pair works. Rows with the same cells are one row.
+
+    Reasons for refusals are appended to `notes` and cited by number.
+    """
+    names: dict[tuple[str, ...], list[str]] = {}
     for name, row in rows.items():
         cells = []
         for column in columns.values():
@@ -104,8 +107,11 @@ def table(rows: Mapping[str, Overrides], columns: Mapping[str, Overrides], notes
             if reason is not None and reason not in notes:
                 notes.append(reason)
             cells.append(YES if reason is None else f"{NO} {notes.index(reason) + 1}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        names.setdefault(tuple(cells), []).append(name)
+    if list(names) == [(YES,) * len(columns)]:
+        return f"Every pair works: {', '.join(rows)} with {', '.join(columns)}."
+    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    return "\n".join([*lines, *(f"| {', '.join(group)} | {' | '.join(cells)} |" for cells, group in names.items())])
 
 
 def page() -> str:
@@ -113,9 +119,8 @@ def page() -> str:
     notes: list[str] = []
     parts = [
         "# What goes with what",
-        "Made by `python -m meshtune.plan.composition`, which builds the step of every pair for a small model and "
-        f"asks whether it is refused: {YES} it works, {NO} it is refused, for the reason of that number below. A test "
-        "keeps this page as the product is.",
+        f"{YES}: the pair works. {NO}: the pair is refused, for the reason with that number at the end of the page. "
+        "`python -m meshtune.plan.composition` prints this page: it builds the step of every pair for a small model.",
         "## Stage and method",
         table(METHODS, STAGE_OF, notes),
         "## Method and base",
