@@ -24,7 +24,7 @@ TEXTS = [
 RESERVED = [*(f"<extra_{n}>" for n in range(86)), *(f"<reserved_{n}>" for n in range(112))]
 
 
-def trained(folder: Path, *, dummy_prefix: bool = False, **settings) -> sentencepiece.SentencePieceProcessor:
+def train_tokenizer(folder: Path, *, dummy_prefix: bool = False, **settings) -> sentencepiece.SentencePieceProcessor:
     """A tokenizer's directory, with `settings` in its config, and sentencepiece's own reading of it."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -86,13 +86,13 @@ class Attention(nn.Module):
     def forward(self, x):
         batch, length, size = x.shape
         q, k, v = self.W_pack(x).split(size, dim=-1)
-        q, k, v = (each.view(batch, length, self.heads, self.width).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (states.view(batch, length, self.heads, self.width).transpose(1, 2) for states in (q, k, v))
         place = torch.arange(length)
         if self.rotary:
             inverse = 1.0 / (10000.0 ** (torch.arange(0, self.width, 2).float() / self.width))
             phase = torch.outer(place.float(), inverse)
             phase = torch.cat([phase, phase], -1)
-            q, k = (each * phase.cos() + half_turned(each) * phase.sin() for each in (q, k))
+            q, k = (states * phase.cos() + half_turned(states) * phase.sin() for states in (q, k))
         scores = q @ k.transpose(2, 3) / math.sqrt(self.width)
         if (
             not self.rotary
@@ -146,7 +146,7 @@ class Model(nn.Module):
 
 
 class Baichuan(nn.Module):
-    """`forward(tokens [B, T])` gives logits [B, T, V]; what else transformers' models are given is left alone."""
+    """`forward(tokens [B, T])` gives logits [B, T, V]; other arguments of transformers' models are ignored."""
 
     def __init__(self, fields: dict, seed: int = 0):
         super().__init__()
@@ -166,5 +166,5 @@ class Baichuan(nn.Module):
         return self.lm_head(self.model(input_ids))
 
     def prepare_inputs_for_generation(self, tokens):
-        """What peft asks a causal language model to have."""
+        """Exists because peft requires it of a causal language model."""
         return {"tokens": tokens}

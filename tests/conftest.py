@@ -68,7 +68,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
-    """The folder of shared test assets beside the checkout."""
+    """Returns the folder of shared test assets, next to the checkout."""
     path = pathlib.Path(os.environ.get("MESHTUNE_SHARED", ROOT.parent / "shared"))
     if not path.is_dir():
         pytest.skip("needs the shared test assets (../shared, or MESHTUNE_SHARED)")
@@ -88,7 +88,7 @@ def smollm2(shared: pathlib.Path) -> pathlib.Path:
     model = cache / "SmolLM2-135M-Instruct"
     if not (model / "config.json").exists():
         tool = shared / "tools/make-smollm2"
-        made = subprocess.run([sys.executable, str(tool), str(model)], capture_output=True, text=True)
-        if made.returncode:
-            pytest.skip(f"could not make SmolLM2: {made.stderr.strip()[-300:]}")
+        process = subprocess.run([sys.executable, str(tool), str(model)], capture_output=True, text=True)
+        if process.returncode:
+            pytest.skip(f"could not make SmolLM2: {process.stderr.strip()[-300:]}")
     return model

@@ -4,7 +4,7 @@
     facts = compiled_for("H100", "f = jax.jit(lambda x: x @ x)\nargs = (array((1024, 1024), 'bfloat16'),)")
     assert facts["temp_bytes"] < 2**20
 
-The snippet runs in a process of the target's own with its compiler (a test is skipped where that is missing), where
+The snippet runs in a separate process with the target's compiler (a test is skipped where that is missing), where
 `jax`, `jnp`, `np`, `devices` (described ones, as many as the target has), `mesh(**axes)` over them, `target`, and
 `array(shape, dtype, sharding=None)` (abstract, on the first device unless a sharding is given) are there. It leaves
 `f`, a jitted function (one of its own making may be left out: then nothing is compiled), and `args`; `result`, if it
@@ -37,15 +37,15 @@ def compiler_for(platform: str) -> Compiler:
 
 def compiled_for(target: str, snippet: str, *, limit: float = 600, text: bool = False, **values: Any) -> dict[str, Any]:
     """argument_bytes, output_bytes, alias_bytes, temp_bytes, host_temp_bytes, seconds (and text, the HLO, if asked)."""
-    found = find_target(target)
-    compiler = compiler_for(found.device.platform)
+    machine = find_target(target)
+    compiler = compiler_for(machine.device.platform)
     arguments = {"snippet": textwrap.dedent(snippet), "text": text, "values": values}
-    here = pathlib.Path(__file__).parent
-    return run(found, "deviceless:executed", arguments, paths=[here], compiler=compiler, limit=limit)
+    folder = pathlib.Path(__file__).parent
+    return run(machine, "deviceless:executed", arguments, paths=[folder], compiler=compiler, limit=limit)
 
 
 def executed(target: Target, devices: list[Any], snippet: str, text: bool, values: dict[str, Any]) -> dict[str, Any]:
-    """What runs in the compiler's process."""
+    """Compiles the snippet, in the compiler's process."""
     import jax
     import jax.numpy as jnp
     import numpy as np

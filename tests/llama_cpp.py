@@ -123,7 +123,7 @@ class LlamaCpp:
         self.lib.llama_model_free(ctypes.c_void_p(self.model))
 
     def logits(self, tokens: Sequence[int], first: int = 0) -> np.ndarray:
-        """float32 logits [T, V] of tokens at positions from `first` on; from 0 the memory begins anew."""
+        """float32 logits [T, V] of tokens at positions from `first` on; from 0 the memory is cleared."""
         if first == 0:
             self.lib.llama_memory_clear(
                 ctypes.c_void_p(self.lib.llama_get_memory(ctypes.c_void_p(self.context))), ctypes.c_bool(True)

@@ -49,7 +49,7 @@ def room(name: str) -> str:
     return parts[0] if parts else "__init__"
 
 
-def parsed(path: pathlib.Path) -> ast.Module:
+def parse_file(path: pathlib.Path) -> ast.Module:
     """The syntax tree of a Python file.
 
     CPython 3.11 counts the depth of a tree for all threads at once and fails where another thread parses meanwhile. The
@@ -64,7 +64,7 @@ def parsed(path: pathlib.Path) -> ast.Module:
 
 def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
     """(module, whether it is imported only for type checkers) for every import in a file, inside functions too."""
-    tree = parsed(path)
+    tree = parse_file(path)
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -213,7 +213,7 @@ def test_an_option_of_a_recipe_is_declared_once():
     sections: set[tuple[str, ...]] = set()
     dataclasses: set[tuple[str, ...]] = set()
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(parse_file(path)):
             if not isinstance(node, ast.ClassDef):
                 continue
             options = {(node.name, *option) for option in options_of(node)}
@@ -225,10 +225,10 @@ def test_an_option_of_a_recipe_is_declared_once():
     assert ("TrainSection", "batch_size", "int", "16") in sections
     assert ("LossPolicy", "train_on_prompt", "bool", "False") in dataclasses
     twice = [
-        f"{section}.{name} and {other}.{name}"
+        f"{section}.{name} and {second_section}.{name}"
         for section, name, kind, default in sections
-        for other, *rest in dataclasses
-        if rest == [name, kind, default] and name not in NAMESAKES
+        for second_section, *field in dataclasses
+        if field == [name, kind, default] and name not in NAMESAKES
     ]
     assert twice == []
 
@@ -259,12 +259,12 @@ def test_words_to_choose_from_are_listed_once():
     """No two Literal types of three words or more list the same words: one of them is a name for both."""
     places: dict[frozenset[str], set[str]] = {}
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-                words = [entry.value for entry in ast.walk(node.slice) if isinstance(entry, ast.Constant)]
-                if len(words) > 2:
-                    places.setdefault(frozenset(map(str, words)), set()).add(f"{relative(path)}:{node.lineno}")
-    assert {words: lines for words, lines in places.items() if len(lines) > 1} == {}
+                values = [entry.value for entry in ast.walk(node.slice) if isinstance(entry, ast.Constant)]
+                if len(values) > 2:
+                    places.setdefault(frozenset(map(str, values)), set()).add(f"{relative(path)}:{node.lineno}")
+    assert {values: lines for values, lines in places.items() if len(lines) > 1} == {}
 
 
 # Pronouns and fillers say nothing about what a name holds.
@@ -277,7 +277,7 @@ FILLERS = frozenset(
 
 def bound_names(path: pathlib.Path) -> Iterator[str]:
     """Every name that a file binds: variables, parameters, functions, classes."""
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):

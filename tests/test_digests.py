@@ -64,7 +64,7 @@ def test_every_truncation_is_found(tmp_path):
 
 
 class Blocks(list):
-    """The offsets of blocks as they are hashed."""
+    """Records the offsets of blocks when they are hashed."""
 
     def wait_for(self, *expected):
         deadline = time.monotonic() + 60
@@ -78,22 +78,22 @@ def follow_writing(folder, write, monkeypatch):
     monkeypatch.setattr(digests, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(follow, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.002)
-    ahead, late, hash_block = Blocks(), Blocks(), digests.hash_block
-    monkeypatch.setattr(follow, "hash_block", lambda *block: (hash_block(*block), ahead.append(block[1]))[0])
+    early, late, hash_block = Blocks(), Blocks(), digests.hash_block
+    monkeypatch.setattr(follow, "hash_block", lambda *block: (hash_block(*block), early.append(block[1]))[0])
     monkeypatch.setattr(digests, "hash_block", lambda *block: (hash_block(*block), late.append(block[1]))[0])
     (folder / "data").mkdir()
     (folder / "other").write_bytes(b"not followed")
     data = folder / "data" / "file"
     with data.open("wb", buffering=0) as file, follow.Follower(folder, "data/") as follower:
-        write(file, ahead)
+        write(file, early)
     return follower.digests(), sorted(late)
 
 
 def test_a_lock_that_its_writer_has_removed_is_forgotten(tmp_path, monkeypatch):
-    def write(file, ahead):
+    def write(file, early):
         lock = tmp_path / "data" / "lock"
         lock.write_bytes(b"locked")
-        ahead.wait_for(0)
+        early.wait_for(0)
         lock.unlink()
         file.write(os.urandom(BLOCK))
 
@@ -102,11 +102,11 @@ def test_a_lock_that_its_writer_has_removed_is_forgotten(tmp_path, monkeypatch):
 
 
 def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
-    def write(file, ahead):
+    def write(file, early):
         file.write(os.urandom(BLOCK + 1))
-        ahead.wait_for(0, BLOCK)
+        early.wait_for(0, BLOCK)
         file.write(os.urandom(BLOCK))
-        ahead.wait_for(0, BLOCK, BLOCK, 2 * BLOCK)  # what has not grown for a while is hashed
+        early.wait_for(0, BLOCK, BLOCK, 2 * BLOCK)  # what has not grown for a while is hashed
 
     followed, late = follow_writing(tmp_path, write, monkeypatch)
     assert late == []
@@ -114,9 +114,9 @@ def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
 
 
 def test_a_file_that_gets_its_size_before_its_contents_is_hashed_again(tmp_path, monkeypatch):
-    def write(file, ahead):
+    def write(file, early):
         file.truncate(2 * BLOCK)
-        ahead.wait_for(0, BLOCK)
+        early.wait_for(0, BLOCK)
         file.write(os.urandom(2 * BLOCK))
 
     followed, late = follow_writing(tmp_path, write, monkeypatch)

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from meshtune.cli.failure import show
-from meshtune.errors import UserError, counted, nearest, pip_install
+from meshtune.errors import UserError, amount, nearest, pip_install
 
 
 @pytest.mark.parametrize("fix", [None, ""])
@@ -54,5 +54,5 @@ def test_extras_that_messages_and_pages_name_are_ones_of_the_project_and_no_inde
 
 
 def test_a_number_agrees_with_its_noun():
-    assert [counted(n, "row") for n in (0, 1, 2048)] == ["0 rows", "1 row", "2,048 rows"]
-    assert [counted(n, "matrix", "matrices") for n in (1, 2)] == ["1 matrix", "2 matrices"]
+    assert [amount(n, "row") for n in (0, 1, 2048)] == ["0 rows", "1 row", "2,048 rows"]
+    assert [amount(n, "matrix", "matrices") for n in (1, 2)] == ["1 matrix", "2 matrices"]

@@ -1,4 +1,4 @@
-"""Text with its template: what is printed, written and compared is the English text, and nothing of it is lost."""
+"""Text with its template: printing, writing and comparing use the English text, and nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 
-from meshtune.translatable import Translatable, listed, template_of
+from meshtune.translatable import Translatable, join_parts, template_of
 
 
 def test_a_text_is_its_english():
@@ -21,13 +21,13 @@ def test_a_text_is_its_english():
 
 def test_a_copy_keeps_the_template():
     text = Translatable("{count} of {whole}", count=2, whole="{3}")
-    for other in (copy.deepcopy(text), copy.copy(text), pickle.loads(pickle.dumps(text))):
-        assert other == "2 of {3}"
-        assert template_of(other) == template_of(text)
+    for copied in (copy.deepcopy(text), copy.copy(text), pickle.loads(pickle.dumps(text))):
+        assert copied == "2 of {3}"
+        assert template_of(copied) == template_of(text)
 
 
 def test_parts_are_listed():
-    assert listed([]) == ""
-    assert listed(["a"]) == "a"
-    assert listed([Translatable("{n} routers", n=2), "head", "norm"]) == "2 routers, head, norm"
+    assert join_parts([]) == ""
+    assert join_parts(["a"]) == "a"
+    assert join_parts([Translatable("{n} routers", n=2), "head", "norm"]) == "2 routers, head, norm"
     assert template_of("2 routers") == "2 routers"

@@ -1,4 +1,4 @@
-"""Digests of the files in a directory, stored beside them and verified when they are read.
+"""Digests of the files in a directory, stored with them and verified when they are read.
 
 They detect damage by disks, copies and interrupted writes. They do not protect against forgery: XXH3 is not a
 cryptographic hash; it was chosen for its speed of several gigabytes per second and core.
@@ -57,7 +57,7 @@ Blocks = Mapping[tuple[str, int], tuple[int, bytes]]
 
 
 def digest_files(directory: Path, names: Sequence[str], known: Blocks | None = None) -> dict[str, FileDigest]:
-    """Computes the digests of files, in parallel over their blocks, of which the `known` ones are not read again.
+    """Computes the digests of files, in parallel over their blocks; the `known` ones are not read again.
 
     Raises: OSError if a file cannot be read.
     """
@@ -163,11 +163,11 @@ def check_directory(directory: Path, *, expected: str | None = None, fix: str) -
     if expected not in (None, checksum):
         raise DamagedError(f"{FILE} is damaged: it is of other files", where=str(directory / FILE), fix=fix)
     if damage := find_damage(directory, digests):
-        raise damaged(directory, damage, fix)
+        raise damage_error(directory, damage, fix)
     return True
 
 
-def damaged(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedError:
+def damage_error(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedError:
     """Builds the error for the files that `find_damage` reports."""
     first, *further = sorted(damage)
     summary = (

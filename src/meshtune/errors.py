@@ -69,7 +69,7 @@ def _rebuild(error_type: type[UserError], what: str, where: str | None, fix: str
     return error_type(what, where=where, fix=fix)
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
+def amount(count: int, noun: str, plural: str | None = None) -> str:
     """'1 row', '2,048 rows': a number with its noun, given in the singular."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
@@ -78,7 +78,7 @@ PROJECT = "."  # what pip installs, from the folder of Meshtune's source; "mesht
 
 
 def pip_install(extra: str) -> str:
-    """What to type for the packages of an extra of pyproject.toml."""
+    """The command that installs the packages of an extra of pyproject.toml."""
     return f"in the folder of Meshtune's source: pip install '{PROJECT}[{extra}]'"
 
 

@@ -28,10 +28,10 @@ class Translatable(str):
         return (self.template,), self.values
 
 
-def listed(parts: Iterable[str]) -> str:
+def join_parts(parts: Iterable[str]) -> str:
     """Parts with a comma after each but the last; "" for none."""
-    *others, text = list(parts) or [""]
-    for part in reversed(others):
+    *earlier, text = list(parts) or [""]
+    for part in reversed(earlier):
         text = Translatable("{first}, {rest}", first=part, rest=text)
     return text
 

@@ -85,13 +85,13 @@ def case(options: dict[str, Any], format: str | None, axes: dict[str, int] | Non
     def laid(path: str, leaf: Any, form: Any) -> Any:
         return jax.device_put(leaf, None if layout is None else shardings({path: form}, layout)[path])
 
-    def kept(path: str) -> Any:
+    def base_leaf(path: str) -> Any:
         form = forms[path]
         if isinstance(form, QuantisedWeight):
             return QuantisedWeight.quantise(jnp.asarray(plain[path]), form.config)
         return plain[path]
 
-    params = unflatten({path: laid(path, kept(path), forms[path]) for path in plain})
+    params = unflatten({path: laid(path, base_leaf(path), forms[path]) for path in plain})
     sizes: dict[str, Any] = {}
     if config.loftq_calibration:
         nodes = [path.rpartition("/") for path in flatten(arrays.trainable)]
@@ -101,9 +101,9 @@ def case(options: dict[str, Any], format: str | None, axes: dict[str, int] | Non
     original = functools.cache(
         lambda path: Original(laid(path, plain[path], specs[path]), sizes.get(path.removesuffix("/weight")))
     )
-    made = prepare(config, arrays.spec, params, jax.random.key(1), layout=layout, original=original)
-    starts = norms((made.trainable, made.frozen))
-    leaves, tree = jax.tree.flatten(made.trainable)
+    prepared = prepare(config, arrays.spec, params, jax.random.key(1), layout=layout, original=original)
+    starts = norms((prepared.trainable, prepared.frozen))
+    leaves, tree = jax.tree.flatten(prepared.trainable)
     moved = [np.asarray(x) + 0.05 * rng.standard_normal(x.shape).astype(np.float32) for x in leaves]
     trainable = jax.tree.unflatten(tree, moved)
     if layout is not None:
@@ -113,10 +113,10 @@ def case(options: dict[str, Any], format: str | None, axes: dict[str, int] | Non
     key = jax.random.key(5) if options.get("dropout") else None
 
     def loss(trainable: Any, frozen: Any, batch: Any) -> Any:
-        score = OBJECTIVES["sft"](merge(trainable, frozen), made.spec, compute, batch, key)
+        score = OBJECTIVES["sft"](merge(trainable, frozen), prepared.spec, compute, batch, key)
         return score.loss / score.weight
 
-    value, gradient = jax.jit(jax.value_and_grad(loss))(trainable, made.frozen, place_batch(batch(), layout))
+    value, gradient = jax.jit(jax.value_and_grad(loss))(trainable, prepared.frozen, place_batch(batch(), layout))
     return {"starts": starts, "loss": float(value), "norms": norms(gradient)}
 
 

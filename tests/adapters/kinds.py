@@ -34,21 +34,21 @@ KINDS: dict[str, tuple[dict[str, Any], Any, float]] = {
 EVERYWHERE = ("all-linear", "lm_head")
 
 
-def config_of(kind: str, **more: Any) -> LoraConfig:
+def config_of(kind: str, **fields: Any) -> LoraConfig:
     """The kind's config here."""
-    return LoraConfig(adapter=kind, **KINDS[kind][0] | more)
+    return LoraConfig(adapter=kind, **KINDS[kind][0] | fields)
 
 
-def moved(made: PreparedModel, size: float, seed: int = 7) -> PreparedModel:
-    """As if training had moved what is trained."""
-    leaves, structure = jax.tree.flatten(made.trainable)
+def move_model(prepared: PreparedModel, size: float, seed: int = 7) -> PreparedModel:
+    """Moves every trained array, as training would."""
+    leaves, structure = jax.tree.flatten(prepared.trainable)
     rng = np.random.default_rng(seed)
     trainable: Tree = structure.unflatten([x + size * rng.standard_normal(x.shape).astype(x.dtype) for x in leaves])
-    return PreparedModel(made.spec, trainable, made.frozen)
+    return PreparedModel(prepared.spec, trainable, prepared.frozen)
 
 
 def in_peft(model: Any, where: pathlib.Path, trainable: bool = False) -> Any:
-    """The adapter in peft. Missing or unexpected tensors, of which peft only warns, are failures."""
+    """The adapter in peft. Missing or unexpected tensors, which peft only warns of, are failures."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*(missing|unexpected|Unexpected|not found|slightly changed).*")
@@ -59,12 +59,12 @@ def made_by_peft(model: Any, config: Any, where: pathlib.Path, size: float) -> n
     """The logits of an adapter that peft makes, as if it had been trained, and saves at `where`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = peft.get_peft_model(model, config)
+        peft_model = peft.get_peft_model(model, config)
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in peft_model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * size)
-            expected = made.eval()(torch.from_numpy(TOKENS).long()).logits.numpy()
-        made.save_pretrained(str(where))
+            expected = peft_model.eval()(torch.from_numpy(TOKENS).long()).logits.numpy()
+        peft_model.save_pretrained(str(where))
     return expected

@@ -1,4 +1,4 @@
-"""Updates from special starts on simulated devices, as JSON: test_starts_on_meshes runs it in a process of its own."""
+"""Updates from special starts on simulated devices, as JSON: test_starts_on_meshes runs it in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten
 from meshtune.families import model_spec, tensors
-from meshtune.families.expansion import grouped
+from meshtune.families.expansion import group_layers
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch
@@ -45,7 +45,7 @@ NF4 = QuantizeConfig("nf4", 32)
 UPDATES = 3
 
 
-def written(where: pathlib.Path) -> pathlib.Path:
+def write_model(where: pathlib.Path) -> pathlib.Path:
     """A random model."""
     flat = flatten(init_params(SPEC, jax.random.key(0)))
     where.mkdir()
@@ -64,10 +64,10 @@ def adapter(where: pathlib.Path) -> pathlib.Path:
         ranks=(("model.layers.1.self_attn.q_proj", 8),),
         token_rows=(90, 91, 95),
     )
-    made = prepare(config, SPEC, init_params(SPEC, jax.random.key(0)), jax.random.key(1))
-    leaves, tree = jax.tree.flatten(made.trainable)
+    prepared = prepare(config, SPEC, init_params(SPEC, jax.random.key(0)), jax.random.key(1))
+    leaves, tree = jax.tree.flatten(prepared.trainable)
     moved = [leaf + 0.05 * jax.random.normal(jax.random.key(n), leaf.shape) for n, leaf in enumerate(leaves)]
-    return save_adapter(where, jax.tree.unflatten(tree, moved), made.spec, config, BaseRecord("base", "sha256:0"))
+    return save_adapter(where, jax.tree.unflatten(tree, moved), prepared.spec, config, BaseRecord("base", "sha256:0"))
 
 
 def batch() -> dict[str, np.ndarray]:
@@ -88,7 +88,7 @@ def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, in
     spec, method = SPEC, resumed_config(start, SPEC, LoraConfig())
     ratio = 4.0
     if kind == "llama_pro":
-        spec, method, ratio = grouped(SPEC, 2), ExpandConfig(blocks=2), None
+        spec, method, ratio = group_layers(SPEC, 2), ExpandConfig(blocks=2), None
     plan = abstract(method, spec, "float32", NF4)
     layout = None
     if axes is not None:
@@ -96,31 +96,31 @@ def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, in
         layout = layout_for(make_mesh(MeshConfig(**axes), devices), plan.spec)[0]
     params = load_params(model, plan.spec, layout=layout, quantize=NF4, plain=flatten(plan.trainable))
     if kind == "llama_pro":
-        made = prepare(method, plan.spec, params, jax.random.key(0), "float32", layout)
+        prepared = prepare(method, plan.spec, params, jax.random.key(0), "float32", layout)
     else:
-        made = resume_adapter(start, plan, plan.spec, params, layout)
+        prepared = resume_adapter(start, plan, plan.spec, params, layout)
     config = OptimizerConfig("adamw", 5e-3, "constant", lora_plus_ratio=ratio)
     optimizer, _ = make_optimizer(config, UPDATES, plan.trainable, plan.spec)
     like = None if layout is None else abstract_state(plan.trainable, optimizer, layout)
-    state = init_state(made.trainable, optimizer, like)
+    state = init_state(prepared.trainable, optimizer, like)
     compute = Compute(loss_chunk=16, layout=layout)
     objective = STAGES["sft"].make(STAGES["sft"].config())
     step = make_train_step(objective, plan.spec, compute, optimizer, max_grad_norm=1.0, abstract=plan.trainable)
     placed, losses = place_batch(batch(), layout), []
     for _ in range(UPDATES):
-        state, metrics = step(state, made.frozen, placed, jnp.int32(0))
+        state, metrics = step(state, prepared.frozen, placed, jnp.int32(0))
         losses.append(float(metrics["loss"]))
     if isinstance(method, LoraConfig) and "verified" in sys.argv:
-        done = PreparedModel(plan.spec, state.trainable, made.frozen)
+        done = PreparedModel(plan.spec, state.trainable, prepared.frozen)
         export_adapter(out, done, method, BaseRecord("base", "sha256:0"), compute)
     return {"losses": losses, "sums": [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(state.trainable)]}
 
 
 if __name__ == "__main__":
     folder = pathlib.Path(tempfile.mkdtemp())
-    model, start = written(folder / "model"), adapter(folder / "adapter")
-    found = {}
+    model, start = write_model(folder / "model"), adapter(folder / "adapter")
+    results = {}
     for kind in sys.argv[1].split(","):
         meshes = [None, *json.loads(sys.argv[2])]
-        found[kind] = [case(kind, model, start, axes, folder / f"{kind}-{n}") for n, axes in enumerate(meshes)]
-    json.dump(found, sys.stdout)
+        results[kind] = [case(kind, model, start, axes, folder / f"{kind}-{n}") for n, axes in enumerate(meshes)]
+    json.dump(results, sys.stdout)

@@ -29,35 +29,35 @@ def among(**roles):
     }
 
 
-def chosen(targets, modules):
+def target_names(targets, modules):
     return [name.rpartition(".")[2] for name in adapter_targets(LoraConfig(targets=targets), modules)]
 
 
 def test_all_linear_is_every_matrix_and_nothing_else():
     modules = among(norm="vector", embed="table", lm_head="head", gate="router", conv1d="conv", up_proj="matrix")
-    assert chosen("all-linear", modules) == ["q_proj", "up_proj"]
+    assert target_names("all-linear", modules) == ["q_proj", "up_proj"]
 
 
 def test_a_head_is_adapted_where_it_is_named():
-    assert chosen(("lm_head", "q_proj"), among(lm_head="head")) == ["q_proj", "lm_head"]
+    assert target_names(("lm_head", "q_proj"), among(lm_head="head")) == ["q_proj", "lm_head"]
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "experts")])
 def test_experts_are_never_left_out(targets):
-    assert chosen(targets, among(experts="experts")) == ["q_proj", "experts"]
-    assert chosen("q_proj", among(experts="experts")) == ["q_proj"]
+    assert target_names(targets, among(experts="experts")) == ["q_proj", "experts"]
+    assert target_names("q_proj", among(experts="experts")) == ["q_proj"]
 
 
 @pytest.mark.parametrize("role", ["router", "conv", "vector", "table"])
 def test_what_is_no_linear_layer_is_refused_where_it_is_named(role):
     with pytest.raises(UserError, match="'it' is not a linear layer"):
-        chosen("it", among(it=role))
+        target_names("it", among(it=role))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "it"])
 def test_an_unknown_role_is_refused_by_name(targets):
     with pytest.raises(UserError, match=r"(?s)lora has no rule for arrays of role 'hologram'.*layers/0.0/it/weight"):
-        chosen(targets, among(it="hologram"))
+        target_names(targets, among(it="hologram"))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind != "loftq"])

@@ -11,11 +11,11 @@ import numpy as np
 import peft
 import pytest
 import torch
-from twins import TOKENS, moved, our_logits, trained_logits
+from twins import TOKENS, move_weights, our_logits, trained_logits
 
 from baichuan_in_torch import SEVEN, Baichuan
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.arrays.tree import flatten, unflatten
@@ -23,7 +23,7 @@ from meshtune.errors import UserError
 from meshtune.families import model_spec, tensors
 from meshtune.model.spec import abstract_params
 
-EVERY = ["W_pack", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_LINEAR = ["W_pack", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def base():
@@ -46,7 +46,7 @@ def torch_logits(model) -> np.ndarray:
 def test_an_adapter_of_peft_has_the_same_logits_here_and_back(tmp_path: pathlib.Path):
     """1e-4: float32 sums in two orders."""
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=EVERY, modules_to_save=["lm_head"]
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=ALL_LINEAR, modules_to_save=["lm_head"]
     )
     model = peft.get_peft_model(Baichuan(SEVEN), config)
     torch.manual_seed(1)
@@ -65,7 +65,7 @@ def test_an_adapter_of_peft_has_the_same_logits_here_and_back(tmp_path: pathlib.
     save_adapter(tmp_path / "ours", loaded.trainable, loaded.spec, loaded.config, loaded.base)
     again = peft.PeftModel.from_pretrained(Baichuan(SEVEN), str(tmp_path / "ours")).eval()
     np.testing.assert_allclose(torch_logits(again), expected, atol=1e-4)
-    np.testing.assert_allclose(our_logits(merged(params), new), expected, atol=1e-4)
+    np.testing.assert_allclose(our_logits(merge_adapters(params), new), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "oft"))])
@@ -75,13 +75,13 @@ def test_every_linear_layer_is_what_peft_makes_of_it(tmp_path: pathlib.Path, kin
     method = LoraConfig(rank=4, targets="all-linear", adapter=kind)
     if kind == "oft":
         method = LoraConfig(oft_block_size=8, targets="all-linear", adapter=kind)
-    made = prepare(method, spec, params, jax.random.key(0))
-    assert {path.split("/")[-2] for path in flatten(made.trainable)} == {"qkv", "o", "gate", "up", "down"}
-    made = dataclasses.replace(made, trainable=moved(made.trainable))
-    expected = trained_logits(made)
-    save_adapter(tmp_path / "ours", made.trainable, made.spec, method, BaseRecord("base"))
-    there = peft.PeftModel.from_pretrained(Baichuan(SEVEN), str(tmp_path / "ours")).eval()
-    np.testing.assert_allclose(torch_logits(there), expected, atol=1e-4)
+    prepared = prepare(method, spec, params, jax.random.key(0))
+    assert {path.split("/")[-2] for path in flatten(prepared.trainable)} == {"qkv", "o", "gate", "up", "down"}
+    prepared = dataclasses.replace(prepared, trainable=move_weights(prepared.trainable))
+    expected = trained_logits(prepared)
+    save_adapter(tmp_path / "ours", prepared.trainable, prepared.spec, method, BaseRecord("base"))
+    peft_model = peft.PeftModel.from_pretrained(Baichuan(SEVEN), str(tmp_path / "ours")).eval()
+    np.testing.assert_allclose(torch_logits(peft_model), expected, atol=1e-4)
 
 
 def test_a_head_of_normalised_rows_has_no_adapter():

@@ -16,7 +16,7 @@ import peft
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from twins import base, moved, our_logits, torch_logits
+from twins import base, move_weights, our_logits, torch_logits
 from typer.testing import CliRunner
 
 from meshtune.adapters.combine import combine
@@ -35,16 +35,18 @@ WIDER = LoraConfig(rank=6, alpha=3, targets=("q_proj", "up_proj"))
 WEIGHTS = [0.7, -0.4]
 
 
-def written(where: pathlib.Path, config: LoraConfig, seed: int, record: str = "sha256:aa") -> pathlib.Path:
-    made = prepare(config, *base("llama3"), jax.random.key(seed))
-    return save_adapter(where, moved(made.trainable, seed), made.spec, config, BaseRecord("org/base", record))
+def write_adapter(where: pathlib.Path, config: LoraConfig, seed: int, record: str = "sha256:aa") -> pathlib.Path:
+    prepared = prepare(config, *base("llama3"), jax.random.key(seed))
+    return save_adapter(
+        where, move_weights(prepared.trainable, seed), prepared.spec, config, BaseRecord("org/base", record)
+    )
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     where = tmp_path_factory.mktemp("adapters")
     configs = {"first": FIRST, "second": SECOND, "wider": WIDER}
-    return {name: written(where / name, config, seed) for seed, (name, config) in enumerate(configs.items())}
+    return {name: write_adapter(where / name, config, seed) for seed, (name, config) in enumerate(configs.items())}
 
 
 def pefts(first: pathlib.Path, second: pathlib.Path, method: str, **options) -> tuple[dict[str, np.ndarray], object]:
@@ -73,7 +75,7 @@ def updates_of(adapter: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("method", "other", "options"),
+    ("method", "second_name", "options"),
     [
         ("linear", "second", {}),
         ("cat", "wider", {}),
@@ -86,18 +88,18 @@ def updates_of(adapter: pathlib.Path) -> dict[str, np.ndarray]:
         pytest.param("dare_linear", "second", {"density": 1.0}, marks=pytest.mark.slow),
     ],
 )
-def test_a_combination_is_pefts(method, other, options, adapters, tmp_path):
+def test_a_combination_is_pefts(method, second_name, options, adapters, tmp_path):
     # peft keeps use_rslora of the first adapter alone, and none of ours has the first's: its scale is then 1, as ours.
-    first, second = adapters["first"], adapters[other]
+    first, second = adapters["first"], adapters[second_name]
     names: dict[str, str] = {"rank": "svd_rank", "majority": "majority_sign_method"}
     expected, model = pefts(first, second, method, **{names.get(key, key): value for key, value in options.items()})
     done = combine([first, second], tmp_path / "both", WEIGHTS, method, **options)
-    found = updates_of(tmp_path / "both")
-    assert found.keys() == expected.keys()
-    assert done.modules == len(found)
+    actual = updates_of(tmp_path / "both")
+    assert actual.keys() == expected.keys()
+    assert done.modules == len(actual)
     for name, update in expected.items():
         assert np.abs(update).max() > 1e-3
-        np.testing.assert_allclose(found[name], update, atol=2e-5, rtol=0, err_msg=name)
+        np.testing.assert_allclose(actual[name], update, atol=2e-5, rtol=0, err_msg=name)
     spec, params = base("llama3")
     spec, params = attach(params, spec, load_adapter(tmp_path / "both", spec))
     assert np.abs(our_logits(params, spec) - torch_logits(model)).max() < 1e-3
@@ -107,23 +109,23 @@ def test_a_combination_is_pefts(method, other, options, adapters, tmp_path):
 
 def test_dare_keeps_the_expected_update(adapters, tmp_path):
     """The mean over 300 seeds of what dare keeps is the sum: within five standard errors of each number."""
-    from meshtune.adapters.weighted import Factors, weighted
+    from meshtune.adapters.weighted import Factors, combine_factors
 
     rng = np.random.default_rng(0)
     parts = [Factors(rng.normal(size=(2, 5)), rng.normal(size=(4, 2)), 1.0) for _ in range(2)]
-    every = [
-        weighted(parts, [0.5, 0.5], "dare_linear", 2, density=0.4, draw=np.random.default_rng(seed))[0]
+    samples = [
+        combine_factors(parts, [0.5, 0.5], "dare_linear", 2, density=0.4, draw=np.random.default_rng(seed))[0]
         for seed in range(300)
     ]
-    whole = weighted(parts, [0.5, 0.5], "linear", 2)[0]
-    error = np.std(every, axis=0) / np.sqrt(len(every))
-    assert (np.abs(np.mean(every, axis=0) - whole) < 5 * error).all()
+    undropped = combine_factors(parts, [0.5, 0.5], "linear", 2)[0]
+    error = np.std(samples, axis=0) / np.sqrt(len(samples))
+    assert (np.abs(np.mean(samples, axis=0) - undropped) < 5 * error).all()
 
 
 def test_the_result_records_what_it_came_from(adapters, tmp_path):
-    given = [str(adapters["first"]), str(adapters["wider"])]
+    paths = [str(adapters["first"]), str(adapters["wider"])]
     ran = CliRunner().invoke(
-        app, ["adapters", "combine", *given, "--weights", "0.5,2", "--method", "cat", "--to", str(tmp_path / "c")]
+        app, ["adapters", "combine", *paths, "--weights", "0.5,2", "--method", "cat", "--to", str(tmp_path / "c")]
     )
     assert ran.exit_code == 0, ran.output
     assert "rank 10" in ran.output
@@ -131,10 +133,10 @@ def test_the_result_records_what_it_came_from(adapters, tmp_path):
         record = json.loads(file.metadata()["meshtune"])
     assert record["base"] == {"path": "org/base", "hash": "sha256:aa"}
     assert record["combined"]["method"] == "cat"
-    assert [(one["path"], one["weight"]) for one in record["combined"]["of"]] == list(
-        zip(given, [0.5, 2.0], strict=True)
+    assert [(part["path"], part["weight"]) for part in record["combined"]["of"]] == list(
+        zip(paths, [0.5, 2.0], strict=True)
     )
-    assert all(one["hash"].startswith("sha256:") for one in record["combined"]["of"])
+    assert all(part["hash"].startswith("sha256:") for part in record["combined"]["of"])
 
 
 def test_a_damaged_adapter_is_not_combined_and_the_result_has_digests(adapters, tmp_path):
@@ -165,10 +167,10 @@ def test_what_cannot_be_combined_is_refused(adapters, tmp_path):
         combine([first, second], to, WEIGHTS, "cat", density=0.5)
     with pytest.raises(UserError, match="would replace one of the adapters"):
         combine([first, second], first, WEIGHTS)
-    other = written(tmp_path / "other", FIRST, 9, "sha256:bb")
+    of_another_base = write_adapter(tmp_path / "other", FIRST, 9, "sha256:bb")
     with pytest.raises(UserError, match=r"different bases: org/base \(sha256:aa\) and org/base \(sha256:bb\)"):
-        combine([first, other], to, WEIGHTS)
-    combine([first, other], to, WEIGHTS, any_base=True)
-    full = written(tmp_path / "full", LoraConfig(rank=4, targets=("q_proj",), train_modules=("norm",)), 3)
+        combine([first, of_another_base], to, WEIGHTS)
+    combine([first, of_another_base], to, WEIGHTS, any_base=True)
+    full = write_adapter(tmp_path / "full", LoraConfig(rank=4, targets=("q_proj",), train_modules=("norm",)), 3)
     with pytest.raises(UserError, match=r"model\.norm\.weight.*trained in full"):
         combine([first, full], tmp_path / "y", WEIGHTS)

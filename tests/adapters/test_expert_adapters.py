@@ -1,4 +1,4 @@
-"""Adapters on experts: what is targeted, and the same logits in peft and here, whoever wrote them."""
+"""Adapters on experts: their targets, and the same logits in peft and here, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import peft
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from twins import in_peft, moved, our_logits, torch_logits, trained_logits
+from twins import in_peft, move_weights, our_logits, torch_logits, trained_logits
 
 from families.case import directory, torch_model
 from families.cases import BY_NAME
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import PreparedModel, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.arrays.tree import flatten, merge, unflatten
@@ -34,14 +34,14 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASE = BaseRecord("some/base", "sha256:0")
 
 
-def loaded(name):
+def load_case(name):
     spec, _ = load_spec(directory(CASES[name]))
     return spec, load_params(directory(CASES[name]), spec)
 
 
-def tuned(name, config):
-    made = prepare(config, *loaded(name), jax.random.key(0))
-    return PreparedModel(made.spec, moved(made.trainable), made.frozen)
+def tuned_model(name, config):
+    prepared = prepare(config, *load_case(name), jax.random.key(0))
+    return PreparedModel(prepared.spec, move_weights(prepared.trainable), prepared.frozen)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,15 @@ def tuned(name, config):
 )
 def test_our_adapters_have_the_same_logits_in_peft(targets, tmp_path):
     model = torch_model(SPARSE)
-    made = tuned("qwen3_moe", LoraConfig(rank=4, alpha=6, targets=targets))
-    expected = trained_logits(made)
+    prepared = tuned_model("qwen3_moe", LoraConfig(rank=4, alpha=6, targets=targets))
+    expected = trained_logits(prepared)
     assert np.abs(expected - torch_logits(model)).max() > 0.05
-    save_adapter(tmp_path / "adapter", made.trainable, made.spec, LoraConfig(rank=4, alpha=6, targets=targets), BASE)
+    save_adapter(
+        tmp_path / "adapter", prepared.trainable, prepared.spec, LoraConfig(rank=4, alpha=6, targets=targets), BASE
+    )
     assert np.abs(torch_logits(in_peft(model, tmp_path / "adapter")) - expected).max() < 1e-4
-    again = load_adapter(tmp_path / "adapter", loaded("qwen3_moe")[0])
-    for path, leaf in flatten(made.trainable).items():
+    again = load_adapter(tmp_path / "adapter", load_case("qwen3_moe")[0])
+    for path, leaf in flatten(prepared.trainable).items():
         np.testing.assert_array_equal(flatten(again.trainable)[path].a, leaf.a, err_msg=path)
         np.testing.assert_array_equal(flatten(again.trainable)[path].b, leaf.b, err_msg=path)
         assert flatten(again.trainable)[path].scale == pytest.approx(leaf.scale)
@@ -76,7 +78,7 @@ def of_peft(folder, name="qwen3_moe", parameters=("mlp.experts.gate_up_proj", "m
 
 
 def logits_with(name, folder):
-    spec, params = loaded(name)
+    spec, params = load_case(name)
     spec, params = attach(params, spec, load_adapter(folder, spec))
     return our_logits(params, spec)
 
@@ -86,14 +88,14 @@ def logits_with(name, folder):
 def test_our_adapters_on_transposed_experts_have_the_same_logits_in_peft(name, targets, tmp_path):
     """gpt-oss has the gate and up in turn, and says that it is transposed; Llama 4 does not say it."""
     config = LoraConfig(rank=4, alpha=6, targets=targets)
-    made = tuned(name, config)
-    expected = trained_logits(made)
+    prepared = tuned_model(name, config)
+    expected = trained_logits(prepared)
     model = torch_model(CASES[name])
     assert np.abs(expected - torch_logits(model)).max() > 0.05
-    save_adapter(tmp_path / "adapter", made.trainable, made.spec, config, BASE)
+    save_adapter(tmp_path / "adapter", prepared.trainable, prepared.spec, config, BASE)
     assert np.abs(torch_logits(in_peft(model, tmp_path / "adapter")) - expected).max() < 1e-4
-    again = flatten(load_adapter(tmp_path / "adapter", loaded(name)[0]).trainable)
-    for path, leaf in flatten(made.trainable).items():
+    again = flatten(load_adapter(tmp_path / "adapter", load_case(name)[0]).trainable)
+    for path, leaf in flatten(prepared.trainable).items():
         np.testing.assert_array_equal(again[path].a, leaf.a, err_msg=path)
         np.testing.assert_array_equal(again[path].b, leaf.b, err_msg=path)
 
@@ -114,10 +116,10 @@ def test_one_parameter_alone_is_told_by_target_parameters(parameter, tmp_path):
 def exchange(tensors, experts):
     """Makes each product's factors those of the transposed one."""
     for name in [name for name in tensors if "experts" in name and "lora_A" in name]:
-        other = name.replace("lora_A", "lora_B")
-        a, b = tensors[name].reshape(experts, 3, -1), tensors[other].reshape(-1, 3, experts)
+        partner = name.replace("lora_A", "lora_B")
+        a, b = tensors[name].reshape(experts, 3, -1), tensors[partner].reshape(-1, 3, experts)
         tensors[name] = np.ascontiguousarray(b.transpose(2, 1, 0)).reshape(experts * 3, -1)
-        tensors[other] = np.ascontiguousarray(a.transpose(2, 1, 0)).reshape(-1, 3 * experts)
+        tensors[partner] = np.ascontiguousarray(a.transpose(2, 1, 0)).reshape(-1, 3 * experts)
 
 
 def test_factors_of_an_old_peft_are_exchanged(tmp_path):
@@ -143,7 +145,7 @@ def test_the_version_of_peft_tells_square_factors(tmp_path, monkeypatch):
     assert np.abs(logits_with("square", folder) - expected).max() < 1e-4
     (folder / "adapter_config.json").write_text(json.dumps(config | {"peft_version": None}))
     with pytest.raises(UserError, match="nothing says which of them is which"):
-        load_adapter(folder, loaded("square")[0])
+        load_adapter(folder, load_case("square")[0])
 
 
 def test_an_adapter_for_each_expert_is_read(tmp_path):
@@ -164,35 +166,38 @@ def test_an_adapter_for_each_expert_is_read(tmp_path):
     del tensors["base_model.model.model.layers.2.mlp.experts.5.up_proj.lora_B.weight"]
     save_file(tensors, tmp_path / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="expert 5 has no lora_B"):
-        load_adapter(tmp_path, loaded("qwen3_moe")[0])
+        load_adapter(tmp_path, load_case("qwen3_moe")[0])
 
 
 def test_merging_gives_the_logits_of_the_adapters():
-    made = tuned("qwen3_moe", LoraConfig(rank=4, targets=("experts",)))
-    expected = trained_logits(made)
-    assert np.abs(our_logits(merged(merge(made.trainable, made.frozen)), made.spec) - expected).max() < 1e-4
+    prepared = tuned_model("qwen3_moe", LoraConfig(rank=4, targets=("experts",)))
+    expected = trained_logits(prepared)
+    assert (
+        np.abs(our_logits(merge_adapters(merge(prepared.trainable, prepared.frozen)), prepared.spec) - expected).max()
+        < 1e-4
+    )
 
 
 def test_quantised_experts_are_those_of_their_numbers():
     """Every adapter gets a gradient."""
     spec, _ = load_spec(directory(SPARSE))
     params = load_params(directory(SPARSE), spec, quantize=QuantizeConfig("nf4", block_size=8))
-    made = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
-    experts = {path: leaf for path, leaf in flatten(made.frozen).items() if "/experts/" in path}
+    prepared = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
+    experts = {path: leaf for path, leaf in flatten(prepared.frozen).items() if "/experts/" in path}
     assert experts
     assert all(isinstance(leaf, QuantisedWeight) for leaf in experts.values())
     wide = {
         path: leaf.dequantise("float32") if isinstance(leaf, QuantisedWeight) else leaf
-        for path, leaf in flatten(made.frozen).items()
+        for path, leaf in flatten(prepared.frozen).items()
     }
     tokens = jnp.arange(24).reshape(2, 12) % 97
     rows = Inputs(tokens, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
 
     def total(trainable, frozen):
-        return jnp.sum(forward(merge(trainable, frozen), made.spec, Compute(), rows).hidden ** 2)
+        return jnp.sum(forward(merge(trainable, frozen), prepared.spec, Compute(), rows).hidden ** 2)
 
-    trainable = moved(made.trainable)
-    ours, gradient = jax.value_and_grad(total)(trainable, made.frozen)
+    trainable = move_weights(prepared.trainable)
+    ours, gradient = jax.value_and_grad(total)(trainable, prepared.frozen)
     assert float(ours) == pytest.approx(float(total(trainable, unflatten(wide))), rel=1e-5)
     for path, adapter in flatten(gradient).items():
         assert float(jnp.abs(adapter.b).max()) > 0, path
@@ -200,7 +205,7 @@ def test_quantised_experts_are_those_of_their_numbers():
 
 
 def test_all_linear_has_the_routed_experts_and_not_the_router():
-    sites = {path.split("/", 2)[2] for path in flatten(abstract(LoraConfig(), loaded("qwen2_moe")[0]).trainable)}
+    sites = {path.split("/", 2)[2] for path in flatten(abstract(LoraConfig(), load_case("qwen2_moe")[0]).trainable)}
     attention = {f"attn/{name}/adapter" for name in "qkvo"}
     networks = {f"mlp/{kind}/{name}/adapter" for kind in ("experts", "shared") for name in ("gate", "up", "down")}
     assert sites == attention | networks
@@ -217,5 +222,5 @@ def test_all_linear_has_the_routed_experts_and_not_the_router():
 )
 def test_targets_that_cannot_be_are_errors(config, message, fix):
     with pytest.raises(UserError, match=message) as raised:
-        abstract(config, loaded("qwen2_moe")[0])
+        abstract(config, load_case("qwen2_moe")[0])
     assert fix in raised.value.fix

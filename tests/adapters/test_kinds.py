@@ -16,13 +16,13 @@ import peft
 import pytest
 import safetensors
 import torch
-from kinds import EVERYWHERE, KINDS, config_of, in_peft, made_by_peft, moved
+from kinds import EVERYWHERE, KINDS, config_of, in_peft, made_by_peft, move_model
 from peft.tuners.vera.model import _kaiming_init
 from safetensors.numpy import save_file
 from twins import COMPUTE, TOKENS, base, forward, our_logits, torch_logits, trained_logits
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import SHARED, PreparedModel, abstract, prepare
 from meshtune.adapters.peft_config import read_config
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
@@ -41,8 +41,8 @@ from tiny_models import torch_model
 BASE = BaseRecord("some/base", "sha256:0")
 
 
-def prepared(kind: str, name: str = "llama_bias", **more) -> PreparedModel:
-    return prepare(config_of(kind, **more), *base(name), jax.random.key(3))
+def prepare_kind(kind: str, name: str = "llama_bias", **fields) -> PreparedModel:
+    return prepare(config_of(kind, **fields), *base(name), jax.random.key(3))
 
 
 def fast(*quick: str) -> list:
@@ -52,11 +52,11 @@ def fast(*quick: str) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_beside_a_real_model_passes_its_own_check(kind: str, smollm2, tmp_path: pathlib.Path):
-    """Logits of SmolLM2 on random tokens magnify rounding; a defect of what is written they magnify more: numbers that
-    are a tenth too large fail the check."""
+    """Logits of SmolLM2 on random tokens magnify rounding; they magnify a defect of the written files more: numbers
+    that are a tenth too large fail the check."""
     spec, _ = load_spec(smollm2)
     config = config_of(kind)
-    model = moved(prepare(config, spec, load_params(smollm2, spec), jax.random.key(3)), KINDS[kind][2])
+    model = move_model(prepare(config, spec, load_params(smollm2, spec), jax.random.key(3)), KINDS[kind][2])
     path = export_adapter(tmp_path / "adapter", model, config, BASE)
     with safetensors.safe_open(path / "adapter_model.safetensors", "np") as file:
         tensors = {name: 1.1 * file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -69,14 +69,14 @@ def test_what_is_written_beside_a_real_model_passes_its_own_check(kind: str, smo
 @pytest.mark.parametrize("kind", fast("dora", "vera"))
 def test_a_kind_is_pefts_forward_backward_on_disk_and_merged(kind: str, tmp_path: pathlib.Path):
     config = config_of(kind, targets=EVERYWHERE)
-    made = prepared(kind, targets=EVERYWHERE)
+    adapted_model = prepare_kind(kind, targets=EVERYWHERE)
     plain = torch_logits(torch_model("llama_bias"))
-    assert np.abs(trained_logits(made) - plain).max() < 1e-4  # before training the model is the base
-    made = moved(made, KINDS[kind][2])
-    expected = trained_logits(made)
+    assert np.abs(trained_logits(adapted_model) - plain).max() < 1e-4  # before training the model is the base
+    adapted_model = move_model(adapted_model, KINDS[kind][2])
+    expected = trained_logits(adapted_model)
     assert np.abs(expected - plain).max() > 0.1  # the adapter does something
 
-    saved = export_adapter(tmp_path / "adapter", made, config, BASE)  # read again, and compared
+    saved = export_adapter(tmp_path / "adapter", adapted_model, config, BASE)  # read again, and compared
     theirs = in_peft(torch_model("llama_bias"), saved, trainable=True)
     # PEFT's own form of PiSSA: two decompositions in float32, each off by rounding over the gap of singular values.
     near = 5e-4 if kind == "pissa" else 1e-4
@@ -86,23 +86,25 @@ def test_a_kind_is_pefts_forward_backward_on_disk_and_merged(kind: str, tmp_path
     theirs(tokens, labels=tokens).loss.backward()
 
     def loss(trainable):
-        z = forward(merge(trainable, made.frozen), made.spec, COMPUTE, TOKENS)
+        z = forward(merge(trainable, adapted_model.frozen), adapted_model.spec, COMPUTE, TOKENS)
         return -jnp.take_along_axis(jax.nn.log_softmax(z[:, :-1]), TOKENS[:, 1:, None], -1).mean()
 
-    written = collect(jax.jit(jax.grad(loss))(made.trainable), made.spec, config, made.frozen.get(SHARED))
+    written = collect(
+        jax.jit(jax.grad(loss))(adapted_model.trainable), adapted_model.spec, config, adapted_model.frozen.get(SHARED)
+    )
     ours = {t.name: np.asarray(t.parts[0].leaf[t.parts[0].index]) for t in written.tensors}
     compared = 0
     for name, parameter in theirs.named_parameters():
         if parameter.requires_grad:
-            own = name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
+            stored_name = name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
             want = parameter.grad.numpy()
-            assert np.abs(ours[own] - want).max() < near * np.abs(want).max() + 1e-7, name
+            assert np.abs(ours[stored_name] - want).max() < near * np.abs(want).max() + 1e-7, name
             compared += 1
     assert compared == len(ours) - len(ADAPTERS[kind].PEFT_SHARED)
 
-    spec = made.spec
-    whole = merge(*(jax.tree.map(jnp.copy, tree) for tree in (made.trainable, made.frozen)))
-    assert np.abs(our_logits(merged(whole), spec) - expected).max() < 1e-4
+    spec = adapted_model.spec
+    merged_tree = merge(*(jax.tree.map(jnp.copy, tree) for tree in (adapted_model.trainable, adapted_model.frozen)))
+    assert np.abs(our_logits(merge_adapters(merged_tree), spec) - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", fast("oft", "pissa"))
@@ -121,18 +123,18 @@ def test_what_peft_writes_loads_here(kind: str, tmp_path: pathlib.Path):
     shared = loaded.frozen.get(SHARED)
     save_adapter(tmp_path / "again", loaded.trainable, loaded.spec, loaded.config, loaded.base, shared=shared)
     assert np.abs(torch_logits(in_peft(torch_model("llama3"), tmp_path / "again")) - expected).max() < near
-    assert np.abs(our_logits(merged(params), new) - expected).max() < near
+    assert np.abs(our_logits(merge_adapters(params), new) - expected).max() < near
 
 
 @pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_pissa_is_a_plain_lora_of_twice_the_rank_as_peft_converts_it(rslora: bool, tmp_path: pathlib.Path):
     """The base is unchanged. Tolerance as that of PEFT's own form."""
     config = config_of("pissa", pissa_convert=True, rslora=rslora, targets=("q_proj", "down_proj"))
-    made = moved(prepare(config, *base("llama3"), jax.random.key(0)), 0.1)
-    ours = export_adapter(tmp_path / "ours", made, config, BASE)
-    loaded = load_adapter(ours, made.spec)
+    adapted_model = move_model(prepare(config, *base("llama3"), jax.random.key(0)), 0.1)
+    ours = export_adapter(tmp_path / "ours", adapted_model, config, BASE)
+    loaded = load_adapter(ours, adapted_model.spec)
     assert (loaded.config.adapter, loaded.config.rank, loaded.config.rslora) == ("lora", 8, rslora)
-    assert np.abs(torch_logits(in_peft(torch_model("llama3"), ours)) - trained_logits(made)).max() < 1e-4
+    assert np.abs(torch_logits(in_peft(torch_model("llama3"), ours)) - trained_logits(adapted_model)).max() < 1e-4
 
     theirs = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, init_lora_weights="pissa")
     theirs.target_modules = {"q_proj", "down_proj"}
@@ -163,7 +165,7 @@ def made_scale(config: LoraConfig) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", "oft", "vera"])
 def test_over_nf4_it_is_pefts_over_the_same_numbers(kind: str, tmp_path: pathlib.Path):
-    """peft has the weights that the codes stand for: what it would make of them on a GPU with bitsandbytes."""
+    """peft has the dequantised weights, as it would make them on a GPU with bitsandbytes."""
     config = config_of(kind, targets=("q_proj", "down_proj"))
     spec, params = base("llama3")
     model, coded = torch_model("llama3"), QuantizeConfig("nf4", 8)
@@ -172,14 +174,14 @@ def test_over_nf4_it_is_pefts_over_the_same_numbers(kind: str, tmp_path: pathlib
         layers[part][name]["weight"] = quantised = QuantisedWeight.quantise(layers[part][name]["weight"], coded)
         numbers = torch.from_numpy(np.array(quantised.dequantise("float32")))
         for layer, weight in zip(model.model.layers, numbers, strict=True):
-            held = layer.self_attn.q_proj if name == "q" else layer.mlp.down_proj
-            held.weight.data = weight
-    made = prepare(config, spec, params, jax.random.key(0))
-    assert np.abs(trained_logits(made) - torch_logits(model)).max() < 1e-4
-    made = moved(made, KINDS[kind][2])
-    shared = made.frozen.get(SHARED)
-    save_adapter(tmp_path / "a", made.trainable, made.spec, config, BASE, shared=shared)
-    assert np.abs(torch_logits(in_peft(model, tmp_path / "a")) - trained_logits(made)).max() < 1e-4
+            torch_layer = layer.self_attn.q_proj if name == "q" else layer.mlp.down_proj
+            torch_layer.weight.data = weight
+    adapted_model = prepare(config, spec, params, jax.random.key(0))
+    assert np.abs(trained_logits(adapted_model) - torch_logits(model)).max() < 1e-4
+    adapted_model = move_model(adapted_model, KINDS[kind][2])
+    shared = adapted_model.frozen.get(SHARED)
+    save_adapter(tmp_path / "a", adapted_model.trainable, adapted_model.spec, config, BASE, shared=shared)
+    assert np.abs(torch_logits(in_peft(model, tmp_path / "a")) - trained_logits(adapted_model)).max() < 1e-4
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

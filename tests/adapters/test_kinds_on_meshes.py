@@ -17,7 +17,7 @@ CLOSE = 2e-4
 QUICK = ["vera"]
 
 
-def compared(names: list[str]) -> None:
+def compare_meshes(names: list[str]) -> None:
     program = pathlib.Path(adapter_mesh_cases.__file__)
     flags = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
@@ -26,18 +26,18 @@ def compared(names: list[str]) -> None:
     command = [sys.executable, str(program), json.dumps(names)]
     ran = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    for name, one, mesh in map(json.loads, ran.stdout.splitlines()):
-        assert max(one["norms"]) > 1e-3, name
-        for what, expected in one.items():
-            np.testing.assert_allclose(mesh[what], expected, rtol=CLOSE, atol=1e-6, err_msg=f"{name}: {what}")
+    for name, single, mesh in map(json.loads, ran.stdout.splitlines()):
+        assert max(single["norms"]) > 1e-3, name
+        for quantity, expected in single.items():
+            np.testing.assert_allclose(mesh[quantity], expected, rtol=CLOSE, atol=1e-6, err_msg=f"{name}: {quantity}")
 
 
 def test_a_mesh_changes_nothing():
-    compared(QUICK)
+    compare_meshes(QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in adapter_mesh_cases.CASES if name not in QUICK])
 def test_a_mesh_changes_nothing_of_any_kind(name: str):
-    compared([name])
+    compare_meshes([name])

@@ -1,4 +1,4 @@
-"""LoftQ: its turns are those of peft's loftq_init, whose own code runs on GPUs alone."""
+"""LoftQ: its turns are those of peft's loftq_init, whose own code runs on GPUs only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from meshtune.quantize.weight import QuantisedWeight
 
 def in_turns(weight: torch.Tensor, rank: int, turns: int) -> tuple[np.ndarray, np.ndarray]:
     """(the base, B A) of peft.utils.loftq_utils.loftq_init with 4 bits, step by step on the CPU."""
-    rest = weight.clone()
+    residual = weight.clone()
     for turn in range(turns):
-        codes, state = bnb.quantize_4bit(rest, quant_type="nf4", compress_statistics=False)
+        codes, state = bnb.quantize_4bit(residual, quant_type="nf4", compress_statistics=False)
         numbers = bnb.dequantize_4bit(codes, state).to(torch.float32)
         u, s, v = torch.linalg.svd(weight - numbers, full_matrices=False)
         left, right = u @ torch.sqrt(torch.diag(s)[:, :rank]), torch.sqrt(torch.diag(s)[:rank]) @ v
         if turn + 1 < turns:
-            rest = weight - left @ right
+            residual = weight - left @ right
     return numbers.numpy(), (left @ right).numpy()
 
 
@@ -46,13 +46,13 @@ def test_turns_are_pefts(turns: int):
         numbers, product = in_turns(weight, 8, turns)
         ours = np.asarray(started.weight.dequantise("float32"))[row]
         assert (np.abs(ours - numbers) > 1e-5).mean() < 0.002
-        made = np.asarray(started.adapter.delta())[row]
-        assert np.abs(made - product).max() < (1e-4 if turns == 1 else 0.02) * np.abs(product).max()
+        delta = np.asarray(started.adapter.delta())[row]
+        assert np.abs(delta - product).max() < (1e-4 if turns == 1 else 0.02) * np.abs(product).max()
 
 
 @pytest.mark.parametrize("format", ["nf4", "int4", "int8"])
 def test_every_turn_brings_the_base_nearer(format: str):
-    """With scales quantised too, and whatever alpha: what is added is scale * B A."""
+    """With scales quantised too, and whatever alpha: the product added is scale * B A."""
     weight = jax.random.normal(jax.random.key(1), (1, 64, 128))
     spec, keys = ArraySpec((1, 64, 128), "float32", ("layers", "ffn", "embed")), jax.random.split(jax.random.key(0), 1)
     quantised = QuantisedWeight.quantise(weight, QuantizeConfig(format, 32))
@@ -79,19 +79,19 @@ def test_what_is_made_up_for_is_what_large_inputs_lose(turns: int):
     quantised = QuantisedWeight.quantise(jnp.asarray(weight), QuantizeConfig("nf4", 64))
     original = Original(jnp.asarray(weight), jnp.asarray(sizes))
     started = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, original)
-    made, base = np.asarray(started.adapter.delta()), np.asarray(started.weight.dequantise("float32"), np.float64)
+    delta, base = np.asarray(started.adapter.delta()), np.asarray(started.weight.dequantise("float32"), np.float64)
     for row in range(2):
         size = sizes[row] + LEAST * sizes[row].mean(dtype=np.float64)
         u, s, v = np.linalg.svd((weight[row] - base[row]) * size, full_matrices=False)
         best = (u[:, :4] * s[:4]) @ v[:4] / size
-        assert np.abs(made[row] - best).max() < 1e-4 * np.abs(best).max()
+        assert np.abs(delta[row] - best).max() < 1e-4 * np.abs(best).max()
     a, b = np.asarray(started.adapter.a), np.asarray(started.adapter.b)
     np.testing.assert_allclose(np.linalg.norm(a, axis=2), np.linalg.norm(b, axis=1), rtol=1e-4)
     plain = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, Original(jnp.asarray(weight)))
 
-    def lost(one) -> float:
-        rest = weight - np.asarray(one.weight.dequantise("float32")) - np.asarray(one.adapter.delta())
-        return float(np.linalg.norm(rest * sizes[:, None]))
+    def lost(start) -> float:
+        residual = weight - np.asarray(start.weight.dequantise("float32")) - np.asarray(start.adapter.delta())
+        return float(np.linalg.norm(residual * sizes[:, None]))
 
     assert lost(started) < 0.8 * lost(plain)
 

@@ -12,7 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from twins import TOKENS, base, forward, moved, our_logits, trained_logits
+from twins import TOKENS, base, forward, move_weights, our_logits, trained_logits
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.kind import InitializedAdapter
@@ -35,8 +35,8 @@ def test_before_training_logits_equal_the_base_bit_for_bit(name: str, dtype: str
     compute = Compute(dtype=dtype, attention="direct")
     spec, params = base(name)
     expected = our_logits(params, spec, compute)
-    made = prepare(EVERYTHING, spec, params, jax.random.key(3))
-    assert np.array_equal(our_logits(merge(made.trainable, made.frozen), made.spec, compute), expected)
+    prepared = prepare(EVERYTHING, spec, params, jax.random.key(3))
+    assert np.array_equal(our_logits(merge(prepared.trainable, prepared.frozen), prepared.spec, compute), expected)
 
 
 def test_adapters_start_as_peft_starts_them():
@@ -62,12 +62,12 @@ def arrays(written: Written) -> dict[str, np.ndarray]:
 def test_an_adapter_starts_the_same_whatever_else_is_adapted_and_however_layers_are_stacked():
     def start(*targets: str) -> dict[str, np.ndarray]:
         config = LoraConfig(rank=4, targets=targets)
-        made = prepare(config, *base("llama3"), jax.random.key(5))
-        return arrays(collect(made.trainable, made.spec, config))
+        prepared = prepare(config, *base("llama3"), jax.random.key(5))
+        return arrays(collect(prepared.trainable, prepared.spec, config))
 
-    everything, some = start("all-linear"), start("layers.[02].mlp.up_proj", "layers.1.*")
-    assert len(some) == 2 * (2 + 7)
-    assert all(np.array_equal(everything[name], tensor) for name, tensor in some.items())
+    everything, subset = start("all-linear"), start("layers.[02].mlp.up_proj", "layers.1.*")
+    assert len(subset) == 2 * (2 + 7)
+    assert all(np.array_equal(everything[name], tensor) for name, tensor in subset.items())
 
 
 def test_abstract_adapters_have_the_axes_of_their_weight():
@@ -80,35 +80,35 @@ def test_abstract_adapters_have_the_axes_of_their_weight():
 def test_gradients_are_those_of_peft(scan: bool, tmp_path: pathlib.Path):
     """Same loss, same weights: relative to the largest entry of each gradient, 1e-4 is float32 summation order."""
     config = LoraConfig(rank=4, alpha=6, rslora=True, targets=EVERYTHING.targets, train_modules=("embed_tokens",))
-    made = prepare(config, *base("llama_bias"), jax.random.key(0))
-    trainable = moved(made.trainable)
-    save_adapter(tmp_path / "a", trainable, made.spec, config, BaseRecord("x"))
+    prepared = prepare(config, *base("llama_bias"), jax.random.key(0))
+    trainable = move_weights(prepared.trainable)
+    save_adapter(tmp_path / "a", trainable, prepared.spec, config, BaseRecord("x"))
     theirs = peft.PeftModel.from_pretrained(torch_model("llama_bias"), str(tmp_path / "a"), is_trainable=True)
     theirs(torch.from_numpy(TOKENS).long(), labels=torch.from_numpy(TOKENS).long()).loss.backward()
 
     def loss(trainable):
-        z = forward(merge(trainable, made.frozen), made.spec, Compute(attention="direct", scan=scan), TOKENS)
+        z = forward(merge(trainable, prepared.frozen), prepared.spec, Compute(attention="direct", scan=scan), TOKENS)
         return -jnp.take_along_axis(jax.nn.log_softmax(z[:, :-1]), TOKENS[:, 1:, None], -1).mean()
 
-    ours = arrays(collect(jax.jit(jax.grad(loss))(trainable), made.spec, config))
+    ours = arrays(collect(jax.jit(jax.grad(loss))(trainable), prepared.spec, config))
     compared = 0
     for name, parameter in theirs.named_parameters():
         if parameter.requires_grad:
-            mine = ours[name.replace(".default", "").replace(".modules_to_save", "")]
+            actual = ours[name.replace(".default", "").replace(".modules_to_save", "")]
             want = parameter.grad.numpy()
-            assert np.abs(mine - want).max() < 1e-4 * np.abs(want).max(), name
+            assert np.abs(actual - want).max() < 1e-4 * np.abs(want).max(), name
             compared += 1
     assert compared == len(ours)
 
 
 def weight_gradients(method: LoraConfig | FullConfig) -> int:
     """Products in the compiled gradient that give an array of mlp.up's or the head's shape, [56, 32] and [97, 32]."""
-    made = prepare(method, *base("llama3"), jax.random.key(0))
+    prepared = prepare(method, *base("llama3"), jax.random.key(0))
 
     def loss(trainable, frozen):
-        return jnp.square(forward(merge(trainable, frozen), made.spec, Compute(attention="direct"), TOKENS)).mean()
+        return jnp.square(forward(merge(trainable, frozen), prepared.spec, Compute(attention="direct"), TOKENS)).mean()
 
-    text = jax.jit(jax.grad(loss)).lower(made.trainable, made.frozen).compile().as_text()
+    text = jax.jit(jax.grad(loss)).lower(prepared.trainable, prepared.frozen).compile().as_text()
     return len(re.findall(r"= f32\[(?:56,32|32,56|97,32|32,97)\]\S* (?:dot|custom-call)\(", text))
 
 
@@ -124,28 +124,30 @@ def test_dropout_drops_the_adapters_input_and_nothing_else():
     x, weight = jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32)
     eye = LoRA(jnp.eye(512), jnp.eye(512), scale=1.0, dropout=0.25)
     key = jax.random.key(1)
-    seen = np.asarray(eye.apply(x, jnp.zeros((512, 512)), key))
-    dropped = seen == 0
+    output = np.asarray(eye.apply(x, jnp.zeros((512, 512)), key))
+    dropped = output == 0
     assert abs(dropped.mean() - 0.25) < 4 * (0.25 * 0.75 / dropped.size) ** 0.5
-    assert np.allclose(seen[~dropped], np.asarray(x)[~dropped] / 0.75, rtol=1e-6)
+    assert np.allclose(output[~dropped], np.asarray(x)[~dropped] / 0.75, rtol=1e-6)
     assert np.array_equal(eye.apply(x, jnp.zeros((512, 512))), x)  # without a key nothing is dropped
 
-    made = LoRA(jnp.asarray(rng.standard_normal((4, 512)), jnp.float32), jnp.ones((16, 4)), 0.5, 0.25)
-    started = dataclasses.replace(made, b=jnp.zeros((16, 4)))
+    lora = LoRA(jnp.asarray(rng.standard_normal((4, 512)), jnp.float32), jnp.ones((16, 4)), 0.5, 0.25)
+    started = dataclasses.replace(lora, b=jnp.zeros((16, 4)))
     assert np.array_equal(started.apply(x, weight, key), x @ weight.T)  # the weight's own input is whole
-    each = jax.vmap(lambda k: made.apply(x[0], weight, k))(jax.random.split(key, 400))
-    error = np.asarray(each.std(0)) / 400**0.5
-    assert (np.abs(np.asarray(each.mean(0) - made.apply(x[0], weight))) < 4 * error).all()
+    outputs = jax.vmap(lambda k: lora.apply(x[0], weight, k))(jax.random.split(key, 400))
+    error = np.asarray(outputs.std(0)) / 400**0.5
+    assert (np.abs(np.asarray(outputs.mean(0) - lora.apply(x[0], weight))) < 4 * error).all()
 
 
 def test_dropout_differs_between_layers_modules_and_steps():
     config = LoraConfig(rank=4, dropout=0.5, targets=("q_proj", "down_proj"))
-    made = prepare(config, *base("llama3"), jax.random.key(0))
-    params = merge(moved(made.trainable), made.frozen)
-    plain, one, same, two = (our_logits(params, made.spec, rng=r) for r in (None, *map(jax.random.key, (1, 1, 2))))
-    assert np.array_equal(one, same)
-    assert not np.array_equal(one, two)
-    assert not np.array_equal(one, plain)
+    prepared = prepare(config, *base("llama3"), jax.random.key(0))
+    params = merge(move_weights(prepared.trainable), prepared.frozen)
+    plain, first, again, two = (
+        our_logits(params, prepared.spec, rng=r) for r in (None, *map(jax.random.key, (1, 1, 2)))
+    )
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, two)
+    assert not np.array_equal(first, plain)
 
 
 def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
@@ -159,7 +161,7 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
         PEFT_FIELDS = {"peft_type": "TOY"}  # noqa: RUF012
         PEFT_READ, PEFT_SHARED, ORIGINAL = LoRA.PEFT_READ, {}, False
         rank, scale = 8, 2.0
-        check = check_weight = staticmethod(lambda *told: None)
+        check = check_weight = staticmethod(lambda *arguments: None)
         fixed, shared, derived = (staticmethod(hook) for hook in (LoRA.fixed, LoRA.shared, LoRA.derived))
         fields, options, exported = (staticmethod(hook) for hook in (LoRA.fields, LoRA.options, LoRA.exported))
 
@@ -183,13 +185,13 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(ADAPTERS, "toy", Scale)
     config = LoraConfig(targets=("o_proj",), adapter="toy")
-    made = prepare(config, *base("llama3"), jax.random.key(0))
+    prepared = prepare(config, *base("llama3"), jax.random.key(0))
     spec, params = base("llama3")
     node = params["layers"]["0.0"]["attn"]["o"]
     node["weight"] = node["weight"] * 2
-    assert np.allclose(trained_logits(made), our_logits(params, spec), atol=1e-5)
+    assert np.allclose(trained_logits(prepared), our_logits(params, spec), atol=1e-5)
 
     from meshtune.adapters.peft_format import load_adapter
 
-    save_adapter(tmp_path / "a", made.trainable, made.spec, config, BaseRecord("x"))
+    save_adapter(tmp_path / "a", prepared.trainable, prepared.spec, config, BaseRecord("x"))
     assert load_adapter(tmp_path / "a", spec).config.adapter == "toy"

@@ -1,4 +1,4 @@
-"""What each method trains, by the names transformers gives the parameters, and what it refuses."""
+"""Each method's trained parameters, by the names transformers gives the parameters, and what it refuses."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ CASES: dict[str, tuple[Method, list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_method_trains_what_it_says(case: str, name: str):
     method, patterns = CASES[case]
-    made = abstract(method, base(name)[0])
-    names = tensor_names(made.spec)
-    trained = {hf for path in flatten(made.trainable) if not path.endswith("/adapter") for hf in names[path]}
+    prepared = abstract(method, base(name)[0])
+    names = tensor_names(prepared.spec)
+    trained = {hf for path in flatten(prepared.trainable) if not path.endswith("/adapter") for hf in names[path]}
     theirs = {path for path, _ in torch_model(name).named_parameters()}  # a tied head is not among them
     assert trained == {path for path in theirs if any(fnmatch.fnmatchcase(path, p) for p in patterns)}
-    assert {hf for tree in (made.trainable, made.frozen) for p in flatten(tree) for hf in names.get(p, [])} == theirs
-    assert count(made).full + count(made).frozen == torch_model(name).num_parameters()
+    assert {
+        hf for tree in (prepared.trainable, prepared.frozen) for p in flatten(tree) for hf in names.get(p, [])
+    } == theirs
+    assert count(prepared).full + count(prepared).frozen == torch_model(name).num_parameters()
 
 
 @pytest.mark.parametrize("case", ["last", "patterns", "beside_lora"])
@@ -53,23 +55,23 @@ def test_a_prepared_model_is_the_abstract_one_and_computes_the_same(case: str):
     method, _ = CASES[case]
     spec, params = base("qwen3_bias_window")
     expected, planned = our_logits(params, spec), abstract(method, spec)
-    made = prepare(method, spec, params, jax.random.key(0))
-    for tree, plan in ((made.trainable, planned.trainable), (made.frozen, planned.frozen)):
+    prepared = prepare(method, spec, params, jax.random.key(0))
+    for tree, plan in ((prepared.trainable, planned.trainable), (prepared.frozen, planned.frozen)):
         assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree) == jax.tree.map(lambda x: (x.shape, x.dtype), plan)
-    assert count(made) == count(planned)
+    assert count(prepared) == count(planned)
     # Tolerance: other stacks are other programs, in which XLA may fuse, and so round, differently.
-    assert np.abs(trained_logits(made) - expected).max() < 1e-5
+    assert np.abs(trained_logits(prepared) - expected).max() < 1e-5
 
 
 def test_trainables_take_their_dtype_and_frozen_weights_keep_theirs():
     spec, params = base("llama3")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    made = prepare(LoraConfig(targets=("q_proj",), train_modules=("norm",)), spec, params, jax.random.key(0))
-    assert {x.dtype for x in jax.tree.leaves(made.trainable)} == {jnp.dtype("float32")}
-    assert {x.dtype for x in jax.tree.leaves(made.frozen)} == {jnp.dtype("bfloat16")}
+    prepared = prepare(LoraConfig(targets=("q_proj",), train_modules=("norm",)), spec, params, jax.random.key(0))
+    assert {x.dtype for x in jax.tree.leaves(prepared.trainable)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(prepared.frozen)} == {jnp.dtype("bfloat16")}
     spec, params = base("llama3")
-    made = prepare(LoraConfig(targets=("q_proj",)), spec, params, jax.random.key(0), "bfloat16")
-    assert {x.dtype for x in jax.tree.leaves(made.trainable)} == {jnp.dtype("bfloat16")}
+    prepared = prepare(LoraConfig(targets=("q_proj",)), spec, params, jax.random.key(0), "bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(prepared.trainable)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("method", [FreezeConfig(last_layers=1), FreezeConfig(modules=("layers.1",))])
@@ -81,13 +83,15 @@ def test_restacking_never_holds_the_model_twice(method: FreezeConfig, monkeypatc
     spec, params = base("llama3")
     params = jax.tree.map(jnp.copy, params)
     model, largest = live() - before, max(x.nbytes for x in jax.tree.leaves(params))
-    seen, rows = [], layout._rows
-    monkeypatch.setattr(layout, "_rows", lambda *a: (seen.append(live()), rows(*a), seen.append(live()))[1])
-    made = prepare(method, spec, params, jax.random.key(0))
+    bytes_alive, rows = [], layout._rows
+    monkeypatch.setattr(
+        layout, "_rows", lambda *a: (bytes_alive.append(live()), rows(*a), bytes_alive.append(live()))[1]
+    )
+    prepared = prepare(method, spec, params, jax.random.key(0))
     assert params == {}
     assert live() - before <= model + 64
-    assert max(seen) - before <= model + largest + 64
-    assert made.spec != spec
+    assert max(bytes_alive) - before <= model + largest + 64
+    assert prepared.spec != spec
 
 
 BAD: dict[str, tuple[Method | None, dict, str]] = {

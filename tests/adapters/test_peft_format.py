@@ -16,10 +16,10 @@ import peft
 import pytest
 import torch
 import transformers
-from twins import base, in_peft, moved, our_logits, torch_logits, trained_logits
+from twins import base, in_peft, move_weights, our_logits, torch_logits, trained_logits
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import PreparedModel, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.adapters.verify import export_adapter
@@ -28,9 +28,9 @@ from tiny_models import same_weights, torch_model
 BASE = BaseRecord("some/base", "sha256:0")
 
 
-def tuned(name: str, config: LoraConfig) -> PreparedModel:
-    made = prepare(config, *base(name), jax.random.key(0))
-    return PreparedModel(made.spec, moved(made.trainable), made.frozen)
+def tuned_model(name: str, config: LoraConfig) -> PreparedModel:
+    prepared = prepare(config, *base(name), jax.random.key(0))
+    return PreparedModel(prepared.spec, move_weights(prepared.trainable), prepared.frozen)
 
 
 CASES = {
@@ -51,10 +51,10 @@ CASES = {
 )
 def test_our_adapters_have_the_same_logits_in_peft(case: str, name: str, tmp_path: pathlib.Path):
     model, config = torch_model(name), CASES[case]
-    made = tuned(name, config)
-    expected = trained_logits(made)
+    prepared = tuned_model(name, config)
+    expected = trained_logits(prepared)
     assert np.abs(expected - torch_logits(model)).max() > 0.1  # the adapter does something
-    save_adapter(tmp_path / "adapter", made.trainable, made.spec, config, BASE)
+    save_adapter(tmp_path / "adapter", prepared.trainable, prepared.spec, config, BASE)
     assert np.abs(torch_logits(in_peft(model, tmp_path / "adapter")) - expected).max() < 1e-4
 
     spec, params = base(name)
@@ -115,7 +115,7 @@ def test_adapters_of_peft_have_the_same_logits_here(case: str, name: str, tmp_pa
     assert np.abs(torch_logits(again) - expected).max() < 1e-4
 
     if "tied" not in name or case != "head":
-        assert np.abs(our_logits(merged(params), new) - expected).max() < 1e-4
+        assert np.abs(our_logits(merge_adapters(params), new) - expected).max() < 1e-4
 
 
 def test_bfloat16_adapters_load_as_float32(tmp_path: pathlib.Path):
@@ -134,10 +134,12 @@ def test_a_real_models_adapter_has_the_same_logits_in_peft(smollm2: pathlib.Path
     """
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(smollm2), dtype=torch.float32).eval()
     config = LoraConfig(rank=8, targets=("all-linear", "lm_head"))
-    made = prepare(config, *same_weights(theirs), jax.random.key(0))
-    made = PreparedModel(made.spec, jax.tree.map(lambda x: x * 0.05, moved(made.trainable)), made.frozen)
-    export_adapter(tmp_path / "adapter", made, config, BASE)
+    prepared = prepare(config, *same_weights(theirs), jax.random.key(0))
+    prepared = PreparedModel(
+        prepared.spec, jax.tree.map(lambda x: x * 0.05, move_weights(prepared.trainable)), prepared.frozen
+    )
+    export_adapter(tmp_path / "adapter", prepared, config, BASE)
     plain = torch_logits(theirs)
-    assert np.abs(trained_logits(made) - plain).max() > 0.1
-    difference = np.abs(torch_logits(in_peft(theirs, tmp_path / "adapter")) - trained_logits(made)).max()
+    assert np.abs(trained_logits(prepared) - plain).max() > 0.1
+    difference = np.abs(torch_logits(in_peft(theirs, tmp_path / "adapter")) - trained_logits(prepared)).max()
     assert difference < 1e-5 * np.abs(plain).max()

@@ -33,7 +33,7 @@ def batches(shared, smollm2) -> list[dict[str, jax.Array]]:
     texts = [tokenizer(record["instruction"] + "\n" + record["output"])["input_ids"] for record in records[:100]]
     rows = np.array([text[: LENGTH + 1] for text in texts if len(text) > LENGTH][: 2 * ROWS], np.int32)
     assert len(rows) == 2 * ROWS
-    whole = {
+    columns = {
         "tokens": rows[:, :-1],
         "targets": rows[:, 1:],
         "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (2 * ROWS, LENGTH)),
@@ -41,7 +41,7 @@ def batches(shared, smollm2) -> list[dict[str, jax.Array]]:
         "weights": np.ones((2 * ROWS, LENGTH), np.float32),
     }
     halves = slice(ROWS), slice(ROWS, None)
-    return [{name: jnp.asarray(array[half]) for name, array in whole.items()} for half in halves]
+    return [{name: jnp.asarray(array[half]) for name, array in columns.items()} for half in halves]
 
 
 @pytest.mark.timeout(3600)
@@ -55,9 +55,9 @@ def test_what_nf4_costs_before_training_is_less(shared, smollm2):
         return float(score.loss / score.weight)
 
     spec, _ = load_spec(smollm2, "float32")
-    whole = loss(load_params(smollm2, spec), spec)
+    full = loss(load_params(smollm2, spec), spec)
 
-    def started(config: LoraConfig, rows: list) -> float:
+    def loss_at_start(config: LoraConfig, rows: list) -> float:
         arrays = abstract(config, spec, quantize=NF4)
         params = load_params(smollm2, spec, quantize=NF4)
         forms, nodes = flatten(abstract_params(spec)), [path.rpartition("/")[0] for path in flatten(arrays.trainable)]
@@ -67,11 +67,11 @@ def test_what_nf4_costs_before_training_is_less(shared, smollm2):
         def original(path: str) -> Original:
             return Original(load_weight(smollm2, spec, path), sizes.get(path.removesuffix("/weight")))
 
-        made = prepare(config, spec, params, jax.random.key(0), original=original)
-        return loss(merge(made.trainable, made.frozen), made.spec)
+        prepared = prepare(config, spec, params, jax.random.key(0), original=original)
+        return loss(merge(prepared.trainable, prepared.frozen), prepared.spec)
 
-    added = started(LoraConfig(rank=8), []) - whole
-    plain = started(LoraConfig(rank=8, adapter="loftq"), []) - whole
-    weighed = started(LoraConfig(rank=8, adapter="loftq", loftq_calibration=1), [measured]) - whole
-    print(f"as it is {whole:.4f}; nf4 +{added:.4f}, LoftQ +{plain:.4f}, measured +{weighed:.4f}")
+    added = loss_at_start(LoraConfig(rank=8), []) - full
+    plain = loss_at_start(LoraConfig(rank=8, adapter="loftq"), []) - full
+    weighed = loss_at_start(LoraConfig(rank=8, adapter="loftq", loftq_calibration=1), [measured]) - full
+    print(f"as it is {full:.4f}; nf4 +{added:.4f}, LoftQ +{plain:.4f}, measured +{weighed:.4f}")
     assert 0 < weighed < 0.75 * min(added, plain)

@@ -14,16 +14,16 @@ import pytest
 SPLIT = {"fsdp": 2, "tp": 2}
 
 
-def found(kind: str, *meshes: dict[str, int], verified: bool = False) -> list[dict]:
-    here = pathlib.Path(__file__).parent
+def run_cases(kind: str, *meshes: dict[str, int], verified: bool = False) -> list[dict]:
+    folder = pathlib.Path(__file__).parent
     flags = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
     }
-    paths = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
     command = [
         sys.executable,
-        str(here / "start_mesh_cases.py"),
+        str(folder / "start_mesh_cases.py"),
         kind,
         json.dumps(meshes),
         *(["verified"] if verified else []),
@@ -46,8 +46,8 @@ def found(kind: str, *meshes: dict[str, int], verified: bool = False) -> list[di
 def test_a_mesh_changes_nothing(kind: str, meshes: list[dict[str, int]]):
     """Three updates; float32 sums in other orders, which AdamW's first updates enlarge where a gradient is near zero:
     1e-4 of losses and 1e-3 of sums of parameters."""
-    one, *others = found(kind, *meshes, verified=len(meshes) > 1)
-    assert one["losses"][2] < one["losses"][0]
-    for other in others:
-        np.testing.assert_allclose(other["losses"], one["losses"], rtol=1e-4)
-        np.testing.assert_allclose(other["sums"], one["sums"], rtol=1e-3)
+    single, *sharded_runs = run_cases(kind, *meshes, verified=len(meshes) > 1)
+    assert single["losses"][2] < single["losses"][0]
+    for sharded in sharded_runs:
+        np.testing.assert_allclose(sharded["losses"], single["losses"], rtol=1e-4)
+        np.testing.assert_allclose(sharded["sums"], single["sums"], rtol=1e-3)

@@ -39,9 +39,9 @@ def our_logits(params: Tree, spec: ModelSpec, compute: Compute = COMPUTE, rng: A
     return np.asarray(forward(params, spec, compute, jnp.asarray(TOKENS), rng))
 
 
-def trained_logits(made: PreparedModel) -> np.ndarray:
+def trained_logits(prepared: PreparedModel) -> np.ndarray:
     """Those of a prepared model."""
-    return our_logits(merge(made.trainable, made.frozen), made.spec)
+    return our_logits(merge(prepared.trainable, prepared.frozen), prepared.spec)
 
 
 def torch_logits(model: Any) -> np.ndarray:
@@ -50,7 +50,7 @@ def torch_logits(model: Any) -> np.ndarray:
         return model(torch.from_numpy(TOKENS.astype(np.int64))).logits.float().numpy()
 
 
-def moved(trainable: Tree, seed: int = 7) -> Tree:
+def move_weights(trainable: Tree, seed: int = 7) -> Tree:
     """Trainables as if training had moved them."""
     leaves, structure = jax.tree.flatten(trainable)
     rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ def base(name: str) -> tuple[ModelSpec, Tree]:
 
 
 def in_peft(model: Any, where: pathlib.Path) -> Any:
-    """The adapter in peft. Missing or unexpected tensors, of which peft only warns, are failures."""
+    """The adapter in peft. Missing or unexpected tensors, which peft only warns of, are failures."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*(missing|unexpected|Unexpected|not found).*")

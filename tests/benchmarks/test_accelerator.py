@@ -108,7 +108,7 @@ def test_tests_are_counted(scripts, capsys):
 
 
 def test_what_a_machine_has_is_left_out(scripts, monkeypatch, tmp_path):
-    """Downloaded are what is missing or too old and what that requires, but for other systems and extras."""
+    """Downloads packages that are missing or too old, and their requirements, but for other systems and extras."""
     wheels = scripts("wheels")
     required = {
         "jax": [],
@@ -117,7 +117,7 @@ def test_what_a_machine_has_is_left_out(scripts, monkeypatch, tmp_path):
     }
     downloads = []
 
-    def downloaded(requirement, have, to):
+    def download(requirement, have, to):
         downloads.append(requirement.name)
         path = to / f"{requirement.name}-9-py3-none-any.whl"
         lines = ["Version: 9", *(f"Requires-Dist: {text}" for text in required[requirement.name])]
@@ -125,7 +125,7 @@ def test_what_a_machine_has_is_left_out(scripts, monkeypatch, tmp_path):
             archive.writestr(f"{requirement.name}-9.dist-info/METADATA", "\n".join(lines))
         return path
 
-    monkeypatch.setattr(wheels, "_downloaded", downloaded)
+    monkeypatch.setattr(wheels, "_downloaded", download)
     monkeypatch.setattr(wheels, "_built", lambda to: "meshtune-0-py3-none-any.whl")
     packages = wheels.have()["packages"] | {"jax": "0.1"}
     packages = {name: version for name, version in packages.items() if not name.startswith(("pydantic", "annotated"))}

@@ -44,7 +44,7 @@ def request(workspace: Workspace, *arguments: str, **fields: Any) -> JobRequest:
     return JobRequest(arguments=arguments, root=str(workspace.root), **values)
 
 
-def submitted(address: str, body: dict[str, Any]) -> str:
+def submit_job(address: str, body: dict[str, Any]) -> str:
     """The id of a job that a board at `address` has started, as another of its pages would have."""
     content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(f"{address}/api/jobs", content, headers)) as answer:

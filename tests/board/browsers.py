@@ -1,4 +1,4 @@
-"""A real Chromium for the tests, and a board in a process of its own. `make test-board` installs what they need."""
+"""A real Chromium for the tests, and a board in a separate process. `make test-board` installs what they need."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def eventually(read: Any, seconds: float = 180.0) -> Any:
 
 
 def texts(driver: Any, selector: str) -> list[str]:
-    """What stands in the elements of a selector."""
+    """Returns the texts of a selector's elements."""
     return [element.text for element in driver.find_elements("css selector", selector)]
 
 
@@ -146,7 +146,7 @@ def requests_of(driver: Any) -> list[str]:
 
 
 def complaints(driver: Any) -> list[str]:
-    """What the browser has written to its console since this was last called, but for connections and requests that
+    """Returns new lines of the browser's console since the last call, but for connections and requests that
     were refused or replaced."""
     expected = (
         "status of 400",
@@ -163,7 +163,8 @@ def complaints(driver: Any) -> list[str]:
 
 
 def axe(driver) -> list[str]:
-    """What axe-core finds on the page. Fails where the package is not installed: nothing would be proved."""
+    """Returns the violations that axe-core finds on the page. Fails where the package is not installed: nothing would
+    be proved."""
     if not AXE.exists():
         pytest.fail(f"axe-core is not at {AXE}: npm install --no-save axe-core (make test-board), or set MESHTUNE_AXE")
     driver.execute_script(AXE.read_text(encoding="utf-8"))

@@ -34,10 +34,10 @@ def pick_model(driver: Any, path: str) -> None:
 
 
 def put(driver: Any, path: str, value: str) -> None:
-    """Types a value into a field of the form, which is searched for where it does not stand in front; waits until the
+    """Types a value into a field of the form, which is searched for where it is not in front; waits until the
     YAML holds it."""
 
-    def typed() -> bool:
+    def try_typing() -> bool:
         field = driver.find_element("css selector", f"[data-path='{path}'] :is(input, textarea)")
         if not field.is_displayed():
             search = driver.find_element("id", "search")
@@ -47,12 +47,12 @@ def put(driver: Any, path: str, value: str) -> None:
         field.send_keys(value + "\t")
         return True
 
-    eventually(typed)
+    eventually(try_typing)
     eventually(lambda: value in yaml(driver))
 
 
 def yaml(driver: Any) -> str:
-    """The recipe beside the form."""
+    """Returns the recipe shown next to the form."""
     return driver.find_element("id", "yaml").get_property("value")
 
 

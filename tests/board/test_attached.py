@@ -40,14 +40,14 @@ def board(root: pathlib.Path):
     return client(workspace_at(root, READABLE))
 
 
-def attached(board) -> dict:
+def attach_run(board) -> dict:
     return board.post("/api/jobs/attach", json={"output": RUN}).json()
 
 
 def test_a_run_is_attached_once_and_shows_what_it_wrote(board):
-    job = attached(board)
+    job = attach_run(board)
     assert job["attached"] is False, "it has ended, and can be gone on with as one of the board's"
-    assert attached(board)["id"] == job["id"]
+    assert attach_run(board)["id"] == job["id"]
     assert [listed["id"] for listed in board.get("/api/jobs").json()["jobs"]] == [job["id"]]
     assert job["state"] == "stopped"
     shown = board.get(f"/api/jobs/{job['id']}").json()
@@ -61,14 +61,14 @@ def test_a_run_is_attached_once_and_shows_what_it_wrote(board):
 
 
 def test_a_run_is_removed_from_the_list_and_not_from_the_disk(board, root: pathlib.Path):
-    job = attached(board)
+    job = attach_run(board)
     assert board.post(f"/api/jobs/{job['id']}/remove", json={}).status_code == 200
     assert (root / RUN / "run.json").is_file()
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_as_one_of_the_board(board, root: pathlib.Path):
-    job = attached(board)
+    job = attach_run(board)
     step = json.loads((root / RUN / "run.json").read_text())["step"]
     resumed = board.post(f"/api/jobs/{job['id']}/resume", json={}).json()
     assert (resumed["state"], resumed["attached"]) == ("running", False)

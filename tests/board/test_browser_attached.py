@@ -1,4 +1,4 @@
-"""A run of the command line in a real Chromium: taken into the list by a click, while it goes on."""
+"""A run of the command line in a real Chromium: attached to the list by a click, while it runs."""
 
 from __future__ import annotations
 

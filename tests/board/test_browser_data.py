@@ -32,14 +32,14 @@ def drop(driver, path: pathlib.Path, selector: str) -> None:
 def pick(driver, label: str, value: str) -> None:
     """Chooses an option of the list below a label of the only source."""
 
-    def picked() -> bool:
+    def try_picking() -> bool:
         labels = driver.find_elements("css selector", ".source-card label")
         for field in [element.get_attribute("for") for element in labels if element.text == label]:
             driver.find_element("css selector", f"#{field} option[value='{value}']").click()
             return True
         return False
 
-    eventually(picked)
+    eventually(try_picking)
 
 
 @pytest.mark.parametrize("place", [".drop", "h1"])

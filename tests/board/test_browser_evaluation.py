@@ -7,13 +7,13 @@ import pathlib
 import re
 
 import pytest
-from boards import recipe, submitted
+from boards import recipe, submit_job
 from browsers import IMAGES, axe, choose, chromium, complaints, eventually, look, press, requests_of, running, texts
 from published import arc, write_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
 
-ASKED = ["Who ate the cake?", "What did Tim see?", "Where is <b>Lily</b>?"]
+QUESTIONS = ["Who ate the cake?", "What did Tim see?", "Where is <b>Lily</b>?"]
 REFERENCES = [" A small mouse ate it.", " Tim saw a red kite.", " Lily is at home."]
 
 
@@ -47,10 +47,13 @@ def test_a_run_is_measured_before_and_after_tuning_by_clicks_alone(tmp_path: pat
     arc(root / "data")
     held_out = write_lines(
         tmp_path / "held-out.jsonl",
-        [{"prompt": asked, "completion": said} for asked, said in zip(ASKED, REFERENCES, strict=True)],
+        [
+            {"prompt": question, "completion": reference}
+            for question, reference in zip(QUESTIONS, REFERENCES, strict=True)
+        ],
     )
     with running(root) as board, chromium() as driver:
-        job = submitted(board.address, {"kind": "train", "recipe": recipe("runs/first", steps=6)})
+        job = submit_job(board.address, {"kind": "train", "recipe": recipe("runs/first", steps=6)})
         driver.get(f"{board.address}/#/data")
         eventually(lambda: driver.find_element("id", "upload")).send_keys(str(held_out))
         eventually(lambda: (root / "data" / "held-out.jsonl").exists())
@@ -95,7 +98,7 @@ def test_a_run_is_measured_before_and_after_tuning_by_clicks_alone(tmp_path: pat
         rows = driver.find_elements("css selector", ".answers-table tbody tr")
         cells = [[cell.get_property("textContent") for cell in row.find_elements("tag name", "td")] for row in rows]
         answers = [evaluations(folder, name, "predictions.jsonl") for name in ("base", "tuned")]
-        assert cells == [list(row) for row in zip(ASKED, REFERENCES, *answers, strict=True)]
+        assert cells == [list(row) for row in zip(QUESTIONS, REFERENCES, *answers, strict=True)]
         assert not driver.find_elements("css selector", ".answers-table b")
 
         # As the system is, and as it was chosen on the board against the system.
@@ -107,7 +110,7 @@ def test_a_run_is_measured_before_and_after_tuning_by_clicks_alone(tmp_path: pat
             violations = axe(driver)
             driver.switch_to.frame(driver.find_element("css selector", "iframe.report"))
             assert "Answers" in texts(driver, "h2")
-            assert ASKED[2] in driver.find_element("tag name", "body").text
+            assert QUESTIONS[2] in driver.find_element("tag name", "body").text
             ratios = {element: contrast(driver, element) for element in ("h1", "li", "td", "th", ".note")}
             is_dark = driver.execute_script(
                 "return getComputedStyle(document.body).backgroundColor !== 'rgb(255, 255, 255)'"

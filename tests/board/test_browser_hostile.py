@@ -170,7 +170,7 @@ def hostile(tmp_path_factory):
 
 
 def check(driver: Any, page: str) -> None:
-    """The page as it is at two widths: nothing ran, nothing is in it that could, and it is no wider than the screen."""
+    """Checks the page at two widths: nothing ran, nothing is in it that could, and it is no wider than the screen."""
     for width, height in ((1280, 900), (390, 844)):
         look(driver, width, height, dark=False)
         driver.save_screenshot(str(IMAGES / f"hostile-{page}-{width}.png"))

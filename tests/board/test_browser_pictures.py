@@ -1,6 +1,7 @@
 """The pictures of docs/board.md: every page of a project with two runs, an evaluation, an export and a loaded model.
 
-After `make test-board`, which installs what is needed, this takes docs/images/board-PAGE-THEME.png anew and no more:
+After `make test-board`, which installs what is needed, this takes docs/images/board-PAGE-THEME.png again and nothing
+else:
 
     MESHTUNE_SCREENSHOTS=docs/images .venv/bin/python -m pytest -m browser tests/board/test_browser_pictures.py
 """
@@ -14,7 +15,7 @@ import shutil
 from typing import Any
 
 import pytest
-from boards import submitted
+from boards import submit_job
 from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, running, texts
 from clicks import follow, jsonl
 from PIL import Image
@@ -83,7 +84,7 @@ def test_every_page_of_a_project_in_both_themes(tmp_path: pathlib.Path):
     with running(root) as board, chromium() as driver:
         driver.get(board.address)
         eventually(lambda: texts(driver, "nav a"))
-        jobs = [submitted(board.address, {"kind": "train", "recipe": recipe}) for recipe in recipes.values()]
+        jobs = [submit_job(board.address, {"kind": "train", "recipe": recipe}) for recipe in recipes.values()]
         for job in jobs:
             driver.get(f"{board.address}/#/runs/{job}")
             eventually(lambda: texts(driver, ".head .state") == ["finished"])
@@ -92,7 +93,7 @@ def test_every_page_of_a_project_in_both_themes(tmp_path: pathlib.Path):
             evaluation | {"max_tokens": 60, "output": "evaluations/fast"},
             {"kind": "export", "model": "runs/fast", "form": "gguf", "type": "Q8_0", "merge": True},
         ):
-            driver.get(f"{board.address}/#/runs/{submitted(board.address, body)}")
+            driver.get(f"{board.address}/#/runs/{submit_job(board.address, body)}")
             eventually(lambda: texts(driver, ".head .state") == ["finished"])
 
         follow(driver, "model")

@@ -1,4 +1,4 @@
-"""Model, Data and Recipe in a real Chromium: from a model and a file of chats to runs that end, by clicks alone."""
+"""Model, Data and Recipe in a real Chromium: from a model and a file of chats to runs that end, by clicks only."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory):
 
 
 def harmless(driver) -> bool:
-    """Whether no script of the data has run, no element has come of them, and the policy had nothing to refuse."""
+    """Checks that no script of the data has run or made an element, and that the policy had nothing to refuse."""
     elements = driver.find_elements("css selector", "main img, main script, main iframe, dialog img")
     return driver.execute_script("return window.xss") is None and elements == [] and complaints(driver) == []
 
@@ -298,10 +298,10 @@ def test_keys_are_explained_and_found_in_another_language_and_in_english(tmp_pat
         assert not [address for address in requests_of(driver) if "text/help" in address]
         driver.find_element("css selector", "option[value=zh]").click()
         eventually(lambda: driver.find_element("tag name", "html").get_attribute("lang") == "zh")
-        for words in ("一阶矩", "first moment"):
+        for query in ("一阶矩", "first moment"):
             search = eventually(lambda: driver.find_element("id", "search"))
             search.clear()
-            search.send_keys(words)
+            search.send_keys(query)
             field = "[data-path='optimizer.beta1']"
             help_text = translated["keys"]["adamw and its variants, lion: decay of the first moment."]
             eventually(lambda field=field, text=help_text: texts(driver, f"{field} .help[lang=zh]") == [text])

@@ -73,7 +73,7 @@ def test_a_run_by_clicks_through_reload_kill_and_a_second_browser(tmp_path: path
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory):
+def hostile_board(tmp_path_factory: pytest.TempPathFactory):
     """(board, driver, job): a run of 10,000 updates whose every text is hostile, and another job."""
     root = tmp_path_factory.mktemp("root")
     workspace = workspace_at(root)
@@ -119,8 +119,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory):
         yield board, driver, job
 
 
-def test_hostile_text_stays_text(shown):
-    board, driver, job = shown
+def test_hostile_text_stays_text(hostile_board):
+    board, driver, job = hostile_board
     driver.get(f"{board.address}/#/runs/{job.id}")
     eventually(lambda: "the end" in "".join(texts(driver, ".log")))
     eventually(lambda: HOSTILE in "".join(texts(driver, ".answer")))
@@ -135,8 +135,8 @@ def test_hostile_text_stays_text(shown):
     assert complaints(driver) == []
 
 
-def test_ten_thousand_updates_are_drawn_without_a_stutter(shown):
-    board, driver, job = shown
+def test_ten_thousand_updates_are_drawn_without_a_stutter(hostile_board):
+    board, driver, job = hostile_board
     driver.get(f"{board.address}/#/runs")
     eventually(lambda: texts(driver, ".run"))
     first_view = driver.execute_script("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
@@ -158,9 +158,9 @@ def test_ten_thousand_updates_are_drawn_without_a_stutter(shown):
     eventually(lambda: any("update" in text for text in texts(driver, ".readout")))
 
 
-def test_a_chart_is_drawn_over_tokens_and_saved_as_a_table(shown):
+def test_a_chart_is_drawn_over_tokens_and_saved_as_a_table(hostile_board):
     """Smoothed by as many updates as the slider says; the browser keeps the choice."""
-    board, driver, job = shown
+    board, driver, job = hostile_board
     driver.get(f"{board.address}/#/runs/{job.id}")
     driver.refresh()
     eventually(lambda: len(texts(driver, "figure")) >= 6)
@@ -193,8 +193,8 @@ def test_a_chart_is_drawn_over_tokens_and_saved_as_a_table(shown):
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_every_language_from_end_to_end(shown, language: str):
-    board, driver, job = shown
+def test_every_language_from_end_to_end(hostile_board, language: str):
+    board, driver, job = hostile_board
     driver.get(f"{board.address}/#/runs")
     eventually(lambda: texts(driver, ".run"))
     driver.find_element("css selector", f"option[value={language}]").click()
@@ -208,9 +208,9 @@ def test_every_language_from_end_to_end(shown, language: str):
     driver.execute_script("localStorage.clear()")
 
 
-def test_pages_in_both_themes_and_on_a_phone(shown):
+def test_pages_in_both_themes_and_on_a_phone(hostile_board):
     """Screenshots for people, and what a machine can check: nothing is wider than the screen, axe finds nothing."""
-    board, driver, job = shown
+    board, driver, job = hostile_board
     IMAGES.mkdir(parents=True, exist_ok=True)
     violations = []
     for name, page in (("runs", "#/runs"), ("run", f"#/runs/{job.id}")):

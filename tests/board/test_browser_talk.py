@@ -45,8 +45,9 @@ train: {{steps: 120, batch_size: 2}}
 """
 
 
-def tuned(root: pathlib.Path) -> None:
-    """Tunes stories260K until it says what is in LEARNED, and puts a copy of it that never ends beside it."""
+def tune_models(root: pathlib.Path) -> None:
+    """Tunes stories260K until it gives the answers in LEARNED, and saves a second copy, which never ends its
+    answers."""
     (root / "thinking.jinja").write_text(TEMPLATE)
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in LEARNED.items()] * 4
     (root / "learned.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -64,10 +65,10 @@ def tuned(root: pathlib.Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory):
+def talk_page(tmp_path_factory: pytest.TempPathFactory):
     """(board, driver): a model that thinks and one that never ends, both loaded by clicks."""
     root = tmp_path_factory.mktemp("root")
-    tuned(root)
+    tune_models(root)
     IMAGES.mkdir(parents=True, exist_ok=True)
     with running(root, "--token", TOKEN) as board, chromium() as driver:
         driver.get(f"{board.address}/#/talk")
@@ -82,10 +83,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
         assert complaints(driver) == []
         yield board, driver
         driver.get(f"{board.address}/#/talk")
-        eventually(lambda: unloaded(driver))
+        eventually(lambda: unload_models(driver))
 
 
-def unloaded(driver) -> bool:
+def unload_models(driver) -> bool:
     """Whether no model is loaded any more; unloads one."""
     for row in driver.find_elements("css selector", ".loaded:has(.pick)"):
         row.find_element("tag name", "button").click()
@@ -94,9 +95,9 @@ def unloaded(driver) -> bool:
 
 
 @pytest.fixture
-def page(loaded):
+def page(talk_page):
     """(board, driver) in a new conversation with both models unticked."""
-    board, driver = loaded
+    board, driver = talk_page
     driver.get(f"{board.address}/#/talk")
     driver.execute_script("sessionStorage.clear()")
     driver.refresh()
@@ -109,14 +110,14 @@ def page(loaded):
 def tick(driver, *models: str) -> None:
     """Ticks these models and no other."""
 
-    def ticked() -> bool:
+    def try_ticking() -> bool:
         for label in driver.find_elements("css selector", ".pick"):
             if label.find_element("tag name", "input").is_selected() != (label.text in models):
                 label.click()
                 return False
         return True
 
-    eventually(ticked)
+    eventually(try_ticking)
 
 
 def put(driver, field: str, value: str) -> None:
@@ -134,12 +135,12 @@ def cards(driver) -> list[Any]:
     return driver.find_elements("css selector", ".turn:last-child .speaker")
 
 
-def answered(driver, number: int) -> bool:
+def all_answered(driver, number: int) -> bool:
     """Whether `number` answers to the newest message are there and none is written any more."""
     return len(cards(driver)) == number and all(card.get_attribute("aria-busy") == "false" for card in cards(driver))
 
 
-def asked(driver) -> list[dict[str, Any]]:
+def take_bodies(driver) -> list[dict[str, Any]]:
     """The bodies of what the page has asked models since this was last called."""
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     requests = [e["params"]["request"] for e in events if e["method"] == "Network.requestWillBeSent"]
@@ -159,7 +160,7 @@ def with_token(url: str, token: str) -> str:
 
 
 def engine(board, model: str) -> dict[str, int]:
-    """What the server of a model says about itself: requests running and waiting, tokens generated."""
+    """Returns the metrics of a model's server: requests running and waiting, tokens generated."""
     served = next(m for m in json.loads(with_token(f"{board.address}/api/talk", TOKEN))["models"] if model in m["ids"])
     token = (board.root / "meshtune-board/jobs" / served["job"] / "token").read_text().strip()
     text = with_token(served["address"].removesuffix("/v1") + "/metrics", token)
@@ -172,8 +173,8 @@ def test_two_models_answer_one_prompt_as_openais_client_is_answered(page):
     for field, value in {"temperature": "0", "max_tokens": "90", "seed": "7", "top_k": "3"}.items():
         put(driver, field, value)
     say(driver, "Who sang?")
-    eventually(lambda: answered(driver, 2))
-    bodies = asked(driver)
+    eventually(lambda: all_answered(driver, 2))
+    bodies = take_bodies(driver)
     assert {body["model"] for body in bodies} == {"runs/thinks", "models/endless"}
     for body in bodies:
         assert body["messages"] == [{"role": "user", "content": "Who sang?"}]
@@ -208,8 +209,8 @@ def test_two_models_answer_one_prompt_as_openais_client_is_answered(page):
     # The system prompt comes first, and each model goes on with its own answer, without what it thought.
     put(driver, "system", "Be brief.")
     say(driver, "And then?")
-    eventually(lambda: len(texts(driver, ".turn")) == 2 and answered(driver, 2))
-    for body in asked(driver):
+    eventually(lambda: len(texts(driver, ".turn")) == 2 and all_answered(driver, 2))
+    for body in take_bodies(driver):
         roles = [message["role"] for message in body["messages"]]
         assert roles == ["system", "user", "assistant", "user"]
         assert body["messages"][0]["content"] == "Be brief."
@@ -245,13 +246,13 @@ def test_tools_are_checked_beside_their_field_and_called(page):
             put(driver, field_name, "")
     driver.save_screenshot(str(IMAGES / "talk-refused.png"))
     assert axe(driver) == []
-    assert asked(driver) == []
+    assert take_bodies(driver) == []
 
     put(driver, "temperature", "0")
     put(driver, "tools", json.dumps(TOOLS))
     press(driver, "Send")
-    eventually(lambda: answered(driver, 1))
-    [body] = asked(driver)
+    eventually(lambda: all_answered(driver, 1))
+    [body] = take_bodies(driver)
     assert body["tools"] == [{"type": "function", "function": TOOLS[0]}]
     assert texts(driver, ".problems") == []
     [call] = texts(driver, ".call code")
@@ -261,10 +262,10 @@ def test_tools_are_checked_beside_their_field_and_called(page):
     # What the tool says goes back as its result.
     choose(driver, "role", "tool")
     say(driver, '{"degrees": 21}')
-    eventually(lambda: len(texts(driver, ".turn")) == 2 and answered(driver, 1))
-    [body] = asked(driver)
-    _, said, result = body["messages"]
-    assert result == {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": '{"degrees": 21}'}
+    eventually(lambda: len(texts(driver, ".turn")) == 2 and all_answered(driver, 1))
+    [body] = take_bodies(driver)
+    _, reply, result = body["messages"]
+    assert result == {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": '{"degrees": 21}'}
     assert complaints(driver) == []
 
 
@@ -293,11 +294,11 @@ def test_stop_ends_the_engines_work_and_the_question_is_asked_again(page):
     press(driver, "Edit")
     assert driver.find_element("id", "prompt").get_property("value") == "Once upon a time"
     assert texts(driver, ".turn") == []
-    asked(driver)
+    take_bodies(driver)
     put(driver, "max_tokens", "12")
     driver.find_element("id", "prompt").send_keys(", a bee\n")
-    eventually(lambda: answered(driver, 1))
-    [body] = asked(driver)
+    eventually(lambda: all_answered(driver, 1))
+    [body] = take_bodies(driver)
     assert body["messages"] == [{"role": "user", "content": "Once upon a time, a bee"}]
     assert "12 tokens" in "".join(texts(driver, ".figures"))
     assert engine(board, "models/endless")["generated_tokens_total"] == generated + 12

@@ -1,4 +1,4 @@
-"""What goes wrong while somebody looks, in a real Chromium: it is said, and nothing that was written is lost."""
+"""Failures while somebody looks, in a real Chromium: the page reports them, and nothing that was written is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 import shutil
 
 import pytest
-from boards import disk, fill, recipe, submitted
+from boards import disk, fill, recipe, submit_job
 from browsers import axe, chromium, complaints, eventually, press, running, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -50,7 +50,7 @@ def test_broken_lines_and_a_clock_that_jumps_back(tmp_path: pathlib.Path, monkey
     monkeypatch.setenv("PYTHONPATH", f"{clock}:{os.environ.get('PYTHONPATH', '')}")
     metrics = root / "runs/first/metrics.jsonl"
     with running(root) as board, chromium() as driver:
-        job = submitted(board.address, {"recipe": recipe("runs/first", steps=ENDLESS)})
+        job = submit_job(board.address, {"recipe": recipe("runs/first", steps=ENDLESS)})
         driver.get(f"{board.address}/#/runs/{job}")
         eventually(lambda: step_of(driver) > 5)
         for count in ("1 line of the metrics is", "2 lines of the metrics are"):
@@ -80,7 +80,7 @@ def test_broken_lines_and_a_clock_that_jumps_back(tmp_path: pathlib.Path, monkey
 
 def test_the_folder_of_a_run_is_deleted_while_it_is_shown(tmp_path: pathlib.Path):
     with running(tmp_path) as board, chromium() as driver:
-        job = submitted(
+        job = submit_job(
             board.address, {"recipe": recipe("runs/gone", steps=ENDLESS, extra="checkpoint: {every: 400}\n")}
         )
         driver.get(f"{board.address}/#/runs/{job}")
@@ -107,7 +107,7 @@ def test_the_disk_is_full_in_the_middle_of_a_run(tmp_path: pathlib.Path):
     root = tmp_path / "root"
     root.mkdir()
     with disk(root, "24m"), running(root) as board, chromium() as driver:
-        job = submitted(
+        job = submit_job(
             board.address, {"recipe": recipe("runs/full", steps=ENDLESS, extra="checkpoint: {every: 20}\n")}
         )
         driver.get(f"{board.address}/#/runs/{job}")
@@ -149,9 +149,9 @@ def test_one_output_is_started_once(tmp_path: pathlib.Path):
         button = ".launcher button.primary"
         first.execute_script("const b = document.querySelector(arguments[0]); b.click(); b.click()", button)
         second.find_element("css selector", button).click()
-        asked = (first, second)
-        eventually(lambda: any("#/runs/" in driver.current_url for driver in asked))
-        refused = eventually(lambda: [driver for driver in asked if texts(driver, ".launcher .problems")])
+        drivers = (first, second)
+        eventually(lambda: any("#/runs/" in driver.current_url for driver in drivers))
+        refused = eventually(lambda: [driver for driver in drivers if texts(driver, ".launcher .problems")])
         assert len(refused) == 1
         problem = "".join(texts(refused[0], ".launcher .problems"))
         assert "writes to this output and has not ended" in problem
@@ -159,7 +159,7 @@ def test_one_output_is_started_once(tmp_path: pathlib.Path):
         assert refused[0].find_element("id", "recipe").get_property("value") == text
         assert axe(refused[0]) == []
         assert len(list((tmp_path / "meshtune-board/jobs").iterdir())) == 1
-        [started] = [driver for driver in asked if driver not in refused]
+        [started] = [driver for driver in drivers if driver not in refused]
         eventually(lambda: step_of(started) > 0)
         press(started, "Stop and save")
         eventually(lambda: state_of(started) == "stopped")

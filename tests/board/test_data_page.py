@@ -32,7 +32,7 @@ def send(board, name: str, content: bytes):
     return board.post("/api/data/upload", params={"name": name}, content=content, headers=BYTES)
 
 
-def zipped(text: bytes) -> bytes:
+def zip_text(text: bytes) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("a.jsonl", text)
@@ -56,7 +56,7 @@ TEXT = b'{"text": "a"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", zipped(TEXT), "zip"),
+        ("a.jsonl", zip_text(TEXT), "zip"),
         ("a.json", gzip.compress(TEXT, mtime=0), "gzip"),
         ("a.jsonl", b"PAR1" + TEXT, "Parquet"),
         ("a.txt", b"a\0b", "null bytes"),
@@ -158,9 +158,9 @@ def test_a_root_inside_a_folder_to_read_is_listed_once(tmp_path):
         (tmp_path / "outer" / name).mkdir()
         for file in ("config.json", "model.safetensors"):
             (tmp_path / "outer" / name / file).touch()
-    outer = str(tmp_path / "outer")
-    assert [file["path"] for file in uploads.data_files(workspace)] == ["own.jsonl", f"{outer}/beside.jsonl"]
-    assert [entry["path"] for entry in catalogue(workspace)] == ["model", f"{outer}/other"]
+    folder = str(tmp_path / "outer")
+    assert [file["path"] for file in uploads.data_files(workspace)] == ["own.jsonl", f"{folder}/beside.jsonl"]
+    assert [entry["path"] for entry in catalogue(workspace)] == ["model", f"{folder}/other"]
 
 
 def test_results_of_evaluations_are_not_offered_as_data(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshtune.board import devices
-from meshtune.board.devices import Device, checked_choice, environment, used
+from meshtune.board.devices import Device, checked_choice, devices_of, environment
 from meshtune.errors import UserError
 
 
@@ -28,8 +28,8 @@ def test_the_environment_shows_a_job_what_was_chosen():
 
 
 def test_a_choice_takes_devices_of_this_machine(two_gpus):
-    assert used({}) == {"cuda:0", "cuda:1", "tpu:0"}
-    assert used({"keys": ["cuda:1"]}) == {"cuda:1"}
+    assert devices_of({}) == {"cuda:0", "cuda:1", "tpu:0"}
+    assert devices_of({"keys": ["cuda:1"]}) == {"cuda:1"}
     assert checked_choice({"keys": ["cuda:0"]}) == {"keys": ["cuda:0"]}
     for wrong in ({"keys": ["cuda:7"]}, {"keys": ["cuda:0", "cpu"]}, {"count": 0}, {"processes": True}, {"x": 1}, [1]):
         with pytest.raises(UserError):

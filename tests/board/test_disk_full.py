@@ -1,4 +1,4 @@
-"""A disk without room: what has ended is still written down, and a request says what is wrong."""
+"""A disk without room: what has ended is still written down, and a request names the problem."""
 
 from __future__ import annotations
 

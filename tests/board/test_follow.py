@@ -40,19 +40,19 @@ def test_a_file_that_was_replaced_or_cut_begins_anew(tmp_path: pathlib.Path):
     assert read_lines(path, cursor).reset
     assert read_lines(path, "nonsense").content.startswith(b"another")
     path.unlink()
-    gone = read_lines(path, cursor)
-    assert (gone.content, gone.cursor, gone.reset) == (b"", START, True)
+    missing = read_lines(path, cursor)
+    assert (missing.content, missing.cursor, missing.reset) == (b"", START, True)
 
 
 def test_text_is_cut_between_characters(tmp_path: pathlib.Path):
     path = tmp_path / "log"
-    whole = "日本語 – é 🙂\n" * 50
-    path.write_bytes(whole.encode())
+    expected = "日本語 – é 🙂\n" * 50
+    path.write_bytes(expected.encode())
     for limit in range(4, 14):
         text, cursor = "", START
         while (news := read_text(path, cursor, limit=limit)).content:
             text, cursor = text + news.content.decode("utf-8"), news.cursor
-        assert text == whole
+        assert text == expected
     path.write_bytes(b"broken \xff\xff bytes")
     assert read_text(path).content.decode("utf-8", "replace").startswith("broken")
 

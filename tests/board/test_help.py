@@ -13,7 +13,7 @@ import pytest
 from translations import LANGUAGES, help_texts, missing, placeholders, templates
 
 from meshtune.board.planning_work import plan
-from meshtune.board.recipe_text import dumped
+from meshtune.board.recipe_text import dump_recipe
 
 MODELS = pathlib.Path(__file__).parents[2] / "examples/headline/models"
 LETTERS = {"zh": "[一-鿿]", "ru": "[а-яё]", "ko": "[가-힣]", "ja": "[ぁ-んァ-ン一-鿿]"}
@@ -49,8 +49,8 @@ def test_a_translation_is_in_its_language_and_keeps_names_values_and_code(langua
 def test_a_translated_reason_has_the_values_of_the_english(language: str):
     for template, text in help_texts(language)["templates"].items():
         assert placeholders(text) == placeholders(template), text
-        words = re.sub(r"\{\w+\}", "", text)
-        assert re.search(LETTERS[language], words) or not re.search(r"\w", words), text
+        plain = re.sub(r"\{\w+\}", "", text)
+        assert re.search(LETTERS[language], plain) or not re.search(r"\w", plain), text
 
 
 def test_every_reason_is_a_literal_template_with_its_values():
@@ -78,20 +78,20 @@ def test_the_page_is_sent_no_words_without_a_template(target: str, keys: dict[st
         model |= {"router_aux_loss": keys.pop("router_aux_loss")}
     data = {"train": "none", "max_length": keys.pop("max_length", 1024)}
     recipe = {"model": model, "data": data, "output": "none", "train": {"steps": 3}, **keys}
-    answer = plan({"recipe": dumped(recipe), "target": target})
+    answer = plan({"recipe": dump_recipe(recipe), "target": target})
     assert len(answer["choices"]) >= 5
     for choice in answer["choices"]:
-        assert said(choice["templates"]["value"]) == choice["value"]
-        assert said(choice["templates"]["reason"]) == choice["reason"]
+        assert render(choice["templates"]["value"]) == choice["value"]
+        assert render(choice["templates"]["reason"]) == choice["reason"]
     for remedy in answer["plan"]["remedies"]:
-        assert said(remedy["templates"]["remedy"]) == remedy["remedy"]
-        assert said(remedy["templates"]["cost"]) == remedy["cost"]
+        assert render(remedy["templates"]["remedy"]) == remedy["remedy"]
+        assert render(remedy["templates"]["cost"]) == remedy["cost"]
     assert bool(answer["plan"]["remedies"]) == (target == "1xRTX4090")
 
 
-def said(part: Any) -> str:
+def render(part: Any) -> str:
     """The English text of a template with its values, as the page makes it; what has none are names and numbers."""
     if isinstance(part, str):
         assert not re.search(r"[A-Za-z]{2,} [a-z]{2,}", part), part
         return part
-    return re.sub(r"\{(\w+)\}", lambda name: said(part["values"][name[1]]), part["template"])
+    return re.sub(r"\{(\w+)\}", lambda name: render(part["values"][name[1]]), part["template"])

@@ -56,8 +56,8 @@ def workspace(tmp_path: pathlib.Path) -> Workspace:
 
 
 @pytest.fixture
-def planned(monkeypatch) -> list[dict[str, Any]]:
-    """What the planning process is asked; it answers nothing."""
+def planner_requests(monkeypatch) -> list[dict[str, Any]]:
+    """Records requests to the planning process, which answers nothing."""
     requests: list[dict[str, Any]] = []
 
     async def ask(_: Planner, fields: dict[str, Any], page: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def bodies(escape: str, workspace: Workspace, job: Job) -> dict[str, list[dict[s
 
 
 def leads_outside(workspace: Workspace, path: str) -> bool:
-    """Whether a reader that takes a path as it is would leave the root."""
+    """Tells whether a reader that opens this path unchanged would leave the root."""
     target = pathlib.Path(os.path.realpath(workspace.root / path.replace("\0", "")))
     return ".." in path.split("/") or not target.is_relative_to(workspace.root)
 
@@ -203,7 +203,7 @@ def test_no_path_of_a_recipe_leads_outside(workspace, path):
             checked_recipe(workspace, json.dumps(with_value(path, escape)))
 
 
-def test_no_route_leads_outside(workspace, job, planned):
+def test_no_route_leads_outside(workspace, job, planner_requests):
     board = client(workspace)
     known = set(bodies("", workspace, job))
     assert {route.path for route in routes_of(workspace)} == known | NO_PATHS | IN_ADDRESS
@@ -223,12 +223,12 @@ def test_no_route_leads_outside(workspace, job, planned):
             assert board.get("/api/recipe/file", params={"name": escape}).status_code == 400
             upload = board.post("/api/data/upload", params={"name": escape}, content=b"x", headers=BYTES)
             assert upload.status_code == 400
-    assert not planned
+    assert not planner_requests
     assert sorted(workspace.root.rglob("*")) == before
     fine = board.post("/api/check", json={"recipe": recipe()})
     assert fine.status_code == 200, fine.text
     assert board.post("/api/models/memory", json={"path": str(MODEL)}).status_code == 200
-    assert planned[-1]["path"] == str(MODEL)
+    assert planner_requests[-1]["path"] == str(MODEL)
 
 
 BYTES = {"content-type": "application/octet-stream"}
@@ -405,14 +405,14 @@ POSTS: dict[str, tuple[dict[str, Any], ...]] = {
 WITHOUT_BODY = {"/api/jobs/{job}/resume", "/api/jobs/{job}/remove", "/api/data/upload"}
 
 
-def answered(answer: Any, what: object, caplog: pytest.LogCaptureFixture) -> None:
-    assert answer.status_code < 500 or answer.status_code in (503, 507), (what, answer.text[:500])
+def check_answer(answer: Any, label: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert answer.status_code < 500 or answer.status_code in (503, 507), (label, answer.text[:500])
     if answer.status_code >= 400:
         body = answer.json()
         message = body["problems"][0]["message"] if "problems" in body else body["error"]["message"]
-        assert message, what
-        assert "Traceback" not in answer.text, what
-    assert not caplog.records, (what, caplog.text[-2000:])
+        assert message, label
+        assert "Traceback" not in answer.text, label
+    assert not caplog.records, (label, caplog.text[-2000:])
 
 
 def mutations(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -429,7 +429,7 @@ def mutations(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_no_value_of_a_request_is_a_failure_of_the_server(workspace, job, planned, caplog):
+def test_no_value_of_a_request_is_a_failure_of_the_server(workspace, job, planner_requests, caplog):
     board = client(workspace)
     posts = {route.path for route in routes_of(workspace) if "POST" in (route.methods or ())}
     assert posts == set(POSTS) | WITHOUT_BODY
@@ -437,7 +437,7 @@ def test_no_value_of_a_request_is_a_failure_of_the_server(workspace, job, planne
         address = path.replace("{job}", job.id).replace("{path:path}", "chat/completions")
         for body in (mutated for content in contents for mutated in mutations(content)):
             content = json.dumps(body)
-            answered(board.post(address, content=content, headers=JSON), (path, content[:300]), caplog)
+            check_answer(board.post(address, content=content, headers=JSON), (path, content[:300]), caplog)
 
 
 JSON = {"content-type": "application/json"}
@@ -457,23 +457,23 @@ ONCE: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def test_requests_that_once_were_failures_of_the_server(workspace, planned, caplog):
+def test_requests_that_once_were_failures_of_the_server(workspace, planner_requests, caplog):
     board = client(workspace)
     for path, body in ONCE:
-        answered(board.post(path, json=body), (path, str(body)[:100]), caplog)
+        check_answer(board.post(path, json=body), (path, str(body)[:100]), caplog)
 
 
 @pytest.mark.slow
-def test_no_recipe_is_a_failure_of_the_server(workspace, planned, caplog):
+def test_no_recipe_is_a_failure_of_the_server(workspace, planner_requests, caplog):
     board = client(workspace)
     for text in RECIPES:
         for path in ("/api/recipe", "/api/plan", "/api/data/preview", "/api/check", "/api/recipe/import"):
             key = "text" if path.endswith("import") else "recipe"
-            answered(board.post(path, json={key: text}), (path, text[:100]), caplog)
+            check_answer(board.post(path, json={key: text}), (path, text[:100]), caplog)
         changes = [{"path": "data.train.0.path", "value": "x"}]
-        answered(board.post("/api/recipe", json={"recipe": text, "changes": changes}), text[:100], caplog)
+        check_answer(board.post("/api/recipe", json={"recipe": text, "changes": changes}), text[:100], caplog)
         changes = [{"path": "seed", "text": text}]
-        answered(board.post("/api/recipe", json={"recipe": "seed: 1", "changes": changes}), text[:100], caplog)
+        check_answer(board.post("/api/recipe", json={"recipe": "seed: 1", "changes": changes}), text[:100], caplog)
 
 
 def test_no_body_is_a_failure_of_the_server(workspace, job, caplog):
@@ -493,15 +493,15 @@ def test_no_body_is_a_failure_of_the_server(workspace, job, caplog):
         if "POST" in (route.methods or ()) and route.path not in WITHOUT_BODY:
             address = route.path.replace("{job}", job.id).replace("{path:path}", "chat/completions")
             for content in contents:
-                answered(board.post(address, content=content, headers=JSON), (route.path, content[:60]), caplog)
+                check_answer(board.post(address, content=content, headers=JSON), (route.path, content[:60]), caplog)
     for name in ("x.jsonl", "", "²", "x" * 300 + ".jsonl", ".jsonl", "a\nb.jsonl", "con.txt", "\u202ex.txt"):
         for content in (b"", b"\xff", b"a\0", b"PK\x03\x04", b"ok"):
             answer = board.post("/api/data/upload", params={"name": name}, content=content, headers=BYTES)
-            answered(answer, (name, content), caplog)
+            check_answer(answer, (name, content), caplog)
 
 
 @pytest.mark.slow
-def test_no_address_is_a_failure_of_the_server(workspace, job, planned, caplog):
+def test_no_address_is_a_failure_of_the_server(workspace, job, planner_requests, caplog):
     board = client(workspace)
     odd = (
         "",
@@ -524,12 +524,12 @@ def test_no_address_is_a_failure_of_the_server(workspace, job, planned, caplog):
             continue
         for value in odd:
             address = route.path.replace("{job}", job.id).replace("{path:path}", value)
-            answered(board.get(address), address, caplog)
-            answered(board.get(route.path.replace("{job}", value).replace("{path:path}", "x")), value, caplog)
+            check_answer(board.get(address), address, caplog)
+            check_answer(board.get(route.path.replace("{job}", value).replace("{path:path}", "x")), value, caplog)
             query = "&".join(f"{name}={value}" for name in ("job", "after", "cursor", "name", "page", "token"))
-            answered(board.get(f"{address}?{query}", follow_redirects=False), (address, query), caplog)
+            check_answer(board.get(f"{address}?{query}", follow_redirects=False), (address, query), caplog)
     for value in odd[1:]:
-        answered(board.get(f"/api/events?job={value}"), value, caplog)
+        check_answer(board.get(f"/api/events?job={value}"), value, caplog)
 
 
 # Contents of run.json and of a line of metrics.jsonl that no run writes.
@@ -566,7 +566,7 @@ def test_no_file_of_a_run_is_a_failure_of_the_server(workspace, job, caplog):
             *("/api/catalogue", "/api/models", "/api/data/files"),
         ):
             board.app.state.board._read_at = float("-inf")  # type: ignore[attr-defined]
-            answered(board.get(path), (path, content[:80]), caplog)
+            check_answer(board.get(path), (path, content[:80]), caplog)
 
 
 def test_pages_of_other_sites_and_names_are_refused(workspace):

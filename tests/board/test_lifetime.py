@@ -74,17 +74,19 @@ def test_a_run_outlives_its_server_and_is_stopped(tmp_path: pathlib.Path):
         server.wait()
 
     with board(tmp_path) as (address, _):
-        (found,) = httpx.get(f"{address}/api/jobs").json()["jobs"]
-        assert found["state"] == "running"
+        (listed,) = httpx.get(f"{address}/api/jobs").json()["jobs"]
+        assert listed["state"] == "running"
         wait(lambda: len(steps_of(address + job)) > len(before), 60)
         # A browser that comes back gets what it has not seen, and nothing twice.
-        query, headers = {"job": found["id"]}, {"last-event-id": cursor}
+        query, headers = {"job": listed["id"]}, {"last-event-id": cursor}
         with httpx.stream("GET", f"{address}/api/events", params=query, headers=headers) as stream:
             _, news = event(stream.iter_lines(), "run")
         assert news["metrics"]["rows"][0]["step"] == before[-1] + 1
         for _ in range(2):
             assert httpx.post(f"{address}{job}/stop", json={}).status_code == 200
-        stopped = wait(lambda: (now := httpx.get(address + job).json())["state"] not in ("running", "stopping") and now)
+        stopped = wait(
+            lambda: (current := httpx.get(address + job).json())["state"] not in ("running", "stopping") and current
+        )
         assert stopped["state"] == "stopped", httpx.get(f"{address}{job}/log").text
         done = steps_of(address + job)
         assert stopped["checkpoints"][-1] == done[-1] < STEPS
@@ -118,7 +120,7 @@ def test_a_stopped_run_is_resumed_and_branched(tmp_path: pathlib.Path):
         assert steps_of(address + job) == list(range(1, STEPS + 1))
         assert (tmp_path / "runs/first/adapter").is_dir()
         branched = f"{address}/api/jobs/{second.json()['id']}"
-        last = wait(lambda: (now := httpx.get(branched).json())["state"] in ended and now, 120)
+        last = wait(lambda: (current := httpx.get(branched).json())["state"] in ended and current, 120)
         assert last["state"] == "finished", last["reason"]
         assert steps_of(branched) == list(range(1, done[-1] + 4))
 

@@ -47,9 +47,9 @@ def test_models_of_the_folders_are_listed_and_measured(tmp_path):
     with client(workspace) as board:
         answer = board.get("/api/models").json()
         assert {"path": "small", "kind": "model"} in answer["local"]
-        here = board.get("/api/models/machine").json()
+        machine = board.get("/api/models/machine").json()
         sizes = board.post("/api/models/memory", json={"path": "small"}).json()
-        assert 0 < sizes["bytes"]["lora"] < sizes["bytes"]["full"] < here["memory"] == sizes["memory"]
+        assert 0 < sizes["bytes"]["lora"] < sizes["bytes"]["full"] < machine["memory"] == sizes["memory"]
         body = board.post("/api/models/memory", json={"path": "/etc"})
         assert body.status_code == 400
         assert "outside" in body.json()["problems"][0]["message"]

@@ -1,4 +1,4 @@
-"""The page's files: every language says everything, no page has words of its own, nothing comes from elsewhere."""
+"""The page's files: every language says everything, no page has hard-coded words, nothing comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def names(text: str) -> set[str]:
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_texts_are_those_of_the_english_page(language: str):
     """A text that is not translated yet may be missing; `make translations` lists it."""
-    english, other = flat(texts("en")), flat(texts(language))
-    assert set(other) <= set(english)
-    for key, text in other.items():
+    english, translated = flat(texts("en")), flat(texts(language))
+    assert set(translated) <= set(english)
+    for key, text in translated.items():
         assert text.strip(), key
         assert names(text) == names(english[key]), key
 
@@ -77,8 +77,8 @@ def test_a_page_has_no_words_of_its_own(path: pathlib.Path):
     code = re.sub(r"^import .*$", "", code, flags=re.MULTILINE)
     for match in STRING.finditer(code):
         literal = re.sub(r"\$\{[^}]*\}", "", next(group for group in match.groups() if group is not None))
-        words = re.findall(r"[A-Z][a-z]{2,}|[a-z]{2,} [a-z]{2,}|[^\x00-\x7f…–·×→]", literal)
-        assert not words, f"{path.name}: {match[0]}"
+        prose = re.findall(r"[A-Z][a-z]{2,}|[a-z]{2,} [a-z]{2,}|[^\x00-\x7f…–·×→]", literal)
+        assert not prose, f"{path.name}: {match[0]}"
 
 
 def test_text_never_becomes_markup():
@@ -106,5 +106,5 @@ def test_the_page_is_light():
     languages = [path.stat().st_size for path in (PAGE / "text").glob("*.json")]
     english = (PAGE / "text/en.json").stat().st_size
     helps = [path.stat().st_size for path in (PAGE / "text/help").iterdir()]
-    rest = [path.stat().st_size for path in PAGE.rglob("*") if path.is_file() and PAGE / "text" not in path.parents]
-    assert sum(rest) + english + max(languages) + max(helps) < 300_000
+    sizes = [path.stat().st_size for path in PAGE.rglob("*") if path.is_file() and PAGE / "text" not in path.parents]
+    assert sum(sizes) + english + max(languages) + max(helps) < 300_000

@@ -70,7 +70,7 @@ def test_jobs_take_their_turn_without_a_server(workspace):
 
 def test_a_job_whose_processes_were_killed_is_lost_and_leaves_nothing(workspace):
     job = queue.add(workspace, request(workspace, *long_command(workspace)))
-    job = wait(lambda: (now := queue.find(workspace, job.id)).child and now)
+    job = wait(lambda: (current := queue.find(workspace, job.id)).child and current)
     assert job.runner is not None
     assert job.child is not None
     job.runner.send(signal.SIGKILL)
@@ -97,11 +97,11 @@ def test_a_command_that_fails_says_why(workspace):
 
 
 def test_one_output_has_one_writer(workspace):
-    held = queue.add(workspace, request(workspace, *long_command(workspace), output="/x/run"))
-    with pytest.raises(UserError, match=f"job {held.id} writes to this output"):
+    writer = queue.add(workspace, request(workspace, *long_command(workspace), output="/x/run"))
+    with pytest.raises(UserError, match=f"job {writer.id} writes to this output"):
         queue.add(workspace, request(workspace, "version", output="/x/run"))
-    queue.stop(workspace, held.id, now=True)
-    wait(lambda: state(workspace, held.id) in ("stopped", "failed"))
+    queue.stop(workspace, writer.id, now=True)
+    wait(lambda: state(workspace, writer.id) in ("stopped", "failed"))
 
 
 def test_a_process_is_more_than_its_number():
@@ -127,7 +127,7 @@ def test_state_follows_from_files_alone(workspace):
     assert read_job(folder) is None
     replace_json(folder / "job.json", request(workspace, "version").to_json())
     assert read_job(folder).state == "queued"
-    here = identify(os.getpid())
+    process = identify(os.getpid())
     for fields, code, expected in [
         ({}, None, "running"),
         ({"started": "1"}, None, "lost"),
@@ -136,7 +136,7 @@ def test_state_follows_from_files_alone(workspace):
         ({"started": "1"}, 2, "failed"),
         ({"started": "1"}, -15, "failed"),  # nobody asked it to stop
     ]:
-        replace_json(folder / PROCESS, {"runner": {**here.to_json(), **fields}})
+        replace_json(folder / PROCESS, {"runner": {**process.to_json(), **fields}})
         if code is not None:
             replace_json(folder / EXIT, {"code": code})
         assert read_job(folder).state == expected

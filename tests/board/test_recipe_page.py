@@ -12,7 +12,7 @@ from boards import READABLE, client, recipe
 
 import meshtune.board
 from meshtune.board.presets import NAMES, presets
-from meshtune.board.recipe_text import Change, change_of, changed, content_of, dumped
+from meshtune.board.recipe_text import Change, change_of, change_recipe, content_of, dump_recipe
 from meshtune.board.state import Planner
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.config.load import load_recipe, silent
@@ -31,45 +31,47 @@ def workspace(tmp_path: pathlib.Path) -> Workspace:
     return workspace_at(tmp_path / "root", READABLE)
 
 
-def edited(recipe_yaml: str, path: str, **value: object) -> str:
-    return changed(recipe_yaml, [change_of({"path": path, **value})])
+def edit_recipe(recipe_yaml: str, path: str, **value: object) -> str:
+    return change_recipe(recipe_yaml, [change_of({"path": path, **value})])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_edit_changes_its_key_and_no_comment(path: pathlib.Path):
     text = path.read_text(encoding="utf-8")
     comments = [line.partition("#")[2] for line in text.splitlines() if "#" in line]
-    after = edited(
-        edited(edited(text, "seed", value=7), "optimizer.schedule", value="linear"), "train.batch_size", text="32"
+    after = edit_recipe(
+        edit_recipe(edit_recipe(text, "seed", value=7), "optimizer.schedule", value="linear"),
+        "train.batch_size",
+        text="32",
     )
     assert [line.partition("#")[2] for line in after.splitlines() if "#" in line] == comments
-    wanted: dict[str, Any] = written_out(content_of(text))
-    given: dict[str, Any] = written_out(content_of(after))
-    assert given.pop("seed") == 7
-    assert given["optimizer"].pop("schedule") == "linear"
-    assert given["train"].pop("batch_size") == 32
+    expected: dict[str, Any] = written_out(content_of(text))
+    actual: dict[str, Any] = written_out(content_of(after))
+    assert actual.pop("seed") == 7
+    assert actual["optimizer"].pop("schedule") == "linear"
+    assert actual["train"].pop("batch_size") == 32
     for section, key in (("optimizer", "schedule"), ("train", "batch_size")):
-        wanted.setdefault(section, {}).pop(key, None)
-    wanted.pop("seed", None)
-    assert given == wanted
+        expected.setdefault(section, {}).pop(key, None)
+    expected.pop("seed", None)
+    assert actual == expected
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_a_recipe_survives_being_written_anew(path: pathlib.Path):
     content = written_out(content_of(path.read_text(encoding="utf-8")))
-    assert written_out(content_of(dumped(content))) == content
+    assert written_out(content_of(dump_recipe(content))) == content
 
 
 def test_text_that_looks_like_another_value_stays_text():
     for value in ("1e5", "null", "true", "010", "a: b", "c # d", "- x", "", "日本", "line\nbreak", "12:30", "~"):
-        text = changed("seed: 1\n", [Change(("data", "system"), value)])
+        text = change_recipe("seed: 1\n", [Change(("data", "system"), value)])
         assert content_of(text)["data"]["system"] == value
 
 
 def test_unset_removes_a_key_and_an_empty_section():
     text = "model: m  # a\nquantize:\n  format: nf4\ntrain:\n  steps: 3  # b\n  batch_size: 2\n"
-    assert edited(text, "quantize.format") == "model: m  # a\ntrain:\n  steps: 3  # b\n  batch_size: 2\n"
-    assert edited(text, "train.steps") == "model: m  # a\nquantize:\n  format: nf4\ntrain:\n  batch_size: 2\n"
+    assert edit_recipe(text, "quantize.format") == "model: m  # a\ntrain:\n  steps: 3  # b\n  batch_size: 2\n"
+    assert edit_recipe(text, "train.steps") == "model: m  # a\nquantize:\n  format: nf4\ntrain:\n  batch_size: 2\n"
 
 
 def test_a_change_that_is_none_is_refused():
@@ -171,14 +173,14 @@ def test_a_newer_plan_ends_the_process_of_the_older(workspace):
 def test_an_output_is_named_that_no_run_has(workspace: Workspace):
     board = client(workspace)
 
-    def named(recipe: str, path: str = "hub/Small Model", key: str = "model.path") -> str:
+    def name_output(recipe: str, path: str = "hub/Small Model", key: str = "model.path") -> str:
         body = {"recipe": recipe, "changes": [{"path": key, "value": path}], "name_output": True}
         answer = board.post("/api/recipe", json=body).json()
         return content_of(answer["recipe"])["output"]
 
-    assert named("") == "runs/Small-Model-1"
-    assert named("", "models/small.Q8_0.gguf") == "runs/small.Q8_0-1"
-    assert named("", "runs/chats", "model.adapter") == "runs/chats-1"
-    assert named("output: own/place\n") == "own/place"
+    assert name_output("") == "runs/Small-Model-1"
+    assert name_output("", "models/small.Q8_0.gguf") == "runs/small.Q8_0-1"
+    assert name_output("", "runs/chats", "model.adapter") == "runs/chats-1"
+    assert name_output("output: own/place\n") == "own/place"
     (workspace.root / "runs/Small-Model-1").mkdir(parents=True)
-    assert named("") == "runs/Small-Model-2"
+    assert name_output("") == "runs/Small-Model-2"

@@ -80,7 +80,9 @@ def test_predictions_are_shown_as_rows(workspace):
 def test_two_models_stand_side_by_side_while_the_second_is_measured(tmp_path: pathlib.Path):
     rows = {"base": ["a", "b"], "tuned": ["c"]}
     for name, answers in rows.items():
-        lines = [json.dumps({"prompt": f"{n}?", "reference": "r", "answer": said}) for n, said in enumerate(answers)]
+        lines = [
+            json.dumps({"prompt": f"{n}?", "reference": "r", "answer": answer}) for n, answer in enumerate(answers)
+        ]
         (tmp_path / name).mkdir()
         (tmp_path / name / "predictions.jsonl").write_text("\n".join([*lines, "broken"]) + "\n")
     (tmp_path / "base" / "metrics.json").write_text('{"loss": 1.5, "chrf": NaN, "signature": "x", "whole": true}')

@@ -94,18 +94,18 @@ def test_a_run_is_submitted_watched_and_cancelled(stub: pathlib.Path, workspace:
 def test_what_slurm_would_refuse_is_refused_before(stub: pathlib.Path, workspace: Workspace, monkeypatch):
     board = client(workspace)
 
-    def refused(**body: object) -> str:
+    def refusal(**body: object) -> str:
         answer = board.post("/api/jobs", json={"recipe": recipe(), **body})
         assert answer.status_code == 400
         return answer.json()["problems"][0]["message"]
 
-    assert "not a time" in refused(slurm={"time": "soon"})
-    assert "not a name" in refused(slurm={"partition": "a\n#SBATCH --evil"})
-    assert "not a int" in refused(slurm={"nodes": "2"})
-    assert "options are" in refused(slurm={"sbatch": "--wrap=ls"})
-    assert "move its own work aside" in refused(slurm={"nodes": 1}, overwrite=True)
+    assert "not a time" in refusal(slurm={"time": "soon"})
+    assert "not a name" in refusal(slurm={"partition": "a\n#SBATCH --evil"})
+    assert "not a int" in refusal(slurm={"nodes": "2"})
+    assert "options are" in refusal(slurm={"sbatch": "--wrap=ls"})
+    assert "move its own work aside" in refusal(slurm={"nodes": 1}, overwrite=True)
     (stub / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2; exit 1\n")
-    assert "no such partition" in refused(slurm={"nodes": 1})
+    assert "no such partition" in refusal(slurm={"nodes": 1})
     assert board.get("/api/jobs").json()["jobs"] == []
     monkeypatch.setenv("PATH", str(workspace.root))
-    assert "no Slurm" in refused(slurm={"nodes": 1})
+    assert "no Slurm" in refusal(slurm={"nodes": 1})

@@ -27,7 +27,7 @@ def workspace(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_a_run_on_two_nodes_is_stopped_and_goes_on_while_another_waits(workspace: Workspace):
     board = client(workspace)
 
-    def submitted(output: str, nodes: int) -> str:
+    def submit(output: str, nodes: int) -> str:
         text = recipe(output, steps=STEPS, extra="mesh: {dp: 2}\n")
         answer = board.post("/api/jobs", json={"recipe": text, "slurm": {"nodes": nodes, "gpus": 0, "time": "20"}})
         assert answer.status_code == 201, answer.text
@@ -39,10 +39,10 @@ def test_a_run_on_two_nodes_is_stopped_and_goes_on_while_another_waits(workspace
     def steps(path: str) -> list[int]:
         return [row["step"] for row in board.get(f"{path}/metrics").json()["rows"] if row["kind"] == "train"]
 
-    first = submitted("runs/first", nodes=2)
+    first = submit("runs/first", nodes=2)
     wait(lambda: steps(first) or job(first)["state"] == "failed", 240)
     assert job(first)["state"] == "running", job(first)["reason"]
-    waiting = submitted("runs/waiting", nodes=3)
+    waiting = submit("runs/waiting", nodes=3)
     wait(lambda: "Partition" in job(waiting)["slurm"]["reason"], 60)  # Slurm's words differ between its versions
     assert job(waiting)["state"] == "queued"
     assert board.post(f"{waiting}/stop", json={}).status_code == 200

@@ -29,7 +29,7 @@ def ask(board: Board, path: str) -> int:
         return error.code
 
 
-def sent(board: Board, text: str) -> socket.socket:
+def send_text(board: Board, text: str) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", board.port), 10)
     connection.sendall(text.replace("\n", "\r\n").encode())
     return connection
@@ -42,7 +42,7 @@ def test_300_streams_of_events_are_bounded_and_leave_nothing(tmp_path: pathlib.P
         assert ask(board, "/api/jobs") == 200
         files = process.num_fds()
         request = f"GET /api/events HTTP/1.1\nhost: 127.0.0.1:{board.port}\n\n"
-        streams = [stack.enter_context(contextlib.closing(sent(board, request))) for _ in range(STREAMS)]
+        streams = [stack.enter_context(contextlib.closing(send_text(board, request))) for _ in range(STREAMS)]
         statuses = [stream.recv(12).decode().split()[1] for stream in streams]
         assert statuses.count("200") == MOST_STREAMS
         assert statuses.count("503") == STREAMS - MOST_STREAMS
@@ -54,7 +54,7 @@ def test_300_streams_of_events_are_bounded_and_leave_nothing(tmp_path: pathlib.P
         for stream in streams:
             stream.close()
         wait(lambda: process.num_fds() <= files + 5, 20)
-        with contextlib.closing(sent(board, request)) as stream:
+        with contextlib.closing(send_text(board, request)) as stream:
             assert stream.recv(12).decode().split()[1] == "200"
         before = sum(process.cpu_times()[:2])
         time.sleep(2)
@@ -63,7 +63,7 @@ def test_300_streams_of_events_are_bounded_and_leave_nothing(tmp_path: pathlib.P
 
 @pytest.mark.slow
 def test_half_sent_requests_end(tmp_path: pathlib.Path):
-    """Headers and bodies that never come to their end, as many as there are; others are answered all the while."""
+    """Headers and bodies that never end, as many as there are; others are answered all the while."""
     limits = pytest.importorskip("meshtune.serve.connection").Limits()
     with running(tmp_path / "root") as board, contextlib.ExitStack() as stack:
         head = f"host: 127.0.0.1:{board.port}\n"
@@ -73,12 +73,12 @@ def test_half_sent_requests_end(tmp_path: pathlib.Path):
             f"POST /api/data/upload?name=a.txt HTTP/1.1\n{head}content-type: application/octet-stream\n"
             "content-length: 100\n\nx",
         )
-        held = [stack.enter_context(contextlib.closing(sent(board, halves[n % 3]))) for n in range(600)]
+        connections = [stack.enter_context(contextlib.closing(send_text(board, halves[n % 3]))) for n in range(600)]
         started = time.monotonic()
         while time.monotonic() - started < limits.body_seconds + 5:
             assert ask(board, "/api/jobs") == 200
             time.sleep(2)
-        for connection in held:
+        for connection in connections:
             connection.settimeout(5)
             answer = connection.recv(4096)
             assert not answer or b" 408 " in answer

@@ -1,4 +1,4 @@
-"""Talking: a model is a job with a port and a token of its own, and the board passes OpenAI's API on to it."""
+"""Talking: a model is a job with its own port and token, and the board passes OpenAI's API on to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def workspace(tmp_path: pathlib.Path) -> Workspace:
     return workspace_at(tmp_path / "root", READABLE)
 
 
-def served(board) -> dict:
+def served_model(board) -> dict:
     models = board.get("/api/talk").json()["models"]
     assert [model["state"] for model in models] == ["running"], models
     return models[0]
@@ -33,16 +33,16 @@ def test_a_model_answers_through_any_board_over_its_folder(workspace):
     assert early.status_code == 503
     assert early.json()["error"]["code"] == "not_loaded"
     try:
-        model = wait(lambda: served(board)["ids"], 120)[0]
+        model = wait(lambda: served_model(board)["ids"], 120)[0]
         again = client(workspace, token=TOKEN)  # as after a restart, now with a token of its own
         path, headers = f"/api/talk/{job}/v1", {"authorization": f"Bearer {TOKEN}"}
         assert again.get(f"{path}/models").status_code == 401
         assert again.get(f"{path}/models", headers=headers).json()["data"][0]["id"] == model
         question = {"model": model, "messages": [{"role": "user", "content": "Once upon a time"}]}
         question |= {"temperature": 0, "max_tokens": 8}
-        whole = again.post(f"{path}/chat/completions", json=question, headers=headers).json()
-        text = whole["choices"][0]["message"]["content"]
-        assert whole["usage"]["completion_tokens"] == 8
+        response = again.post(f"{path}/chat/completions", json=question, headers=headers).json()
+        text = response["choices"][0]["message"]["content"]
+        assert response["usage"]["completion_tokens"] == 8
         stream = again.post(f"{path}/chat/completions", json={**question, "stream": True}, headers=headers)
         assert stream.headers["content-type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: ")]
@@ -54,8 +54,8 @@ def test_a_model_answers_through_any_board_over_its_folder(workspace):
         assert again.post(f"{path}/completions/..%2f..%2fmetrics", json={}, headers=headers).status_code == 404
         address = address_of(queue.find(workspace, job))
         assert address is not None
-        said = json.dumps(board.get(f"/api/jobs/{job}").json()) + board.get(f"/api/jobs/{job}/log").text
-        assert address.token not in said + json.dumps(served(board))
+        shown = json.dumps(board.get(f"/api/jobs/{job}").json()) + board.get(f"/api/jobs/{job}/log").text
+        assert address.token not in shown + json.dumps(served_model(board))
         assert (workspace.jobs / job / "token").stat().st_mode & 0o077 == 0
         training = board.post("/api/jobs", json={"recipe": recipe(steps=1), "devices": {"keys": ["cpu"]}}).json()
         assert training["state"] == "running"  # a model that waits for questions keeps nobody from a CPU

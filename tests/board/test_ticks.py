@@ -43,17 +43,17 @@ def axis_of(tmp_path_factory):
     with subprocess.Popen(
         [node, folder / "loop.mjs"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        asked, answered = process.stdin, process.stdout
-        assert asked is not None
-        assert answered is not None
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
 
         def ask(low: float, high: float, count: int, **options):
-            asked.write(json.dumps([low, high, count, options]) + "\n")
-            asked.flush()
-            return json.loads(answered.readline())
+            stdin.write(json.dumps([low, high, count, options]) + "\n")
+            stdin.flush()
+            return json.loads(stdout.readline())
 
         yield ask
-        asked.close()
+        stdin.close()
 
 
 def texts(answer) -> list[str]:
@@ -71,9 +71,9 @@ def test_ticks_are_those_of_the_report(axis_of, pair, count):
 
 @settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 10**7), st.integers(2, 20))
-def test_updates_are_those_of_the_report(axis_of, first, more, count):
-    answer = axis_of(first, first + more, count, whole=True, end=True)
-    assert texts(answer) == [tick.text for tick in axis(first, first + more, count, integer=True, end=True)[2]]
+def test_updates_are_those_of_the_report(axis_of, first, span, count):
+    answer = axis_of(first, first + span, count, whole=True, end=True)
+    assert texts(answer) == [tick.text for tick in axis(first, first + span, count, integer=True, end=True)[2]]
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""`meshtune doctor`: what is there, what is missing and how to get it."""
+"""`meshtune doctor`: installed parts, missing parts and how to get them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_every_compiler_that_is_missing_comes_with_the_way_to_get_it(tmp_path):
 def test_json_says_the_same_and_a_check_compiles(tmp_path):
     ran = doctor("--json", "--check", MESHTUNE_COMPILERS=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert list(found) == ["cuda", "rocm", "tpu", "cpu"]
-    assert found["cpu"]["found"]
-    assert found["cpu"]["compiles"]
-    assert found["cpu"]["packages"] == {"jaxlib": importlib.metadata.version("jaxlib")}
-    for one in found.values():
-        assert one["found"] or (one["reason"] and one["fix"])
+    report = json.loads(ran.stdout)
+    assert list(report) == ["cuda", "rocm", "tpu", "cpu"]
+    assert report["cpu"]["found"]
+    assert report["cpu"]["compiles"]
+    assert report["cpu"]["packages"] == {"jaxlib": importlib.metadata.version("jaxlib")}
+    for platform in report.values():
+        assert platform["found"] or (platform["reason"] and platform["fix"])
 
 
 def test_a_platform_without_a_compiler_is_refused_before_anything_is_installed(tmp_path):

@@ -1,4 +1,4 @@
-"""What needs no device is said before JAX is imported, and no command imports torch because it is installed.
+"""Checks that need no device run before JAX is imported, and no command imports torch because it is installed.
 
 Importing JAX takes a second of processor time, transformers another, and torch four: that they are not imported is
 asserted instead of a time, which would depend on the machine.

@@ -12,14 +12,14 @@ from meshtune.families.composite import WRAPPERS
 from meshtune.families.family import GROUPS
 
 
-def printed(*options: str) -> str:
+def print_families(*options: str) -> str:
     result = CliRunner().invoke(app, ["families", *options], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_json_has_every_family_in_the_order_of_groups():
-    entries = json.loads(printed("--json"))
+    entries = json.loads(print_families("--json"))
     assert entries.keys() == FAMILIES.keys() | WRAPPERS.keys()
     groups = [entry["group"] for entry in entries.values()]
     assert groups == sorted(groups, key=[*GROUPS, "composite"].index)
@@ -33,5 +33,5 @@ def test_json_has_every_family_in_the_order_of_groups():
 
 
 def test_the_table_of_a_narrow_terminal_cuts_no_name():
-    table = printed()
+    table = print_families()
     assert all(any(line.startswith(f"│ {name} ") for line in table.splitlines()) for name in FAMILIES)

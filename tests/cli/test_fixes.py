@@ -68,15 +68,15 @@ def known_keys() -> frozenset[str]:
 @functools.cache
 def commands() -> dict[str, click.Command]:
     """Every command by its words, without `meshtune`."""
-    found: dict[str, click.Command] = {}
+    by_name: dict[str, click.Command] = {}
 
-    def add(command: click.Command, words: tuple[str, ...]) -> None:
-        found[" ".join(words)] = command
+    def add(command: click.Command, path: tuple[str, ...]) -> None:
+        by_name[" ".join(path)] = command
         for name, inner in getattr(command, "commands", {}).items():
-            add(inner, (*words, name))
+            add(inner, (*path, name))
 
     add(typer.main.get_command(app), ())
-    return found
+    return by_name
 
 
 def test_fixes_are_found():
@@ -114,12 +114,14 @@ def test_values_that_fixes_give_to_keys_are_values_of_them():
 
 
 # Of other programs, and what every command has.
-OTHERS = {"--help", "--constraint", "--ntasks"}
+COMMON_OPTIONS = {"--help", "--constraint", "--ntasks"}
 
 
 def test_options_that_fixes_name_are_options_of_a_command():
     parameters = [parameter for command in commands().values() for parameter in command.params]
-    options = OTHERS | {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    options = COMMON_OPTIONS | {
+        name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     named = [(place, name) for place, text in FIXES for name in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text)]
     assert len(named) > 30
     assert [f"{place}: {name}" for place, name in named if name not in options] == []

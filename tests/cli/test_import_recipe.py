@@ -68,9 +68,9 @@ def test_refusals_are_all_named_and_nothing_is_written(run, tmp_path):
 
 def test_the_commands_named_in_place_of_a_translation_have_the_options_of_our_own(run):
     content = {"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3"}
-    for more in ({"export_dir": "to"}, {"infer_backend": "huggingface"}, {"do_predict": True, "dataset": "d"}):
-        code, out, err = run(content | more)
-        words = shlex.split(err.partition("fix: ")[2])
-        verb = typer.main.get_command(app).commands[words[1]]  # pyright: ignore[reportAttributeAccessIssue]
+    for changes in ({"export_dir": "to"}, {"infer_backend": "huggingface"}, {"do_predict": True, "dataset": "d"}):
+        code, out, err = run(content | changes)
+        arguments = shlex.split(err.partition("fix: ")[2])
+        verb = typer.main.get_command(app).commands[arguments[1]]  # pyright: ignore[reportAttributeAccessIssue]
         assert (code, out) == (2, "")
-        verb.make_context(words[1], words[2:])
+        verb.make_context(arguments[1], arguments[2:])

@@ -1,4 +1,4 @@
-"""The program as its users meet it: exit codes, what is printed where, and how soon."""
+"""The program as its users meet it: exit codes, the output on both streams, and how soon it comes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def meshtune(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch):
-    """Stands in for training and its first checks, of files that are not there: keeps the recipes it was given."""
+def trained_recipes(monkeypatch: pytest.MonkeyPatch):
+    """Replaces training and its first checks of files, which do not exist: keeps the recipes it was given."""
     recipes = []
 
     class Result:
@@ -56,7 +56,7 @@ def trained(monkeypatch: pytest.MonkeyPatch):
     return train
 
 
-def imported(*arguments: str) -> set[str]:
+def imported_modules(*arguments: str) -> set[str]:
     """Modules that a run of the program imports."""
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "meshtune", *arguments], capture_output=True, text=True, check=True
@@ -69,7 +69,7 @@ def imported(*arguments: str) -> set[str]:
 )
 def test_help_waits_for_nothing_heavy(arguments):
     """The claim is under half a second; what costs seconds is these imports, and a busy machine cannot blur them."""
-    modules = imported(*arguments)
+    modules = imported_modules(*arguments)
     assert "meshtune.cli.main" in modules
     heavy = {
         "jax",
@@ -160,7 +160,7 @@ def test_debug_can_come_from_the_environment(monkeypatch):
 
 
 def test_a_defect_says_so_keeps_the_traceback_and_exits_with_1(tmp_path):
-    """In a process of its own: the exit code of an uncaught exception is Python's to give."""
+    """In a separate process: the exit code of an uncaught exception is Python's to give."""
     script = (
         "import meshtune.cli.main as m\n"
         "def broken(): raise RuntimeError('the cat sat on it')\n"
@@ -173,48 +173,48 @@ def test_a_defect_says_so_keeps_the_traceback_and_exits_with_1(tmp_path):
     assert ran.returncode == 1
     assert "This is a defect in Meshtune, not in what you did: RuntimeError: the cat sat on it" in ran.stderr
     assert "Traceback" not in ran.stderr
-    (kept,) = tmp_path.glob("meshtune-defect-*.txt")
-    assert str(kept) in ran.stderr
-    assert "RuntimeError: the cat sat on it" in kept.read_text()
-    assert kept.read_text().startswith("meshtune 0")
+    (file,) = tmp_path.glob("meshtune-defect-*.txt")
+    assert str(file) in ran.stderr
+    assert "RuntimeError: the cat sat on it" in file.read_text()
+    assert file.read_text().startswith("meshtune 0")
 
 
-def test_ctrl_c_exits_with_130(meshtune, monkeypatch, trained):
-    monkeypatch.setattr(trained.result, "interrupted", 2)
+def test_ctrl_c_exits_with_130(meshtune, monkeypatch, trained_recipes):
+    monkeypatch.setattr(trained_recipes.result, "interrupted", 2)
     assert meshtune("train", "model=m", "data=a.json", "output=o")[0] == 130
 
-    def stopped(recipe, *, console=None, job=None):
+    def interrupt(recipe, *, console=None, job=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("meshtune.train.run"), "train", stopped)
+    monkeypatch.setattr(importlib.import_module("meshtune.train.run"), "train", interrupt)
     assert meshtune("train", "model=m", "data=a.json", "output=o")[0] == 130
 
 
-def test_train_hands_over_the_recipe_with_its_overrides(meshtune, tmp_path, trained):
+def test_train_hands_over_the_recipe_with_its_overrides(meshtune, tmp_path, trained_recipes):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert meshtune("train", str(path), "method.rank=16", "--resume", "seed=3")[0] == 0
-    (recipe,) = trained.recipes
+    (recipe,) = trained_recipes.recipes
     assert (recipe.method.rank, recipe.seed, recipe.resume, recipe.overwrite) == (16, 3, True, False)
 
 
-def test_resume_and_overwrite_exclude_each_other(meshtune, tmp_path, trained):
+def test_resume_and_overwrite_exclude_each_other(meshtune, tmp_path, trained_recipes):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     code, _, err = meshtune("train", str(path), "--resume", "--overwrite")
     assert code == 2
     assert "give resume or overwrite, not both" in err
-    assert trained.recipes == []
+    assert trained_recipes.recipes == []
 
 
 @pytest.mark.parametrize(("written", "flag"), [("overwrite", "resume"), ("resume", "overwrite")])
-def test_a_flag_wins_over_its_opposite_in_the_file(meshtune, tmp_path, trained, written, flag):
+def test_a_flag_wins_over_its_opposite_in_the_file(meshtune, tmp_path, trained_recipes, written, flag):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{RECIPE}{written}: true\n")
     code, _, err = meshtune("train", str(path), f"--{flag}")
     assert code == 0
     assert f"note: command line, {flag}=true: {written}: true in the recipe has no effect" in err
-    (recipe,) = trained.recipes
+    (recipe,) = trained_recipes.recipes
     assert (getattr(recipe, flag), getattr(recipe, written)) == (True, False)
 
 
@@ -243,13 +243,13 @@ def test_env_names_the_devices_and_versions(meshtune):
 
 
 @pytest.mark.parametrize(
-    ("words", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("1.5kB", 1500), ("4096", 4096)]
+    ("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("1.5kB", 1500), ("4096", 4096)]
 )
-def test_sizes_in_words(words, size):
-    assert shard_bytes(words) == size
+def test_sizes_in_words(text, size):
+    assert shard_bytes(text) == size
 
 
-@pytest.mark.parametrize("words", ["5 apples", "", "-1GB", "0", "GB"])
-def test_a_size_that_is_none_is_an_error(words):
+@pytest.mark.parametrize("text", ["5 apples", "", "-1GB", "0", "GB"])
+def test_a_size_that_is_none_is_an_error(text):
     with pytest.raises(UserError, match="is not a size"):
-        shard_bytes(words)
+        shard_bytes(text)

@@ -34,12 +34,12 @@ def meshtune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def continuation() -> str:
-    """What transformers' greedy generation says after PROMPT, in 12 tokens."""
+    """Continues PROMPT greedily by transformers, for 12 tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(quickstart.MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(quickstart.MODEL)
     ids = tokenizer(PROMPT, return_tensors="pt")
-    made = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
-    return tokenizer.decode(made, skip_special_tokens=True)[len(PROMPT) :]
+    output = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    return tokenizer.decode(output, skip_special_tokens=True)[len(PROMPT) :]
 
 
 def test_generate_says_what_transformers_says(meshtune, continuation):
@@ -98,7 +98,7 @@ def test_the_same_seed_says_the_same(meshtune):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         (("--temperature", "-1"), "temperature = -1.0 is out of range"),
         (("--top-p", "0"), "top_p = 0.0 is out of range"),
@@ -106,10 +106,10 @@ def test_the_same_seed_says_the_same(meshtune):
         (("--adapter", "nowhere"), "there is no adapter at 'nowhere'"),
     ],
 )
-def test_bad_options_are_named(meshtune, arguments, what):
+def test_bad_options_are_named(meshtune, arguments, message):
     code, _, err = meshtune("generate", str(quickstart.MODEL), "-p", PROMPT, *arguments)
     assert code == 2
-    assert what in err
+    assert message in err
 
 
 def test_a_model_that_is_not_there_is_a_users_mistake(meshtune, tmp_path):

@@ -32,19 +32,19 @@ def plan(*arguments, compilers="/nowhere"):
 def test_json_has_every_key_and_adds_up(recipe):
     ran = plan(recipe, "--target", "8xMI300X", "mesh.fsdp=8", "compute.remat=full", "--estimate", "--json")
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert set(found) >= KEYS
-    assert found["target"] == "8xMI300X"
-    assert found["estimated"] is True
-    assert found["device_bytes"] == sum(found["breakdown"].values())
-    assert found["device_capacity"] == 192 * 2**30
-    assert found["fits"] is (found["device_bytes"] <= found["device_capacity"] - found["reserve_bytes"])
-    assert found["breakdown"]["weights"] == pytest.approx(405.85e9 * 2 / 8, rel=0.001)
-    assert found["tokens_per_second"] == pytest.approx(8 * 4096 / found["step_seconds"])
-    assert found["run_seconds"] == pytest.approx(1000 * found["step_seconds"])
-    assert found["step_seconds"] >= found["step_seconds_bound"]
-    assert 0 < found["mfu"] <= found["mfu_bound"] <= 1
-    assert found["recipe_overrides"] == {}
+    report = json.loads(ran.stdout)
+    assert set(report) >= KEYS
+    assert report["target"] == "8xMI300X"
+    assert report["estimated"] is True
+    assert report["device_bytes"] == sum(report["breakdown"].values())
+    assert report["device_capacity"] == 192 * 2**30
+    assert report["fits"] is (report["device_bytes"] <= report["device_capacity"] - report["reserve_bytes"])
+    assert report["breakdown"]["weights"] == pytest.approx(405.85e9 * 2 / 8, rel=0.001)
+    assert report["tokens_per_second"] == pytest.approx(8 * 4096 / report["step_seconds"])
+    assert report["run_seconds"] == pytest.approx(1000 * report["step_seconds"])
+    assert report["step_seconds"] >= report["step_seconds_bound"]
+    assert 0 < report["mfu"] <= report["mfu_bound"] <= 1
+    assert report["recipe_overrides"] == {}
 
 
 def test_several_targets_are_a_list_and_a_picture(recipe, tmp_path):
@@ -52,7 +52,7 @@ def test_several_targets_are_a_list_and_a_picture(recipe, tmp_path):
     targets = [word for name in ("8xMI300X", "2x8xH200", "8xH100") for word in ("--target", name)]
     ran = plan(recipe, *targets, "--estimate", "--json", "--picture", picture)
     assert ran.returncode == 0, ran.stderr
-    assert [one["target"] for one in json.loads(ran.stdout)] == ["8xMI300X", "2x8xH200", "8xH100"]
+    assert [entry["target"] for entry in json.loads(ran.stdout)] == ["8xMI300X", "2x8xH200", "8xH100"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     from matplotlib.image import imread
 
@@ -64,10 +64,10 @@ def test_several_targets_are_a_list_and_a_picture(recipe, tmp_path):
 def test_words_say_whether_how_long_and_how_much(recipe):
     ran = plan(recipe, "--target", "8xMI300X", "mesh.fsdp=8", "compute.remat=full", "--estimate", "--price", "2.5")
     assert ran.returncode == 0, ran.stderr
-    said = ["It fits", "weights", "activations and temporaries", "roofline of an update", "tokens per second"]
-    said += ["the whole recipe", "cost", "at 2.5 per hour of each device", "estimated, not compiled"]
-    for words in said:
-        assert words in ran.stdout, words
+    phrases = ["It fits", "weights", "activations and temporaries", "roofline of an update", "tokens per second"]
+    phrases += ["the whole recipe", "cost", "at 2.5 per hour of each device", "estimated, not compiled"]
+    for phrase in phrases:
+        assert phrase in ran.stdout, phrase
 
 
 def test_a_cost_is_estimated_from_the_data_without_steps(tmp_path):
@@ -96,23 +96,23 @@ def test_a_search_is_a_ranked_table(recipe):
     ran = plan(
         recipe, "--target", "8xMI300X", "--search", "--estimate", "--json", "data.max_length=64", "train.batch_size=16"
     )
-    found = json.loads(ran.stdout)
-    assert found["recipe_overrides"]["mesh"] == {"tp": 8}
-    assert len(found["candidates"]) > 5
-    times = [one["step_seconds"] for one in found["candidates"] if one["fits"]]
-    assert times[0] == pytest.approx(found["step_seconds"])
+    report = json.loads(ran.stdout)
+    assert report["recipe_overrides"]["mesh"] == {"tp": 8}
+    assert len(report["candidates"]) > 5
+    times = [candidate["step_seconds"] for candidate in report["candidates"] if candidate["fits"]]
+    assert times[0] == pytest.approx(report["step_seconds"])
 
 
 def test_without_a_compiler_the_estimate_answers_and_names_the_extra(recipe):
     ran = plan(recipe, "--target", "8xH100", "mesh.fsdp=8")
     assert ran.returncode == 0, ran.stderr
-    words = " ".join(ran.stdout.replace("│", " ").split())
-    assert "estimated, not compiled" in words
-    assert ".[plan-cuda]" in words
+    output = " ".join(ran.stdout.replace("│", " ").split())
+    assert "estimated, not compiled" in output
+    assert ".[plan-cuda]" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--target", "8xMI300"], "no device is called 'MI300'"),
         (["--target", "8xMI300"], "did you mean 'MI300X'"),
@@ -121,10 +121,10 @@ def test_without_a_compiler_the_estimate_answers_and_names_the_extra(recipe):
         (["--target", "RTX4090", "method=full", "--estimate"], "the smallest machine that would hold it: "),
     ],
 )
-def test_what_cannot_be_is_said_with_a_way_out_and_exit_2(recipe, arguments, says):
+def test_what_cannot_be_is_said_with_a_way_out_and_exit_2(recipe, arguments, message):
     ran = plan(recipe, *arguments)
     assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert says in ran.stderr
+    assert message in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
@@ -139,9 +139,9 @@ def test_the_compiler_answers_for_405b_on_eight_mi300x(recipe):
         )
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert found["estimated"] is False
-    assert found["fits"] is True
-    assert found["compile_seconds"] < 600
+    report = json.loads(ran.stdout)
+    assert report["estimated"] is False
+    assert report["fits"] is True
+    assert report["compile_seconds"] < 600
     # The goal that this program has for 8 x 4096 tokens.
-    assert found["device_bytes"] <= 150 * 2**30
+    assert report["device_bytes"] <= 150 * 2**30

@@ -1,4 +1,4 @@
-"""`meshtune shard`, from a config alone."""
+"""`meshtune shard`, from nothing but a config."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_405b_over_eight_devices_is_told_in_seconds(recipe):
     ran = shard(recipe, "--target", "8xMI300X", "mesh.fsdp=8")
     cpu = os.times()
     assert ran.returncode == 0, ran.stderr
-    for words in ("8xMI300X", "fsdp=8", "layers/0.0/attn/q/weight", "layers heads embed", "- fsdp -", "whole on each"):
-        assert words in ran.stdout, words
+    for phrase in ("8xMI300X", "fsdp=8", "layers/0.0/attn/q/weight", "layers heads embed", "- fsdp -", "whole on each"):
+        assert phrase in ran.stdout, phrase
     assert "each device holds 95.1 GiB: frozen 94.5 GiB" in ran.stdout
     assert "% of the 192 GiB" in ran.stdout
     # Of processor time, not of the clock, which others on the machine would stretch; a minute would be a defect.
@@ -49,12 +49,12 @@ def test_405b_over_eight_devices_is_told_in_seconds(recipe):
 def test_json_adds_up(recipe):
     ran = shard(recipe, "--target", "2x8xH100", "--json", "mesh.dp=2", "mesh.fsdp=4", "mesh.tp=2")
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    assert found["mesh"] == {"dp": 2, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2}
-    assert found["device_bytes"] == sum(one["device_bytes"] for one in found["arrays"])
-    assert abs(found["breakdown"]["frozen"] - 405.85e9 * 2 / 8) < 0.1e9
-    assert found["device_bytes"] > found["device_capacity"]
-    first = next(one for one in found["arrays"] if one["path"] == "layers/0.0/mlp/down/weight")
+    report = json.loads(ran.stdout)
+    assert report["mesh"] == {"dp": 2, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2}
+    assert report["device_bytes"] == sum(entry["device_bytes"] for entry in report["arrays"])
+    assert abs(report["breakdown"]["frozen"] - 405.85e9 * 2 / 8) < 0.1e9
+    assert report["device_bytes"] > report["device_capacity"]
+    first = next(entry for entry in report["arrays"] if entry["path"] == "layers/0.0/mlp/down/weight")
     assert first["spec"] == [None, "fsdp", "tp"]
 
 
@@ -67,7 +67,7 @@ def test_a_picture_names_the_devices_that_hold_each_block(recipe):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--target", "8xMI300"], "no device is called 'MI300'"),
         (["--target", "8xMI300X", "mesh.fsdp=3"], "the mesh fsdp=3 is for 3 devices, and there are 8"),
@@ -76,11 +76,11 @@ def test_a_picture_names_the_devices_that_hold_each_block(recipe):
         (["--target", "8xMI300X", "mesh.fsdp=8", "train.batch_size=4"], "cannot be split over dp x fsdp = 8"),
     ],
 )
-def test_what_cannot_be_is_one_message_and_exit_2(recipe, arguments, says):
+def test_what_cannot_be_is_one_message_and_exit_2(recipe, arguments, message):
     began = time.monotonic()
     ran = shard(recipe, *arguments)
     assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert says in ran.stderr
+    assert message in ran.stderr
     assert "Traceback" not in ran.stderr
     assert time.monotonic() - began < 60
 

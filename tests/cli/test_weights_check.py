@@ -36,7 +36,7 @@ PARAMETERS = 405_853_388_800
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> pathlib.Path:
+def checkpoint(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("llama") / "405b"
     total = write_model(folder, LLAMA_405B, SHARDS, sparse=True)
     assert total == 2 * PARAMETERS
@@ -59,8 +59,8 @@ def check(monkeypatch, capsys):
     return run
 
 
-def test_405b_is_checked_in_seconds(whole, check):
-    code, out, errors, seconds = check(whole)
+def test_405b_is_checked_in_seconds(checkpoint, check):
+    code, out, errors, seconds = check(checkpoint)
     assert (code, errors) == (0, "")
     assert "llama, 126 layers" in out
     assert "405,853,388,800" in out
@@ -70,27 +70,27 @@ def test_405b_is_checked_in_seconds(whole, check):
     assert seconds < 20, "headers alone; 20 s is for a busy machine"
 
 
-def test_json_holds_the_same(whole, check):
-    code, out, _, _ = check(whole, "--json")
-    found = json.loads(out)
+def test_json_holds_the_same(checkpoint, check):
+    code, out, _, _ = check(checkpoint, "--json")
+    report = json.loads(out)
     assert code == 0
-    assert found["parameters"] == PARAMETERS
-    assert found["files"] == SHARDS
-    assert found["tensors"] == 126 * 9 + 3
-    assert found["dtypes"] == {"bfloat16": 2 * PARAMETERS}
+    assert report["parameters"] == PARAMETERS
+    assert report["files"] == SHARDS
+    assert report["tensors"] == 126 * 9 + 3
+    assert report["dtypes"] == {"bfloat16": 2 * PARAMETERS}
 
 
 @pytest.fixture
-def damaged(whole, tmp_path):
-    """A copy by links, of which shard 100 is a file of its own."""
+def damaged_checkpoint(checkpoint, tmp_path):
+    """A copy by links, except for shard 100, which is a real file."""
     folder = tmp_path / "damaged"
     folder.mkdir()
-    for file in whole.iterdir():
+    for file in checkpoint.iterdir():
         if "00100-of" not in file.name:
             (folder / file.name).symlink_to(file)
     shard = folder / f"model-00100-of-{SHARDS:05d}.safetensors"
-    size = (whole / shard.name).stat().st_size
-    with (whole / shard.name).open("rb") as source, shard.open("wb") as stream:
+    size = (checkpoint / shard.name).stat().st_size
+    with (checkpoint / shard.name).open("rb") as source, shard.open("wb") as stream:
         (length,) = struct.unpack("<Q", source.read(8))
         stream.write(struct.pack("<Q", length) + source.read(length))
         stream.truncate(size)
@@ -112,12 +112,12 @@ def rewrite(shard: pathlib.Path, edit) -> str:
     return name
 
 
-def test_an_undamaged_copy_by_links_passes(damaged, check):
-    assert check(damaged[0])[0] == 0
+def test_an_undamaged_copy_by_links_passes(damaged_checkpoint, check):
+    assert check(damaged_checkpoint[0])[0] == 0
 
 
-def test_a_truncated_shard_is_named(damaged, check):
-    folder, shard = damaged
+def test_a_truncated_shard_is_named(damaged_checkpoint, check):
+    folder, shard = damaged_checkpoint
     size = shard.stat().st_size
     with shard.open("r+b") as stream:
         stream.truncate(size - 4096)
@@ -127,16 +127,16 @@ def test_a_truncated_shard_is_named(damaged, check):
     assert f"{size - 4096:,} of {size:,} bytes are there" in errors
 
 
-def test_a_missing_shard_is_named(damaged, check):
-    folder, shard = damaged
+def test_a_missing_shard_is_named(damaged_checkpoint, check):
+    folder, shard = damaged_checkpoint
     shard.unlink()
     code, _, errors, _ = check(folder)
     assert code == 2
     assert f"1 of 191 shards is missing: {shard.name}" in errors
 
 
-def test_a_wrong_shape_names_tensor_shard_and_field(damaged, check):
-    folder, shard = damaged
+def test_a_wrong_shape_names_tensor_shard_and_field(damaged_checkpoint, check):
+    folder, shard = damaged_checkpoint
 
     def turn(entry):
         entry["shape"] = [entry["shape"][0] // 2, entry["shape"][1] * 2]
@@ -148,16 +148,16 @@ def test_a_wrong_shape_names_tensor_shard_and_field(damaged, check):
     assert "in the config" in errors
 
 
-def test_a_wrong_dtype_names_tensor_and_shard(damaged, check):
-    folder, shard = damaged
+def test_a_wrong_dtype_names_tensor_and_shard(damaged_checkpoint, check):
+    folder, shard = damaged_checkpoint
     name = rewrite(shard, lambda entry: entry.update(dtype="I16"))
     code, _, errors, _ = check(folder)
     assert code == 2
     assert f"tensor '{name}' in {shard.name} has dtype I16" in errors
 
 
-def test_shards_of_another_dtype_are_shown(damaged, check):
-    folder, shard = damaged
+def test_shards_of_another_dtype_are_shown(damaged_checkpoint, check):
+    folder, shard = damaged_checkpoint
     rewrite(shard, lambda entry: entry.update(dtype="F16"))
     code, out, _, _ = check(folder)
     assert code == 0

@@ -1,4 +1,5 @@
-"""Recipes are read as they are meant, and whatever is wrong with one is said at once, in words, with its place.
+"""Recipes are read as their authors mean them, and whatever is wrong with one is said at once, in words, with its
+place.
 
 The expected values and messages are written out here by hand: they are the product's own contract with its users.
 """
@@ -27,7 +28,7 @@ SMALL = "model: some/model\ndata: a.json\noutput: runs/x\n"
 
 
 @pytest.fixture
-def written(tmp_path: pathlib.Path):
+def write_recipe(tmp_path: pathlib.Path):
     def write(text: str) -> str:
         path = tmp_path / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
@@ -36,14 +37,14 @@ def written(tmp_path: pathlib.Path):
     return write
 
 
-def refused(source, *overrides: str) -> UserError:
+def refusal(source, *overrides: str) -> UserError:
     with pytest.raises(UserError) as caught:
         load_recipe(source, overrides)
     return caught.value
 
 
-def test_short_forms_stand_for_long_ones(written):
-    short = load_recipe(written(SMALL))
+def test_short_forms_stand_for_long_ones(write_recipe):
+    short = load_recipe(write_recipe(SMALL))
     long = load_recipe(
         {
             "model": {"path": "some/model"},
@@ -53,17 +54,17 @@ def test_short_forms_stand_for_long_ones(written):
         }
     )
     assert short == long
-    assert load_recipe(written(SMALL + "method: full\n")).method == FullConfig()
-    assert load_recipe(written(SMALL + "method: {rank: 4}\n")).method == LoraOptions(rank=4)
-    several = load_recipe(written("model: m\noutput: o\ndata: [a.json, {path: b.json, cap: 3}]\n"))
+    assert load_recipe(write_recipe(SMALL + "method: full\n")).method == FullConfig()
+    assert load_recipe(write_recipe(SMALL + "method: {rank: 4}\n")).method == LoraOptions(rank=4)
+    several = load_recipe(write_recipe("model: m\noutput: o\ndata: [a.json, {path: b.json, cap: 3}]\n"))
     assert [(source.path, source.cap) for source in several.data.train] == [("a.json", None), ("b.json", 3)]
 
 
-def test_a_saved_recipe_reads_back_as_itself(written):
+def test_a_saved_recipe_reads_back_as_itself(write_recipe):
     """model_dump writes every default out; none of them may then look like a choice that contradicts another."""
     for method in ("lora", "full", "{kind: freeze, last_layers: 2}"):
         for optimizer in ("adamw", "sgd", "adafactor", "lion"):
-            recipe = load_recipe(written(SMALL + f"method: {method}\noptimizer: {{name: {optimizer}}}\n"))
+            recipe = load_recipe(write_recipe(SMALL + f"method: {method}\noptimizer: {{name: {optimizer}}}\n"))
             assert load_recipe(recipe.model_dump(mode="json")) == recipe
 
 
@@ -71,22 +72,22 @@ def test_a_saved_recipe_reads_back_as_itself(written):
     ("text", "value"),
     [("1e-4", 1e-4), ("2E5", 2e5), ("1e+2", 100.0), (".5", 0.5), ("3", 3.0), ("0x10", 16.0), ("010", 10.0)],
 )
-def test_numbers_are_numbers(written, text, value):
-    assert load_recipe(written(SMALL + f"optimizer: {{learning_rate: {text}}}\n")).optimizer.learning_rate == value
-    assert load_recipe(written(SMALL), [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == value
+def test_numbers_are_numbers(write_recipe, text, value):
+    assert load_recipe(write_recipe(SMALL + f"optimizer: {{learning_rate: {text}}}\n")).optimizer.learning_rate == value
+    assert load_recipe(write_recipe(SMALL), [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == value
 
 
-def test_words_stay_words_and_switches_still_switch(written):
-    recipe = load_recipe(written(SMALL.replace("runs/x", "no")))
+def test_words_stay_words_and_switches_still_switch(write_recipe):
+    recipe = load_recipe(write_recipe(SMALL.replace("runs/x", "no")))
     assert recipe.output == "no"
     for word, packing in (("off", False), ("no", False), ("false", False), ("on", True), ("yes", True)):
-        assert load_recipe(written(SMALL), [f"data.packing={word}"]).data.packing is packing
-    assert load_recipe(written(SMALL.replace("some/model", "2024-01-01"))).model.path == "2024-01-01"
-    assert load_recipe(written(SMALL.replace("some/model", "12:30"))).model.path == "12:30"
+        assert load_recipe(write_recipe(SMALL), [f"data.packing={word}"]).data.packing is packing
+    assert load_recipe(write_recipe(SMALL.replace("some/model", "2024-01-01"))).model.path == "2024-01-01"
+    assert load_recipe(write_recipe(SMALL.replace("some/model", "12:30"))).model.path == "12:30"
 
 
-def test_overrides_replace_what_stands_at_their_key(written):
-    path = written(SMALL + "method: {rank: 4, alpha: 8}\n")
+def test_overrides_replace_what_stands_at_their_key(write_recipe):
+    path = write_recipe(SMALL + "method: {rank: 4, alpha: 8}\n")
     recipe = load_recipe(
         path,
         [
@@ -115,8 +116,8 @@ def test_overrides_replace_what_stands_at_their_key(written):
     assert recipe.eval.every == 50
 
 
-def test_a_method_override_replaces_the_whole_method(written):
-    path = written(SMALL + "method: {rank: 4, alpha: 8}\n")
+def test_a_method_override_replaces_the_whole_method(write_recipe):
+    path = write_recipe(SMALL + "method: {rank: 4, alpha: 8}\n")
     assert load_recipe(path, ["method=full"]).method == FullConfig()
     assert load_recipe(path, ["method={kind: freeze, last_layers: 1}"]).method == FreezeConfig(last_layers=1)
 
@@ -134,10 +135,10 @@ def test_overrides_alone_make_a_recipe():
     assert load_recipe(load_recipe(None, ["model=m", "data=a.json", "output=o"]), ["seed=3"]).seed == 3
 
 
-def test_paths_stay_as_written_and_home_is_found(written, monkeypatch):
+def test_paths_stay_as_written_and_home_is_found(write_recipe, monkeypatch):
     """Relative paths count from the current directory, not from the recipe's."""
     monkeypatch.setenv("HOME", "/home/someone")
-    recipe = load_recipe(written(SMALL), ["output=~/runs", "data.train.0.path=../data/a.json"])
+    recipe = load_recipe(write_recipe(SMALL), ["output=~/runs", "data.train.0.path=../data/a.json"])
     assert recipe.output == "/home/someone/runs"
     assert recipe.data.train[0].path == "../data/a.json"
 
@@ -165,7 +166,7 @@ def test_the_list_of_paths_has_every_key_that_is_one():
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_home_and_environment_variables_are_put_into_every_path(written, monkeypatch, tmp_path, key):
+def test_home_and_environment_variables_are_put_into_every_path(write_recipe, monkeypatch, tmp_path, key):
     """In a file, where no shell does it, and in an override in single quotes."""
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("WHERE", str(tmp_path))
@@ -201,15 +202,15 @@ def test_a_variable_in_a_path_beside_the_recipe_and_a_dollar_in_a_name(tmp_path,
     assert load_recipe("beside/r.yaml", ["data=cost$x.json"]).data.train[0].path == "cost$x.json"
 
 
-def test_merge_keys_and_anchors_work(written):
+def test_merge_keys_and_anchors_work(write_recipe):
     text = "model: m\noutput: o\ndata:\n  train: [{<<: &x {path: a.json, cap: 3}, cap: 4}, {<<: *x, path: b.json}]\n"
-    recipe = load_recipe(written(text))
+    recipe = load_recipe(write_recipe(text))
     assert [(source.path, source.cap) for source in recipe.data.train] == [("a.json", 4), ("b.json", 3)]
 
 
 # One mistake each: what the message says, and where it says it is.
 @pytest.mark.parametrize(
-    ("more", "what", "line"),
+    ("addition", "message", "line"),
     [
         ("method: {rank: 0}\n", "method.rank is 0: it must be a whole number above 0", 4),
         ("method:\n  rank: -8\n", "method.rank is -8: it must be a whole number above 0", 5),
@@ -280,17 +281,17 @@ def test_merge_keys_and_anchors_work(written):
         ("resume: true\noverwrite: true\n", "the recipe: give resume or overwrite, not both", "4 and 5"),
     ],
 )
-def test_a_mistake_is_named_with_its_line_and_what_would_be_right(written, more, what, line):
-    path = written(SMALL + more)
-    error = refused(path)
-    assert error.what.startswith(what)
+def test_a_mistake_is_named_with_its_line_and_what_would_be_right(write_recipe, addition, message, line):
+    path = write_recipe(SMALL + addition)
+    error = refusal(path)
+    assert error.what.startswith(message)
     assert error.where == f"{path}, line{'s' * isinstance(line, str)} {line}"
     says_it_all = re.search(r"did you mean|give |leave .* out|sample.prompts:|divide|was chosen", error.what)
     assert error.fix == (None if says_it_all else "change it; `meshtune schema --markdown` lists every key")
 
 
 @pytest.mark.parametrize(
-    ("data", "what"),
+    ("data", "message"),
     [
         ("{train: a.json, max_length: -1}", "data.max_length is -1: it must be a whole number above 0"),
         ("{train: [{path: a, weigth: 2}]}", "data.train.0.weigth is not a key; did you mean 'weight'?"),
@@ -304,16 +305,16 @@ def test_a_mistake_is_named_with_its_line_and_what_would_be_right(written, more,
         ("{train: a, overlong: cut}", "data.overlong is 'cut': it must be one of truncate, turns, drop, error"),
     ],
 )
-def test_mistakes_in_the_data_section(written, data, what):
-    error = refused(written(f"model: m\noutput: o\ndata: {data}\n"))
-    assert error.what.startswith(what)
+def test_mistakes_in_the_data_section(write_recipe, data, message):
+    error = refusal(write_recipe(f"model: m\noutput: o\ndata: {data}\n"))
+    assert error.what.startswith(message)
     assert error.where is not None
     assert error.where.endswith("line 3")
 
 
-def test_all_mistakes_are_listed_at_once_each_with_its_place(written):
-    path = written("model: m\ndata: a.json\nmethod:\n  rank: -1\n  rnk: 3\n")
-    error = refused(path, "eval.every=weekly")
+def test_all_mistakes_are_listed_at_once_each_with_its_place(write_recipe):
+    path = write_recipe("model: m\ndata: a.json\nmethod:\n  rank: -1\n  rnk: 3\n")
+    error = refusal(path, "eval.every=weekly")
     assert error.what.splitlines() == [
         f"4 problems in {path}:",
         "  output is missing: Directory of the run: checkpoints, logs, plots, the final adapter or model"
@@ -326,7 +327,7 @@ def test_all_mistakes_are_listed_at_once_each_with_its_place(written):
 
 
 @pytest.mark.parametrize(
-    ("override", "what", "fix"),
+    ("override", "message", "fix"),
     [
         (
             "seed",
@@ -341,17 +342,17 @@ def test_all_mistakes_are_listed_at_once_each_with_its_place(written):
         ("method.targets=[a", "this is not YAML: ", "correct that line"),
     ],
 )
-def test_a_bad_override_is_named(written, override, what, fix):
-    error = refused(written(SMALL), override)
-    assert error.what.startswith(what)
+def test_a_bad_override_is_named(write_recipe, override, message, fix):
+    error = refusal(write_recipe(SMALL), override)
+    assert error.what.startswith(message)
     assert error.fix is not None
     assert error.fix.startswith(fix)
     assert error.where is not None
     assert error.where.startswith("command line")
 
 
-def test_an_override_that_does_not_fit_is_blamed_not_the_file(written):
-    error = refused(written(SMALL + "method: {rank: 8}\n"), "method.rank=0")
+def test_an_override_that_does_not_fit_is_blamed_not_the_file(write_recipe):
+    error = refusal(write_recipe(SMALL + "method: {rank: 8}\n"), "method.rank=0")
     assert error.where == "command line, method.rank=0"
 
 
@@ -369,7 +370,7 @@ def test_the_name_that_is_suggested_for_a_misspelt_key_is_the_one_that_was_meant
             continue
         misspelt = last[:2] + last[1:] if doubled else last[:2] + last[3:]
         meant[f"{head}.{misspelt}" if head else misspelt] = name
-    error = refused(base, *(f"{misspelt}=1" for misspelt in meant))
+    error = refusal(base, *(f"{misspelt}=1" for misspelt in meant))
     assert isinstance(error, RecipeError)
     sentences = {path: sentence for path, sentence, _ in error.problems if path in meant}
     assert len(sentences) > 100
@@ -381,9 +382,9 @@ def test_the_name_that_is_suggested_for_a_misspelt_key_is_the_one_that_was_meant
     assert wrong == []
 
 
-def test_a_misspelt_section_on_the_command_line_is_located_there(written):
+def test_a_misspelt_section_on_the_command_line_is_located_there(write_recipe):
     for override in ("optimiser.learning_rate=1e-3", "optimizr.name=adam", "optimiser={name: adamw}"):
-        error = refused(written(SMALL), override)
+        error = refusal(write_recipe(SMALL), override)
         assert "did you mean 'optimizer'?" in error.what
         assert error.where == f"command line, {override}"
         assert error.fix is None, "the message has the right word"
@@ -402,11 +403,11 @@ def test_a_misspelt_section_on_the_command_line_is_located_there(written):
         ("resume: true", "overwrite=true"),
     ],
 )
-def test_a_key_on_the_command_line_wins_over_the_one_that_says_the_same_in_the_file(written, in_file, override):
+def test_a_key_on_the_command_line_wins_over_the_one_that_says_the_same_in_the_file(write_recipe, in_file, override):
     notices: list[str] = []
     text = SMALL if "data" not in in_file else SMALL.replace("data: a.json\n", "")
-    recipe = load_recipe(written(f"{text}{in_file}\n"), [override], notify=notices.append)
-    without = load_recipe(written(text if text == SMALL else SMALL), [override], notify=notices.append)
+    recipe = load_recipe(write_recipe(f"{text}{in_file}\n"), [override], notify=notices.append)
+    without = load_recipe(write_recipe(text if text == SMALL else SMALL), [override], notify=notices.append)
     assert recipe.model_dump(exclude={"data": {"train"}}) == without.model_dump(exclude={"data": {"train"}})
     if "={" not in override:  # which replaces the section
         (notice,) = notices
@@ -414,20 +415,20 @@ def test_a_key_on_the_command_line_wins_over_the_one_that_says_the_same_in_the_f
         assert notice.endswith(" in the recipe has no effect")
 
 
-def test_float16_is_answered_by_what_there_is(written):
+def test_float16_is_answered_by_what_there_is(write_recipe):
     for word in ("fp16", "float16", "half"):
-        error = refused(written(SMALL), f"compute.precision={word}")
+        error = refusal(write_recipe(SMALL), f"compute.precision={word}")
         assert "float16 is not offered; did you mean 'bfloat16', or 'mixed'" in error.what
     for word in ("mixed", "bfloat16", "float32"):
-        assert load_recipe(written(SMALL), [f"compute.precision={word}"]).compute.precision == word
+        assert load_recipe(write_recipe(SMALL), [f"compute.precision={word}"]).compute.precision == word
 
 
-def test_a_rule_between_keys_is_located_at_the_keys_it_names(written):
+def test_a_rule_between_keys_is_located_at_the_keys_it_names(write_recipe):
     """Not at line 1: the override, or the lines, that broke it."""
-    path = written(SMALL + "method: full\nseed: 1\n")
-    assert refused(path, "sample.every=5").where == "command line, sample.every=5"
-    assert refused(path, "quantize=nf4").where == f"command line, quantize=nf4; {path}, line 4"
-    assert refused(path, "train.epochs=1", "train.steps=2").where == (
+    path = write_recipe(SMALL + "method: full\nseed: 1\n")
+    assert refusal(path, "sample.every=5").where == "command line, sample.every=5"
+    assert refusal(path, "quantize=nf4").where == f"command line, quantize=nf4; {path}, line 4"
+    assert refusal(path, "train.epochs=1", "train.steps=2").where == (
         "command line, train.epochs=1; command line, train.steps=2"
     )
 
@@ -437,33 +438,34 @@ def test_a_key_of_another_tool_suggests_the_one_that_does_it_here(key):
     meant = suggestions()[key]
     sections = {name.rsplit(".", 1)[0] for name in (entry.name for entry in keys()) if "." in name}
     assert meant in {entry.name for entry in keys()} | sections
-    assert f"did you mean '{meant}'?" in refused({"model": "m", "data": "d", "output": "o", key: 1}).what
+    assert f"did you mean '{meant}'?" in refusal({"model": "m", "data": "d", "output": "o", key: 1}).what
 
 
 def test_lora_r_means_the_rank():
     """Not `loss`, which is nearest in spelling."""
-    error = refused({"model": "m", "data": "d", "output": "o", "method": {"lora_r": 16}})
+    error = refusal({"model": "m", "data": "d", "output": "o", "method": {"lora_r": 16}})
     assert error.what.startswith("method.lora_r is not a key; did you mean 'method.rank'?")
 
 
-def test_the_former_name_of_a_key_works_for_one_release_with_a_notice(written):
+def test_the_former_name_of_a_key_works_for_one_release_with_a_notice(write_recipe):
     notices: list[str] = []
     text = SMALL + "method: full\noptimizer: {fused: true, max_grad_norm: null}\n"
-    assert load_recipe(written(text), notify=notices.append).optimizer.in_backward
+    assert load_recipe(write_recipe(text), notify=notices.append).optimizer.in_backward
     assert load_recipe(
-        written(SMALL + "method: full\n"),
+        write_recipe(SMALL + "method: full\n"),
         ["optimizer.fused=true", "optimizer.max_grad_norm=null"],
         notify=notices.append,
     ).optimizer.in_backward
     notice = "the old name works in this release and will be refused by the next"
     assert notices == [f"optimizer.fused is now called optimizer.in_backward; {notice}"] * 2
-    error = refused(written(text.replace("fused: true", "fused: true, in_backward: false")))
+    error = refusal(write_recipe(text.replace("fused: true", "fused: true, in_backward: false")))
     assert error.what == "optimizer.fused is the former name of optimizer.in_backward, and both are given"
-    assert refused(written(text.replace("fused: true", "fused: 3"))).what.startswith("optimizer.in_backward is 3:")
+    assert refusal(write_recipe(text.replace("fused: true", "fused: 3"))).what.startswith("optimizer.in_backward is 3:")
 
 
 def test_relative_paths_of_a_recipe_are_found_beside_it(tmp_path, monkeypatch):
-    """First from the current directory, then from beside the recipe; those of the command line only from the former."""
+    """First from the current directory, then from the recipe's folder; those of the command line only from the
+    former."""
     recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
     (recipes / "data").mkdir(parents=True)
     elsewhere.mkdir()
@@ -489,7 +491,7 @@ def test_relative_paths_of_a_recipe_are_found_beside_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "place"),
+    ("text", "message", "place"),
     [
         ("model: a\nmodel: b\n", "the key 'model' is given twice", "lines 1 and 2"),
         ("data:\n  train: a\n  train: b\n", "the key 'train' is given twice", "lines 2 and 3"),
@@ -509,29 +511,29 @@ def test_relative_paths_of_a_recipe_are_found_beside_it(tmp_path, monkeypatch):
         ("just words\n", "a recipe is a mapping of keys to values, and this is text", ""),
     ],
 )
-def test_text_that_is_no_recipe_is_an_error_with_its_place(written, text, what, place):
-    path = written(text)
-    error = refused(path)
-    assert error.what.startswith(what)
+def test_text_that_is_no_recipe_is_an_error_with_its_place(write_recipe, text, message, place):
+    path = write_recipe(text)
+    error = refusal(path)
+    assert error.what.startswith(message)
     assert error.where is not None
     assert error.where.startswith(path)
     assert place in error.where
 
 
-def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path, written):
-    written(SMALL)
-    error = refused(tmp_path / "recip.yaml")
+def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path, write_recipe):
+    write_recipe(SMALL)
+    error = refusal(tmp_path / "recip.yaml")
     assert error.what == "there is no such recipe"
     assert error.fix == "did you mean 'recipe.yaml'? name a recipe in it: recipe.yaml"
-    assert refused(tmp_path / "nowhere/recipe.yaml").fix == f"the directory {tmp_path}/nowhere does not exist either"
-    assert refused(tmp_path).what == "the recipe is a directory, not a file"
+    assert refusal(tmp_path / "nowhere/recipe.yaml").fix == f"the directory {tmp_path}/nowhere does not exist either"
+    assert refusal(tmp_path).what == "the recipe is a directory, not a file"
     (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
-    assert refused(tmp_path / "loop.yaml").fix == (
+    assert refusal(tmp_path / "loop.yaml").fix == (
         "the symbolic link leads back to itself: name the file itself, or make the link again"
     )
-    assert refused(tmp_path / f"{'x' * 300}.yaml").fix == "give a path whose parts are below 256 bytes"
+    assert refusal(tmp_path / f"{'x' * 300}.yaml").fix == "give a path whose parts are below 256 bytes"
     (tmp_path / "latin.yaml").write_bytes("model: caf\xe9\n".encode("latin-1"))
-    assert refused(tmp_path / "latin.yaml").what == "the recipe is not UTF-8 text (byte 10)"
+    assert refusal(tmp_path / "latin.yaml").what == "the recipe is not UTF-8 text (byte 10)"
 
 
 def test_recipes_are_frozen_and_refuse_unknown_keys_in_python_too():
@@ -549,9 +551,9 @@ def test_recipes_are_read_without_jax():
     assert ran.stdout.strip() == "False"
 
 
-def test_options_that_an_objective_refuses_together_are_named_with_their_lines(written):
-    path = written(SMALL + "stage:\n  kind: dpo\n  loss: hinge\n  label_smoothing: 0.1\n")
-    error = refused(path)
+def test_options_that_an_objective_refuses_together_are_named_with_their_lines(write_recipe):
+    path = write_recipe(SMALL + "stage:\n  kind: dpo\n  loss: hinge\n  label_smoothing: 0.1\n")
+    error = refusal(path)
     assert error.what == (
         "stage: label_smoothing has no meaning for loss hinge: use loss sigmoid (conservative) or robust, or leave "
         "label_smoothing out"

@@ -17,8 +17,8 @@ RECIPE = {"model": "m", "data": "a.json", "output": "o", "method": "full"}
 
 
 def recipe(method="full", train=None, compute=None, stage="sft", **optimizer):
-    more = {"train": train or {}, "compute": compute or {}, "stage": stage}
-    return load_recipe({**RECIPE, "method": method, "optimizer": optimizer, **more})
+    sections = {"train": train or {}, "compute": compute or {}, "stage": stage}
+    return load_recipe({**RECIPE, "method": method, "optimizer": optimizer, **sections})
 
 
 def test_a_recipe_may_name_every_optimizer_there_is_and_no_other():
@@ -31,12 +31,12 @@ def test_a_recipe_may_name_every_optimizer_there_is_and_no_other():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_saved_recipe_of_every_optimizer_reads_back_as_itself(name):
     schedule = {"schedule": "constant"} if name == "schedule_free" else {}
-    made = recipe(name=name, **schedule)
-    assert load_recipe(made.model_dump(mode="json")) == made
+    loaded = recipe(name=name, **schedule)
+    assert load_recipe(loaded.model_dump(mode="json")) == loaded
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("fields", "message"),
     [
         ({"in_backward": True}, "max_grad_norm clips by the norm of all gradients.*set max_grad_norm: null.*adafactor"),
         (
@@ -69,9 +69,9 @@ def test_a_saved_recipe_of_every_optimizer_reads_back_as_itself(name):
         ({"name": "muon", "switch_every": 2}, "switch_every is read by badam alone, and muon was chosen"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_nearest_that_can(asked, said):
-    with pytest.raises(UserError, match=f"(?s){said}"):
-        recipe(**asked)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(fields, message):
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        recipe(**fields)
 
 
 def test_what_can_be_is_not_refused():

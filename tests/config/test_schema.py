@@ -32,8 +32,8 @@ seed resume overwrite
 
 
 def test_no_public_key_is_lost_or_renamed():
-    found = [key.name for key in keys()]
-    assert [key for key in KEYS if key not in found] == []
+    names = [key.name for key in keys()]
+    assert [key for key in KEYS if key not in names] == []
 
 
 def test_every_key_is_described():

@@ -1,4 +1,4 @@
-"""Reads a stream of two files mixed by weight, in a process of its own: `million_records.py FOLDER START STOP`.
+"""Reads a stream of two files mixed by weight, in a separate process: `million_records.py FOLDER START STOP`.
 
 Prints a line of JSON: the records that the mixture has, those of each file and the batches that were read, a hash of
 the last ones, and the most memory that the process has held since it had imported everything.
@@ -42,9 +42,9 @@ def main(folder: pathlib.Path, start: int, stop: int) -> None:
         "output": str(output),
     }
     tokenizer = load_tokenizer(TOKENIZER, "plain")
-    before = most = memory()
+    before = peak = memory()
     stream = prepare_data(load_recipe(fields), tokenizer, cache=folder / "cache").train
-    most = max(most, memory())
+    peak = max(peak, memory())
     records: collections.Counter[str] = collections.Counter()
     distinct, positions, used = set[int](), 0, 0
     digest = hashlib.sha256()
@@ -57,7 +57,7 @@ def main(folder: pathlib.Path, start: int, stop: int) -> None:
                     name = pathlib.Path(origin.source).stem
                     records[name] += 1
                     distinct.add(hash(origin))
-        most = max(most, memory())
+        peak = max(peak, memory())
         if batch.step >= stop - HASHED:
             digest.update(batch.arrays["tokens"].tobytes() + batch.arrays["segment_ids"].tobytes())
     print(
@@ -68,7 +68,7 @@ def main(folder: pathlib.Path, start: int, stop: int) -> None:
                 "distinct": len(distinct),
                 "filled": used / positions,
                 "hash": digest.hexdigest(),
-                "memory": most - before,
+                "memory": peak - before,
             }
         )
     )

@@ -77,7 +77,7 @@ def tokenizer_of_trl(name, shared):
     return _tokenizers[name]
 
 
-def encoded(tokenizer, conversation, policy=None):
+def encode_conversation(tokenizer, conversation, policy=None):
     tokenize = Tokenize(tokenizer, TokenOptions(1 << 20, policy or LossPolicy()))
     (example,) = tokenize([conversation])
     return example, tokenize.counts

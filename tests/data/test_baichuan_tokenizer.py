@@ -1,4 +1,5 @@
-"""Baichuan2's tokenizer from its tokenizer.model: sentencepiece's own ids, its chat format, and what is learned."""
+"""Baichuan2's tokenizer from its tokenizer.model: sentencepiece's own ids, its chat format, and the tokens that are
+learned."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import sys
 
 import pytest
 
-from baichuan_files import TEXTS, trained
+from baichuan_files import TEXTS, train_tokenizer
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Origin
@@ -20,7 +21,7 @@ from meshtune.errors import UserError
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("baichuan") / "tokenizer"
-    return trained(folder), load_tokenizer(folder)
+    return train_tokenizer(folder), load_tokenizer(folder)
 
 
 def test_ids_are_those_of_sentencepiece(both):
@@ -34,7 +35,7 @@ def test_ids_are_those_of_sentencepiece(both):
 
 def test_a_space_before_every_text_is_kept(tmp_path):
     """The first generation's models have one."""
-    theirs = trained(tmp_path / "first", dummy_prefix=True, add_bos_token=True)
+    theirs = train_tokenizer(tmp_path / "first", dummy_prefix=True, add_bos_token=True)
     ours = load_tokenizer(tmp_path / "first")
     for text in TEXTS[:5]:
         assert ours(text)["input_ids"] == [1, *theirs.Encode(text)]
@@ -54,9 +55,9 @@ CHAT = {
 
 def conversation() -> Conversation:
     chosen = select_format("auto", [CHAT], "data.json")
-    found = chosen.convert(CHAT, chosen.resolve({}), {}, Origin("data.json", 1))
-    assert isinstance(found, Conversation)
-    return found
+    converted = chosen.convert(CHAT, chosen.resolve({}), {}, Origin("data.json", 1))
+    assert isinstance(converted, Conversation)
+    return converted
 
 
 def test_a_conversation_is_what_the_original_reads(both):
@@ -64,8 +65,8 @@ def test_a_conversation_is_what_the_original_reads(both):
     theirs, ours = both
     turns = [turn["value"] for turn in CHAT["conversations"]]
     expected = []
-    for speaker, words in zip([195, 196, 195, 196], turns, strict=True):
-        expected += [speaker, *theirs.Encode(words)]
+    for speaker, text in zip([195, 196, 195, 196], turns, strict=True):
+        expected += [speaker, *theirs.Encode(text)]
     (example,) = Tokenize(ours, TokenOptions(max_length=512))([conversation()])
     assert example.ids.tolist() == [*expected, 2]
     prompt = ChatTemplate(ours).render(
@@ -88,7 +89,7 @@ def test_only_the_last_answer_ends_with_the_end_of_text(both):
 
 
 def test_speaker_ids_come_from_the_generation_config(tmp_path):
-    trained(tmp_path / "other")
+    train_tokenizer(tmp_path / "other")
     (tmp_path / "other/generation_config.json").write_text('{"user_token_id": 191, "assistant_token_id": 192}')
     tokenizer = load_tokenizer(tmp_path / "other")
     prompt = ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}], generation_prompt=True)
@@ -100,7 +101,7 @@ def test_speaker_ids_come_from_the_generation_config(tmp_path):
 
 @pytest.mark.parametrize("cut", [0, 1, 1000])
 def test_a_damaged_file_is_named(tmp_path, cut):
-    trained(tmp_path / "cut")
+    train_tokenizer(tmp_path / "cut")
     file = tmp_path / "cut/tokenizer.model"
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(UserError, match="not a complete sentencepiece model"):
@@ -108,7 +109,7 @@ def test_a_damaged_file_is_named(tmp_path, cut):
 
 
 def test_a_git_lfs_pointer_is_named(tmp_path):
-    trained(tmp_path / "pointer")
+    train_tokenizer(tmp_path / "pointer")
     (tmp_path / "pointer/tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4e1c\n")
     with pytest.raises(UserError, match="Git LFS"):
         load_tokenizer(tmp_path / "pointer")
@@ -116,7 +117,7 @@ def test_a_git_lfs_pointer_is_named(tmp_path):
 
 @pytest.mark.parametrize("package", ["sentencepiece", "google.protobuf.message"])
 def test_without_sentencepiece_the_extra_is_named(tmp_path, monkeypatch, package):
-    trained(tmp_path / "model")
+    train_tokenizer(tmp_path / "model")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"missing.*{package}") as raised:
         load_tokenizer(tmp_path / "model")

@@ -58,7 +58,7 @@ def test_a_tokenizer_without_a_template_names_the_remedy(stories):
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{{ m.content }", "not valid Jinja"),
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
@@ -66,9 +66,9 @@ def test_a_tokenizer_without_a_template_names_the_remedy(stories):
         ("{{ nothing.at.all }}", "'nothing' is undefined"),
     ],
 )
-def test_an_error_has_the_templates_own_message(stories, template, words):
+def test_an_error_has_the_templates_own_message(stories, template, message):
     stories.chat_template = template
-    with pytest.raises(UserError, match=words) as error:
+    with pytest.raises(UserError, match=message) as error:
         mask_conversation(ChatTemplate(stories), CHAT)
     assert error.value.where == str(ORIGIN)
 

@@ -22,7 +22,7 @@ def write(path, records) -> str:
     return str(path)
 
 
-def numbered(path, count: int, letter: str = "") -> str:
+def write_numbered(path, count: int, letter: str = "") -> str:
     return write(path, [{"text": f"{letter}{number}"} for number in range(count)])
 
 
@@ -82,7 +82,7 @@ def test_a_named_format_that_does_not_fit_names_record_and_field(tmp_path):
 
 
 def test_records_of_any_shape_are_documents_or_named_errors(tmp_path_factory):
-    """Whatever JSON stands in a file, only UserError comes out, and it names the file."""
+    """Whatever JSON a file has, only UserError comes out, and it names the file."""
     folder = tmp_path_factory.mktemp("any")
     keys = st.sampled_from(
         ["instruction", "output", "conversations", "messages", "text", "prompt", "from", "role", "x"]
@@ -108,7 +108,7 @@ def test_records_of_any_shape_are_documents_or_named_errors(tmp_path_factory):
 
 
 def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
-    documents = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 10)]), seed=0)
+    documents = load_documents(DataSection(train=[write_numbered(tmp_path / "a.jsonl", 10)]), seed=0)
     assert texts(documents.train) == [str(number) for number in range(10)]
     assert documents.train[-1].text == "9"
     assert texts(documents.train[2:4]) == ["2", "3"]
@@ -119,13 +119,13 @@ def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
 
 
 def test_documents_can_be_pickled(tmp_path):
-    documents = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
+    documents = load_documents(DataSection(train=[write_numbered(tmp_path / "a.jsonl", 4)]), seed=0)
     assert texts(pickle.loads(pickle.dumps(documents.train))) == texts(documents.train)
 
 
 @pytest.mark.parametrize(("validation", "expected"), [(0.25, 10), (7, 7), (1, 1), (0.001, 1), (39, 39)])
 def test_validation_is_held_out_by_share_or_number(tmp_path, validation, expected):
-    path = numbered(tmp_path / "a.jsonl", 40)
+    path = write_numbered(tmp_path / "a.jsonl", 40)
 
     def split(seed):
         documents = load_documents(DataSection(train=[path], validation=validation), seed=seed)
@@ -140,9 +140,9 @@ def test_validation_is_held_out_by_share_or_number(tmp_path, validation, expecte
 
 def test_validation_is_taken_from_every_source_in_proportion(tmp_path):
     sources = [
-        numbered(tmp_path / "a.jsonl", 80, "a"),
-        numbered(tmp_path / "b.jsonl", 20, "b"),
-        numbered(tmp_path / "c.jsonl", 1, "c"),
+        write_numbered(tmp_path / "a.jsonl", 80, "a"),
+        write_numbered(tmp_path / "b.jsonl", 20, "b"),
+        write_numbered(tmp_path / "c.jsonl", 1, "c"),
     ]
     documents = load_documents(DataSection(train=sources, validation=10), seed=0)
     assert [sum(text[0] == letter for text in texts(documents.validation)) for letter in "abc"] == [8, 2, 0]
@@ -151,8 +151,8 @@ def test_validation_is_taken_from_every_source_in_proportion(tmp_path):
 
 def test_a_repeated_record_is_never_on_both_sides(tmp_path):
     sources = [
-        {"path": numbered(tmp_path / "a.jsonl", 60, "a"), "weight": 1.0},
-        {"path": numbered(tmp_path / "b.jsonl", 12, "b"), "weight": 1.0},
+        {"path": write_numbered(tmp_path / "a.jsonl", 60, "a"), "weight": 1.0},
+        {"path": write_numbered(tmp_path / "b.jsonl", 12, "b"), "weight": 1.0},
     ]
     for mixing in ("concat", "interleave_over", "interleave_under"):
         documents = load_documents(DataSection(train=sources, validation=0.25, mixing=mixing), seed=0)
@@ -161,15 +161,15 @@ def test_a_repeated_record_is_never_on_both_sides(tmp_path):
 
 
 def test_holding_out_everything_is_an_error(tmp_path):
-    error = fails(train=[numbered(tmp_path / "a.jsonl", 4)], validation=4)
+    error = fails(train=[write_numbered(tmp_path / "a.jsonl", 4)], validation=4)
     assert "holding out 4 of 4 records" in error.what
     assert error.where == "data.validation"
     assert "hold out at most 3" in error.fix
-    assert "a share of 0.5 of 1 record (" in fails(train=[numbered(tmp_path / "b.jsonl", 1)], validation=0.5).what
+    assert "a share of 0.5 of 1 record (" in fails(train=[write_numbered(tmp_path / "b.jsonl", 1)], validation=0.5).what
 
 
 def test_validation_may_have_separate_sources(tmp_path):
-    train, validation_file = numbered(tmp_path / "a.jsonl", 3, "a"), numbered(tmp_path / "b.jsonl", 9, "b")
+    train, validation_file = write_numbered(tmp_path / "a.jsonl", 3, "a"), write_numbered(tmp_path / "b.jsonl", 9, "b")
     documents = load_documents(DataSection(train=[train], validation=[{"path": validation_file, "cap": 2}]), seed=0)
     assert texts(documents.validation) == ["b0", "b1"]
     assert len(documents.train) == 3
@@ -186,8 +186,8 @@ def test_a_cap_takes_the_first_usable_records_and_reads_no_further(tmp_path):
 
 def test_sources_are_mixed_by_weight(tmp_path):
     sources = [
-        {"path": numbered(tmp_path / "a.jsonl", 30, "a"), "weight": 1.0},
-        {"path": numbered(tmp_path / "b.jsonl", 10, "b"), "weight": 3.0},
+        {"path": write_numbered(tmp_path / "a.jsonl", 30, "a"), "weight": 1.0},
+        {"path": write_numbered(tmp_path / "b.jsonl", 10, "b"), "weight": 3.0},
     ]
     documents = texts(load_documents(DataSection(train=sources), seed=0).train)
     assert [sum(text[0] == letter for text in documents) for letter in "ab"] == [10, 30]

@@ -1,4 +1,4 @@
-"""Which format records are of: recognised, or named; what is neither says what each format wants."""
+"""Which format records are of: recognised, or named; others get an error with what each format wants."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_one_odd_record_among_the_first_does_not_hide_the_format():
     assert select_format("auto", [{"x": 1}, "junk", EXAMPLES["alpaca"]], "here").name == "alpaca"
 
 
-def chosen(*args, **options) -> UserError:
+def refusal(*args, **options) -> UserError:
     with pytest.raises(UserError) as caught:
         select_format(*args, **options)
     return caught.value
 
 
 def test_unknown_records_list_their_fields_and_those_of_each_format():
-    error = chosen("auto", [{"question": "q", "answer": "a"}], "data.json")
+    error = refusal("auto", [{"question": "q", "answer": "a"}], "data.json")
     assert "question, answer" in error.what
     for form in DOCUMENT_FORMATS.values():
         assert f"{form.name}: {form.expects}" in error.what
@@ -61,15 +61,15 @@ def test_unknown_records_list_their_fields_and_those_of_each_format():
 
 
 def test_ambiguous_records_name_the_formats():
-    error = chosen("auto", [EXAMPLES["alpaca"] | EXAMPLES["messages"]], "data.json")
+    error = refusal("auto", [EXAMPLES["alpaca"] | EXAMPLES["messages"]], "data.json")
     assert "alpaca, messages" in error.what
     assert "instruction, output, messages" in error.what
     assert error.fix == "name the one you mean: format: alpaca, or format: messages"
     broken = EXAMPLES["alpaca"] | EXAMPLES["messages"] | {"output": ""}
-    assert chosen("auto", [broken], "data.json").fix == "name the one you mean: format: messages"
+    assert refusal("auto", [broken], "data.json").fix == "name the one you mean: format: messages"
 
 
-OWN = {
+RECORDS = {
     "documents": [
         {"frage": "q", "antwort": "a"},
         {"answer": "a", "question": "q"},
@@ -89,21 +89,23 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "record"), [(kind, record) for kind, records in OWN.items() for record in records])
+@pytest.mark.parametrize(
+    ("kind", "record"), [(kind, record) for kind, records in RECORDS.items() for record in records]
+)
 def test_records_with_names_of_their_own_get_a_source_to_paste(kind, record, tmp_path):
     file = tmp_path / "own data.jsonl"
     file.write_text(json.dumps(record))
-    error = chosen("auto", [record], str(file), dataset_type=kind)
+    error = refusal("auto", [record], str(file), dataset_type=kind)
     source = yaml.safe_load(re.search(r"'data\.train=(\{.*\})'", error.fix)[1])
     section = DataSection.model_validate({"train": source})
     assert len(load_documents(section, seed=0, dataset_type=kind).train) == 1
 
 
 def test_the_question_is_told_from_the_answer_by_its_name():
-    error = chosen("auto", [{"answer": "a", "question": "q"}], "x")
+    error = refusal("auto", [{"answer": "a", "question": "q"}], "x")
     assert "{instruction: question, output: answer}" in error.fix
-    assert "'data.train" not in chosen("auto", [{"a": "x", "b": "y", "c": "z"}], "x").fix
-    passage = chosen("auto", [{"instruction": "q", "context": "c", "response": "a", "category": "qa"}], "x")
+    assert "'data.train" not in refusal("auto", [{"a": "x", "b": "y", "c": "z"}], "x").fix
+    passage = refusal("auto", [{"instruction": "q", "context": "c", "response": "a", "category": "qa"}], "x")
     assert "{instruction: instruction, input: context, output: response}" in passage.fix
 
 
@@ -148,7 +150,7 @@ def test_every_format_that_is_offered_reads_the_records(kind, record):
     ],
 )
 def test_the_ways_out_for_preferences_work(record):
-    fix = chosen("auto", [record], "x").fix
+    fix = refusal("auto", [record], "x").fix
     form, columns = re.search(r"format: (\w+)", fix), re.search(r"columns: (\{.*?\})", fix)
     columns = yaml.safe_load(columns[1])
     form = select_format(form[1] if form else "auto", [record], "x", columns)
@@ -165,7 +167,7 @@ def test_a_stage_that_is_named_reads_the_records():
         (EXAMPLES["alpaca"] | {"label": True}, "pairs", "kto"),
         (pair, "labelled", "dpo"),
     ):
-        assert f"they would fit stage {stage}" in chosen("auto", [record], "x", dataset_type=kind).what
+        assert f"they would fit stage {stage}" in refusal("auto", [record], "x", dataset_type=kind).what
 
 
 def test_a_column_of_null_is_not_read_in_any_format():
@@ -173,20 +175,20 @@ def test_a_column_of_null_is_not_read_in_any_format():
     assert select_format("auto", [both], "x", {"messages": None}).name == "alpaca"
     assert select_format("auto", [both], "x", {"output": None}).name == "messages"
     assert select_format("messages", [], "x", {"images": None, "instruction": None}).name == "messages"
-    assert "did you mean 'images'" in chosen("messages", [], "x", {"imges": None}).fix
+    assert "did you mean 'images'" in refusal("messages", [], "x", {"imges": None}).fix
 
 
 def test_preferences_are_refused():
-    assert "chosen and rejected" in chosen("auto", [{"chosen": "a", "rejected": "b"}], "x").what
-    assert "true/false label" in chosen("auto", [EXAMPLES["messages"] | {"label": False}], "x").what
+    assert "chosen and rejected" in refusal("auto", [{"chosen": "a", "rejected": "b"}], "x").what
+    assert "true/false label" in refusal("auto", [EXAMPLES["messages"] | {"label": False}], "x").what
 
 
 def test_columns_and_tags_are_known_names():
-    assert "did you mean 'instruction'?" in chosen("alpaca", [], "x", {"instruktion": "q"}).fix
-    assert "did you mean 'role_tag'?" in chosen("auto", [], "x", {}, {"roletag": "q"}).fix
-    assert "did you mean 'alpaca'?" in chosen("alpacca", [], "x").fix
-    assert "format text has none" in chosen("text", [], "x", {}, {"role_tag": "who"}).fix
-    assert "no format has all" in chosen("auto", [], "x", {"completion": "a", "text": "b"}).what
+    assert "did you mean 'instruction'?" in refusal("alpaca", [], "x", {"instruktion": "q"}).fix
+    assert "did you mean 'role_tag'?" in refusal("auto", [], "x", {}, {"roletag": "q"}).fix
+    assert "did you mean 'alpaca'?" in refusal("alpacca", [], "x").fix
+    assert "format text has none" in refusal("text", [], "x", {}, {"role_tag": "who"}).fix
+    assert "no format has all" in refusal("auto", [], "x", {"completion": "a", "text": "b"}).what
     assert (
         select_format(
             "auto", [{"question": "q", "answer": "a"}], "x", {"prompt": "question", "response": "answer"}

@@ -35,12 +35,12 @@ def turns(document) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in document.messages]
 
 
-def sharegpt(*pairs: tuple[str, str], **more):
-    return {"conversations": [{"from": who, "value": what} for who, what in pairs]} | more
+def sharegpt(*pairs: tuple[str, str], **fields):
+    return {"conversations": [{"from": who, "value": text} for who, text in pairs]} | fields
 
 
-def messages(*pairs: tuple[str, str], **more):
-    return {"messages": [{"role": who, "content": what} for who, what in pairs]} | more
+def messages(*pairs: tuple[str, str], **fields):
+    return {"messages": [{"role": who, "content": text} for who, text in pairs]} | fields
 
 
 def test_alpaca_joins_instruction_and_input_after_system_and_history():
@@ -71,7 +71,7 @@ def test_alpaca_columns_rename_fields_under_our_names_and_llama_factorys():
 
 
 @pytest.mark.parametrize(
-    ("change", "at", "what"),
+    ("change", "at", "message"),
     [
         ({"output": ""}, "output", "empty"),
         ({"output": " \n"}, "output", "empty"),
@@ -90,10 +90,10 @@ def test_alpaca_columns_rename_fields_under_our_names_and_llama_factorys():
         ({"tools": "[{"}, "tools", "not JSON"),
     ],
 )
-def test_a_bad_alpaca_field_is_named(change, at, what):
+def test_a_bad_alpaca_field_is_named(change, at, message):
     error = refuses("alpaca", {"instruction": "i", "input": "", "output": "o"} | change)
     assert field(error) == at
-    assert what in error.what
+    assert message in error.what
 
 
 def test_a_missing_field_lists_the_fields_of_the_record():
@@ -141,7 +141,7 @@ def test_sharegpt_understands_user_and_assistant_and_role_and_content():
 
 
 @pytest.mark.parametrize(
-    ("record", "at", "what"),
+    ("record", "at", "message"),
     [
         (sharegpt(("human", "q"), ("gpt", "")), "conversations[1].value", "empty"),
         (sharegpt(("human", "q")), "conversations[0]", "ends with human"),
@@ -164,10 +164,10 @@ def test_sharegpt_understands_user_and_assistant_and_role_and_content():
         (sharegpt(("system", "s"), ("human", "q"), ("gpt", "a"), system="t"), "system", "another as the first turn"),
     ],
 )
-def test_a_bad_sharegpt_field_is_named(record, at, what):
+def test_a_bad_sharegpt_field_is_named(record, at, message):
     error = refuses("sharegpt", record)
     assert field(error) == at
-    assert what in error.what
+    assert message in error.what
 
 
 def test_an_unknown_role_suggests_the_nearest():
@@ -226,7 +226,7 @@ def after_user(**turn):
 
 
 @pytest.mark.parametrize(
-    ("record", "at", "what"),
+    ("record", "at", "message"),
     [
         (messages(("user", "q"), ("assistant", "")), "messages[1].content", "empty"),
         (messages(("user", " "), ("assistant", "a")), "messages[0].content", "empty"),
@@ -252,10 +252,10 @@ def after_user(**turn):
         ({"messages": {}}, "messages", "expected a list of messages"),
     ],
 )  # fmt: skip
-def test_a_bad_message_is_named(record, at, what):
+def test_a_bad_message_is_named(record, at, message):
     error = refuses("messages", record)
     assert field(error) == at
-    assert what in error.what
+    assert message in error.what
 
 
 def test_prompt_and_completion_are_texts_or_messages():
@@ -263,7 +263,7 @@ def test_prompt_and_completion_are_texts_or_messages():
     head = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     tail = [{"role": "assistant", "content": "d"}]
     document = convert("prompt_completion", {"prompt": head, "completion": tail})
-    assert [(one.role, one.weight) for one in document.messages] == [
+    assert [(message.role, message.weight) for message in document.messages] == [
         ("user", None),
         ("assistant", 0.0),
         ("user", None),
@@ -277,7 +277,7 @@ def test_prompt_and_completion_are_texts_or_messages():
 
 
 @pytest.mark.parametrize(
-    ("record", "at", "what"),
+    ("record", "at", "message"),
     [
         ({"prompt": "p", "completion": ""}, "completion", "empty"),
         ({"prompt": "", "completion": "c"}, "prompt", "empty"),
@@ -292,10 +292,10 @@ def test_prompt_and_completion_are_texts_or_messages():
         ),
     ],
 )
-def test_a_bad_prompt_or_completion_is_named(record, at, what):
+def test_a_bad_prompt_or_completion_is_named(record, at, message):
     error = refuses("prompt_completion", record)
     assert field(error) == at
-    assert what in error.what
+    assert message in error.what
 
 
 def test_text_is_one_document_per_record():

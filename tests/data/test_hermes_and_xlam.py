@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from data.stock_templates import encoded, learned_pieces, tokenizer_of
+from data.stock_templates import encode_conversation, learned_pieces, tokenizer_of
 from meshtune.config.data import DataSection
 from meshtune.data.conversation import Conversation, Message
 from meshtune.data.documents import load_documents
@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Porto"}}}
-OTHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Turin"}}}
+WEATHER_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Turin"}}}
 PROMPT = (
     "You may call functions. Here are they: <tools> {tools} </tools> For each call return an object:\n"
     "<tool_call>\n{{'arguments': <args-dict>, 'name': <function-name>}}\n</tool_call>"
@@ -31,7 +31,7 @@ TURNS = [
 ]
 READ = (
     Message("user", "Which is warmer?"),
-    Message("assistant", "Let me see.", tool_calls=(CALL, OTHER)),
+    Message("assistant", "Let me see.", tool_calls=(CALL, WEATHER_CALL)),
     Message("tool", "21"),
     Message("tool", "17"),
     Message("assistant", "Porto."),
@@ -95,18 +95,18 @@ def test_tools_in_the_prompt_and_in_a_field_are_refused_unless_hermes_is_named(t
 
 
 @pytest.mark.parametrize(
-    ("value", "at", "what"),
+    ("value", "at", "message"),
     [
         ("<tool_call>\n{name: weather}\n</tool_call>", "conversations[1]", "the call in <tool_call>: not JSON"),
         ('<tool_call>{"name": "wether"}</tool_call>', "conversations[1]", "which the record does not declare"),
         ('<tool_call>{"arguments": {}}</tool_call>', "conversations[1].name", "has no name"),
     ],
 )
-def test_bad_calls_in_text_are_refused(tmp_path, value, at, what):
+def test_bad_calls_in_text_are_refused(tmp_path, value, at, message):
     with pytest.raises(UserError) as caught:
         read(tmp_path, {"conversations": [TURNS[0], {"from": "gpt", "value": value}], "tools": [TOOL]})
     assert f"field '{at}'" in str(caught.value.where)
-    assert what in caught.value.what
+    assert message in caught.value.what
 
 
 def test_tools_of_a_prompt_that_are_no_json_are_refused(tmp_path):
@@ -117,14 +117,17 @@ def test_tools_of_a_prompt_that_are_no_json_are_refused(tmp_path):
 XLAM = {
     "id": 3,
     "query": "Which is warmer?",
-    "answers": json.dumps([CALL["function"], OTHER["function"]]),
+    "answers": json.dumps([CALL["function"], WEATHER_CALL["function"]]),
     "tools": json.dumps([{"name": "weather", "parameters": {"city": {"type": "str", "description": "Where."}}}]),
 }
 
 
 def test_xlam_records_are_a_question_and_its_calls(tmp_path):
     document = read(tmp_path, XLAM)
-    assert document.messages == (Message("user", XLAM["query"]), Message("assistant", "", tool_calls=(CALL, OTHER)))
+    assert document.messages == (
+        Message("user", XLAM["query"]),
+        Message("assistant", "", tool_calls=(CALL, WEATHER_CALL)),
+    )
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "description": "Where."}},
@@ -136,7 +139,7 @@ def test_xlam_records_are_a_question_and_its_calls(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "at", "what"),
+    ("change", "at", "message"),
     [
         ({"answers": "[]"}, "answers", "expected a list of calls"),
         ({"answers": None}, "answers", "null"),
@@ -145,17 +148,17 @@ def test_xlam_records_are_a_question_and_its_calls(tmp_path):
         ({"query": ""}, "query", "empty"),
     ],
 )
-def test_bad_xlam_records_are_refused(tmp_path, change, at, what):
+def test_bad_xlam_records_are_refused(tmp_path, change, at, message):
     with pytest.raises(UserError) as caught:
         read(tmp_path, XLAM | change)
     assert f"field '{at}'" in str(caught.value.where)
-    assert what in caught.value.what
+    assert message in caught.value.what
 
 
 def test_what_is_trained_on_of_hermes_is_the_calls_in_the_templates_form(tmp_path, shared):
     record = {"conversations": [system(json.dumps([TOOL])), *TURNS], "tools": json.dumps([TOOL])}
     tokenizer = tokenizer_of("Qwen-Qwen2.5-7B-Instruct", shared)
-    example, _ = encoded(tokenizer, read(tmp_path, record, format="hermes"))
+    example, _ = encode_conversation(tokenizer, read(tmp_path, record, format="hermes"))
     calls = [
         f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{c}"}}}}\n</tool_call>' for c in ("Porto", "Turin")
     ]

@@ -26,17 +26,17 @@ def test_a_hub_id_in_offline_mode_names_the_remedy():
 def test_a_hub_data_set_is_requested_as_the_source_describes(monkeypatch):
     import datasets
 
-    asked = {}
+    request = {}
 
     def load(path, **options):
-        asked.update(options, path=path)
+        request.update(options, path=path)
         return datasets.Dataset.from_list([{"text": "x", "n": None}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     records = open_source(DataSource("o/n", subset="en", split="test", revision="v1", folder="python", hub=True))
     assert records[0] == {"text": "x", "n": None}
     assert str(records.origin(0)) == "o/n, record 0"
-    assert asked == {
+    assert request == {
         "path": "o/n",
         "name": "en",
         "split": "test",
@@ -47,14 +47,14 @@ def test_a_hub_data_set_is_requested_as_the_source_describes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("raised", "what", "fix"),
+    ("raised", "message", "fix"),
     [
         ("DatasetNotFoundError", "has no data set 'o/n' that you may read", "HF_TOKEN"),
         ("ValueError", "cannot load the data set: Unknown split", "split"),
         ("DatasetGenerationError", "cannot load the data set: Unknown split", "revision"),
     ],
 )
-def test_a_refusal_of_the_hub_is_one_clear_message(monkeypatch, raised, what, fix):
+def test_a_refusal_of_the_hub_is_one_clear_message(monkeypatch, raised, message, fix):
     import datasets
 
     def load(path, **options):
@@ -62,7 +62,7 @@ def test_a_refusal_of_the_hub_is_one_clear_message(monkeypatch, raised, what, fi
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     error = fails(None, "o/n")
-    assert what in error.what
+    assert message in error.what
     assert "much more" not in error.what
     assert fix in error.fix
 
@@ -97,9 +97,9 @@ def test_a_hub_data_set_without_a_network_fails_within_two_seconds(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in offline}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "no_proxy": "*"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    seconds, what = run.stdout.split(maxsplit=1)
+    seconds, message = run.stdout.split(maxsplit=1)
     assert float(seconds) < 2
-    assert "the Hugging Face hub cannot be reached" in what
+    assert "the Hugging Face hub cannot be reached" in message
 
 
 def test_an_unreachable_hub_leaves_the_cache_readable(monkeypatch):

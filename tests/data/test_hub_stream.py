@@ -54,16 +54,16 @@ def read(folder: pathlib.Path, endpoint: str, start: int, stop: int):
 def test_data_sets_of_the_hub_are_mixed_and_resumed_as_a_stream(tmp_path):
     with running_hub() as hub:
         hub.repositories |= repositories()
-        whole = read(tmp_path, hub.url, 0, 40)
+        full = read(tmp_path, hub.url, 0, 40)
         assert hub.paths("GET")
-        total = sum(whole["sources"].values())
+        total = sum(full["sources"].values())
         assert total > 800
-        assert whole["sources"]["ann/lines"] / total == pytest.approx(0.75, abs=0.05)
-        assert whole["records"] > 100
+        assert full["sources"]["ann/lines"] / total == pytest.approx(0.75, abs=0.05)
+        assert full["records"] > 100
         downloads = len(hub.paths("GET"))
-        assert read(tmp_path, hub.url, 20, 40)["hashes"] == whole["hashes"][20:]
+        assert read(tmp_path, hub.url, 20, 40)["hashes"] == full["hashes"][20:]
         assert not [path for path in hub.paths("GET")[downloads:] if path.endswith((".jsonl", ".parquet"))]
     # The hub is gone: from the cache, with and without the journal.
-    assert read(tmp_path, hub.url, 20, 40)["hashes"] == whole["hashes"][20:]
+    assert read(tmp_path, hub.url, 20, 40)["hashes"] == full["hashes"][20:]
     (tmp_path / "run/stream.jsonl").unlink()
-    assert read(tmp_path, hub.url, 20, 40)["hashes"] == whole["hashes"][20:]
+    assert read(tmp_path, hub.url, 20, 40)["hashes"] == full["hashes"][20:]

@@ -1,4 +1,4 @@
-"""What `meshtune data inspect` shows of several sources."""
+"""`meshtune data inspect` with several sources."""
 
 import json
 import pathlib

@@ -11,7 +11,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from data.stock_templates import STOCK, encoded, learned_pieces, tokenizer_of
+from data.stock_templates import STOCK, encode_conversation, learned_pieces, tokenizer_of
 from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate, as_dicts
 from meshtune.data.conversation import Conversation, Message, Origin
@@ -32,23 +32,23 @@ def stock(request, shared):
 
 def chat(*turns, system=None, weights=None, tools=()):
     messages = [Message("system", system)] if system else []
-    for place, words in enumerate(turns):
-        messages.append(Message("assistant" if place % 2 else "user", words))
+    for place, text in enumerate(turns):
+        messages.append(Message("assistant" if place % 2 else "user", text))
     return Conversation(tuple(messages), ORIGIN, tools)
 
 
-def expected(name, words, end, *, last):
-    """What a turn of `words` must teach under a template."""
+def expected_text(name, text, end, *, last):
+    """Returns the text that a turn must teach under a template."""
     if name in TRIMS:
-        words = words.strip()
+        text = text.strip()
     if name == "Qwen-Qwen3-0.6B":
         # Generation is prompted with '<|im_start|>assistant\n' alone, so the empty reasoning is the model's to say.
-        words = "<think>\n\n</think>\n\n" + words.lstrip("\n") if last else words
+        text = "<think>\n\n</think>\n\n" + text.lstrip("\n") if last else text
     if name == "HuggingFaceTB-SmolLM3-3B":
-        words = words.lstrip("\n")
+        text = text.lstrip("\n")
     if name != "SmolLM2" and "Llama" not in name and "SmolLM3" not in name:
-        words = unicodedata.normalize("NFC", words)  # Qwen's tokenizer does
-    return words + end
+        text = unicodedata.normalize("NFC", text)  # Qwen's tokenizer does
+    return text + end
 
 
 HARD = {
@@ -76,8 +76,8 @@ HARD = {
 def test_trained_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
     name, tokenizer, end = stock
     question, answer = HARD[case]
-    example, counts = encoded(tokenizer, chat(question, answer))
-    assert learned_pieces(tokenizer, example) == [expected(name, answer, end, last=True)]
+    example, counts = encode_conversation(tokenizer, chat(question, answer))
+    assert learned_pieces(tokenizer, example) == [expected_text(name, answer, end, last=True)]
     assert counts.prompts_differ == counts.unended == counts.straddling == 0
 
 
@@ -87,9 +87,9 @@ def test_every_assistant_turn_is_trained_on(stock, system):
     if system and name in NO_SYSTEM:
         pytest.skip("this template writes no system prompt before answers (its refusal is tested below)")
     answers = ["Paris", "Paris", "Paris", " no\n", "Paris is in France 🇫🇷"]
-    turns = [words for answer in answers for words in ("Paris", answer)]
-    example, counts = encoded(tokenizer, chat(*turns, system=system))
-    want = [expected(name, words, end, last=place == len(answers) - 1) for place, words in enumerate(answers)]
+    turns = [turn for answer in answers for turn in ("Paris", answer)]
+    example, counts = encode_conversation(tokenizer, chat(*turns, system=system))
+    want = [expected_text(name, turn, end, last=place == len(answers) - 1) for place, turn in enumerate(answers)]
     assert learned_pieces(tokenizer, example) == want
     assert counts.prompts_differ == 0
 
@@ -99,7 +99,7 @@ def test_prompt_tokens_are_those_of_the_generation_prompt(stock, case):
     name, tokenizer, _ = stock
     question, answer = HARD[case]
     conversation = chat(question, answer)
-    example, _ = encoded(tokenizer, conversation)
+    example, _ = encode_conversation(tokenizer, conversation)
     prompt = ChatTemplate(tokenizer).render(as_dicts(conversation)[:1], generation_prompt=True)
     fed = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     first = int(np.flatnonzero(example.weights)[0])
@@ -114,7 +114,7 @@ def test_ids_are_those_of_apply_chat_template_unless_the_edge_was_split(stock, c
     name, tokenizer, _ = stock
     question, answer = HARD[case]
     conversation = chat(question, answer, "And?", "So.")
-    example, counts = encoded(tokenizer, conversation)
+    example, counts = encode_conversation(tokenizer, conversation)
     text = ChatTemplate(tokenizer).render(as_dicts(conversation))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if "3.2" not in name:
@@ -158,10 +158,10 @@ CALLS = {
 @pytest.mark.parametrize("name", list(CALLS))
 def test_whole_tool_calls_are_trained_on(name, shared):
     tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
-    example, _ = encoded(tokenizer, tool_chat())
+    example, _ = encode_conversation(tokenizer, tool_chat())
     call = CALLS[name]
     pieces = learned_pieces(tokenizer, example)
-    last = expected(name, "It is 2.", end, last=True)
+    last = expected_text(name, "It is 2.", end, last=True)
     if name == "Qwen-Qwen2.5-7B-Instruct":
         # Without words the template omits the header's newline: "<|im_start|>assistant\n<tool_call>".
         call = QWEN_CALL
@@ -171,27 +171,27 @@ def test_whole_tool_calls_are_trained_on(name, shared):
 def test_a_template_that_drops_tool_calls_is_refused(shared):
     """SmolLM2's would teach an empty answer instead."""
     with pytest.raises(UserError, match=r"does not write the assistant's tool calls: add[\s\S]*record 7"):
-        encoded(tokenizer_of("SmolLM2", shared), tool_chat())
+        encode_conversation(tokenizer_of("SmolLM2", shared), tool_chat())
 
 
 def test_tools_that_a_template_does_not_show_are_refused(shared):
     talk = Conversation(chat("Hi", "Hello").messages, ORIGIN, (TOOL,))
     with pytest.raises(UserError, match=r"does not write tools: add[\s\S]*record 7[\s\S]*chat_template: chatml"):
-        encoded(tokenizer_of("SmolLM2", shared), talk)
-    assert encoded(tokenizer_of("Qwen-Qwen3-0.6B", shared), talk)[1].examples == 1
+        encode_conversation(tokenizer_of("SmolLM2", shared), talk)
+    assert encode_conversation(tokenizer_of("Qwen-Qwen3-0.6B", shared), talk)[1].examples == 1
 
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct"])
 def test_text_before_a_tool_call_is_trained_on_with_it(name, shared):
     tokenizer = tokenizer_of(name, shared)
-    example, _ = encoded(tokenizer, tool_chat("Let me see."))
+    example, _ = encode_conversation(tokenizer, tool_chat("Let me see."))
     assert learned_pieces(tokenizer, example)[0] == "Let me see.\n" + QWEN_CALL
 
 
 def test_reasoning_is_trained_on_where_the_template_keeps_it(shared):
     tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
     first, last = "<think>\nsecret one\n</think>\n\nOne.", "<think>\nsecret two\n</think>\n\nTwo."
-    example, counts = encoded(tokenizer, chat("1?", first, "2?", last))
+    example, counts = encode_conversation(tokenizer, chat("1?", first, "2?", last))
     assert learned_pieces(tokenizer, example) == ["One.<|im_end|>", last + "<|im_end|>"]
     assert counts.prompts_differ == 0
 
@@ -201,7 +201,7 @@ def test_turns_whose_prompt_is_rendered_differently_are_located_and_counted(shar
     tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
     turns = list(tool_chat().messages)
     turns[1] = Message("assistant", "", tool_calls=(CALL,), extra=(("reasoning_content", "Adding."),))
-    example, counts = encoded(tokenizer, Conversation(tuple(turns), ORIGIN, (TOOL,)))
+    example, counts = encode_conversation(tokenizer, Conversation(tuple(turns), ORIGIN, (TOOL,)))
     assert learned_pieces(tokenizer, example) == [
         QWEN_CALL,
         "It is 2.<|im_end|>",
@@ -213,7 +213,7 @@ def test_turns_whose_prompt_is_rendered_differently_are_located_and_counted(shar
 @pytest.mark.parametrize("mode", ["/think", "/no_think"])
 def test_smollm3_modes(shared, mode):
     tokenizer = tokenizer_of("HuggingFaceTB-SmolLM3-3B", shared)
-    example, counts = encoded(tokenizer, chat("Hi", "Hello", "Hi", "Hello", system=f"Be kind. {mode}"))
+    example, counts = encode_conversation(tokenizer, chat("Hi", "Hello", "Hi", "Hello", system=f"Be kind. {mode}"))
     assert learned_pieces(tokenizer, example) == ["Hello<|im_end|>"] * 2  # the empty reasoning is in the prompt
     assert counts.prompts_differ == 0
 
@@ -221,7 +221,7 @@ def test_smollm3_modes(shared, mode):
 def test_gemma_refuses_a_system_turn_with_the_templates_message(shared):
     tokenizer = tokenizer_of("google-gemma-2-2b-it", shared)
     with pytest.raises(UserError, match="System role not supported") as error:
-        encoded(tokenizer, chat("Hi", "Hello", system="Be brief."))
+        encode_conversation(tokenizer, chat("Hi", "Hello", system="Be brief."))
     assert error.value.where == str(ORIGIN)
 
 
@@ -229,26 +229,26 @@ def test_gemma_refuses_a_system_turn_with_the_templates_message(shared):
 def test_bad_alternation_is_refused_with_the_templates_message(name, shared):
     twice = Conversation((Message("user", "a"), Message("user", "b"), Message("assistant", "c")), ORIGIN)
     with pytest.raises(UserError, match=r"roles must alternate[\s\S]*chat.jsonl, record 7"):
-        encoded(tokenizer_of(name, shared), twice)
+        encode_conversation(tokenizer_of(name, shared), twice)
 
 
 def test_last_turn_only(stock):
     name, tokenizer, end = stock
-    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(last_turn_only=True))
-    assert learned_pieces(tokenizer, example) == [expected(name, "two", end, last=True)]
+    example, _ = encode_conversation(tokenizer, chat("a", "one", "b", "two"), LossPolicy(last_turn_only=True))
+    assert learned_pieces(tokenizer, example) == [expected_text(name, "two", end, last=True)]
 
 
 def test_what_follows_the_end_of_a_turn_can_be_trained_on(stock):
     name, tokenizer, end = stock
-    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_tail=True))
+    example, _ = encode_conversation(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_tail=True))
     tail = "" if "Llama" in name or "Nemo" in name else "\n"
-    first, last = expected(name, "one", end, last=False), expected(name, "two", end, last=True)
+    first, last = expected_text(name, "one", end, last=False), expected_text(name, "two", end, last=True)
     assert learned_pieces(tokenizer, example) == [first + tail, last + tail]
 
 
 def test_train_on_prompt_trains_on_every_token(stock):
     _, tokenizer, _ = stock
-    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_prompt=True))
+    example, _ = encode_conversation(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_prompt=True))
     assert (example.weights == 1).all()
 
 
@@ -256,16 +256,16 @@ def test_message_weights_scale_their_turn(stock):
     name, tokenizer, end = stock
     turns = [Message("user", "a"), Message("assistant", "one", weight=0.0)]
     turns += [Message("user", "b", weight=0.25), Message("assistant", "two", weight=0.5)]
-    example, _ = encoded(tokenizer, Conversation(tuple(turns), ORIGIN))
+    example, _ = encode_conversation(tokenizer, Conversation(tuple(turns), ORIGIN))
     assert set(example.weights.tolist()) == {0.0, 0.25, 0.5}
     half = tokenizer.decode(example.ids[example.weights == 0.5].tolist())
-    assert half == expected(name, "two", end, last=True)
+    assert half == expected_text(name, "two", end, last=True)
     assert tokenizer.decode(example.ids[example.weights == 0.25].tolist()) == "b"
 
 
 def test_a_conversation_may_begin_with_the_assistant(shared):
     tokenizer = tokenizer_of("SmolLM2", shared)
-    example, _ = encoded(
+    example, _ = encode_conversation(
         tokenizer, Conversation((Message("assistant", "Hi!"), Message("user", "a"), Message("assistant", "b")), ORIGIN)
     )
     assert learned_pieces(tokenizer, example) == ["Hi!<|im_end|>", "b<|im_end|>"]
@@ -275,15 +275,15 @@ def test_consecutive_assistant_turns_are_both_located(shared):
     for name in ("SmolLM2", "Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct"):
         tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
         turns = (Message("user", "a"), Message("assistant", "x"), Message("assistant", "x"))
-        example, _ = encoded(tokenizer, Conversation(turns, ORIGIN))
-        assert learned_pieces(tokenizer, example) == ["x" + end, expected(name, "x", end, last=True)]
+        example, _ = encode_conversation(tokenizer, Conversation(turns, ORIGIN))
+        assert learned_pieces(tokenizer, example) == ["x" + end, expected_text(name, "x", end, last=True)]
 
 
 def test_answers_that_contain_special_tokens_are_located_and_counted(shared):
     tokenizer = tokenizer_of("SmolLM2", shared)
-    words = "The end is written <|im_end|>\n<|im_start|>user\nso."
-    example, counts = encoded(tokenizer, chat("How?", words, "And?", "Yes"))
-    assert learned_pieces(tokenizer, example) == [words + "<|im_end|>", "Yes<|im_end|>"]
+    text = "The end is written <|im_end|>\n<|im_start|>user\nso."
+    example, counts = encode_conversation(tokenizer, chat("How?", text, "And?", "Yes"))
+    assert learned_pieces(tokenizer, example) == [text + "<|im_end|>", "Yes<|im_end|>"]
     assert counts.special_in_text == 1
 
 

@@ -58,11 +58,11 @@ def test_interleaving_takes_each_source_in_order_until_one_or_all_are_exhausted(
     """Against the definition, walked one draw at a time."""
     for strategy in ("interleave_under", "interleave_over"):
         source, record = mix(lengths, [None] * len(lengths), strategy, seed)
-        taken = [0] * len(lengths)
-        for index, (one, number) in enumerate(zip(source, record, strict=True)):
-            assert number == taken[one] % lengths[one]
-            taken[one] += 1
-            used_up = [count >= length for count, length in zip(taken, lengths, strict=True)]
+        read_so_far = [0] * len(lengths)
+        for index, (chosen, number) in enumerate(zip(source, record, strict=True)):
+            assert number == read_so_far[chosen] % lengths[chosen]
+            read_so_far[chosen] += 1
+            used_up = [count >= length for count, length in zip(read_so_far, lengths, strict=True)]
             done = any(used_up) if strategy == "interleave_under" else all(used_up)
             assert done == (index == len(source) - 1)
 

@@ -1,4 +1,4 @@
-"""ModelScope by its package: which ids go there, what is asked of the package, and what is said without it.
+"""ModelScope by its package: which ids go there, the calls of the package, and the error without it.
 
 The package here is a stand-in with the functions that the real one (1.40) has; the service itself is not asked.
 """

@@ -13,18 +13,18 @@ from meshtune.data.tokens import Tokenize
 from meshtune.data.units import tokenise_pairs
 
 # (prompt, answer, room) -> what infer_seqlen of llamafactory 0.9.5 returned for them.
-KEPT = {
+CUTS = {
     (10, 5, 20): (10, 5), (100, 5, 20): (15, 5), (5, 100, 20): (5, 15), (100, 100, 20): (10, 10),
     (100, 50, 20): (14, 6), (12, 9, 20): (11, 9), (0, 30, 20): (0, 20), (30, 10, 20): (15, 5), (30, 9, 20): (11, 9),
     (9, 30, 20): (9, 11), (10, 30, 20): (5, 15), (1000, 300, 512): (394, 118), (64, 64, 1): (1, 0),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("lengths", "kept"), KEPT.items())
-def test_a_turn_keeps_what_llama_factory_keeps(lengths, kept):
+@pytest.mark.parametrize(("lengths", "expected"), CUTS.items())
+def test_a_turn_keeps_what_llama_factory_keeps(lengths, expected):
     prompt, answer, room = lengths
     positions = positions_by_turns(np.array([[prompt, prompt + answer]]), room)
-    assert positions.tolist() == [*range(kept[0]), *range(prompt, prompt + kept[1])]
+    assert positions.tolist() == [*range(expected[0]), *range(prompt, prompt + expected[1])]
 
 
 def test_turns_take_room_in_their_order_or_from_the_end():
@@ -57,13 +57,15 @@ def run(tokenizer, documents, max_length, **policy):
 
 def test_prompt_and_answer_are_both_cut(smol):
     document = conversation("red " * 100, "blue " * 100)
-    ((whole,), _), ((cut,), counts) = run(smol, [document], 1000), run(smol, [document], 60)
-    learned = whole.weights > 0
+    ((full,), _), ((cut,), counts) = run(smol, [document], 1000), run(smol, [document], 60)
+    learned = full.weights > 0
     prompt, answer = int(learned.argmax()), int(learned.sum())
-    kept = int(60 * answer / (prompt + answer))
-    np.testing.assert_array_equal(cut.ids, [*whole.ids[: 60 - kept], *whole.ids[prompt : prompt + kept]])
-    np.testing.assert_array_equal(cut.weights, [0] * (60 - kept) + [1] * kept)
-    assert (counts.truncated, counts.tokens_cut) == (1, len(whole.ids) - 60)
+    answer_length = int(60 * answer / (prompt + answer))
+    np.testing.assert_array_equal(
+        cut.ids, [*full.ids[: 60 - answer_length], *full.ids[prompt : prompt + answer_length]]
+    )
+    np.testing.assert_array_equal(cut.weights, [0] * (60 - answer_length) + [1] * answer_length)
+    assert (counts.truncated, counts.tokens_cut) == (1, len(full.ids) - 60)
 
 
 def test_the_last_turn_is_whole_where_it_alone_is_trained_on(smol):

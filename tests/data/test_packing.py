@@ -1,4 +1,4 @@
-"""Packing: every document once, no row too full, rows nearly full, and orders that depend on the seed alone."""
+"""Packing: every document once, no row too full, rows nearly full, and orders that depend on the seed only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtune.data.packing import _mix, pack, padded_length, random_keys, shuffled, unpacked_rows
+from meshtune.data.packing import _mix, pack, padded_length, random_keys, shuffle_order, unpacked_rows
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200), st.integers(0, 2**31 - 1), st.integers(1, 50))
 def test_every_document_is_in_exactly_one_row(lengths, seed, window):
     lengths = np.asarray(lengths)
-    rows = pack(lengths, shuffled(len(lengths), seed, 0), 64, window=window)
+    rows = pack(lengths, shuffle_order(len(lengths), seed, 0), 64, window=window)
     assert sorted(rows.documents.tolist()) == list(range(len(lengths)))
     assert rows.starts[0] == 0
     assert rows.starts[-1] == len(lengths)
@@ -39,14 +39,14 @@ def test_rows_are_within_the_proven_bound_of_the_best(lengths):
 def test_rows_are_nearly_full_on_lengths_like_chat():
     """At least 97% full; lognormal lengths with a mean of 200 are those of instruction data."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 20000).astype(int), 1, 1024)
-    rows = pack(lengths, shuffled(len(lengths), 0, 0), 1024)
+    rows = pack(lengths, shuffle_order(len(lengths), 0, 0), 1024)
     assert lengths.sum() / (len(rows) * 1024) > 0.97
 
 
 def test_long_documents_are_spread_over_the_epoch():
     """The mean number of documents a row is the same in both halves of an epoch, within 10% (standard error 2%)."""
     lengths = np.clip(np.random.default_rng(1).lognormal(5, 0.8, 4000).astype(int), 1, 1024)
-    rows = pack(lengths, shuffled(len(lengths), 3, 0), 1024)
+    rows = pack(lengths, shuffle_order(len(lengths), 3, 0), 1024)
     sizes = np.diff(rows.starts)
     half = len(sizes) // 2
     assert sizes[:half].mean() == pytest.approx(sizes[half:].mean(), rel=0.1)
@@ -54,12 +54,12 @@ def test_long_documents_are_spread_over_the_epoch():
 
 def test_packing_is_the_same_every_time_and_differs_by_seed_and_epoch():
     lengths = np.arange(1, 65)
-    one, same, seed, epoch = (
-        pack(lengths, shuffled(64, *key), 64).documents for key in [(0, 0), (0, 0), (1, 0), (0, 1)]
+    first, again, seed, epoch = (
+        pack(lengths, shuffle_order(64, *key), 64).documents for key in [(0, 0), (0, 0), (1, 0), (0, 1)]
     )
-    assert one.tolist() == same.tolist()
-    assert one.tolist() != seed.tolist()
-    assert one.tolist() != epoch.tolist()
+    assert first.tolist() == again.tolist()
+    assert first.tolist() != seed.tolist()
+    assert first.tolist() != epoch.tolist()
 
 
 def test_without_shuffling_rows_keep_the_order_of_documents():
@@ -85,7 +85,7 @@ def test_shuffles_are_uniform():
     n = 6000
     row_of: dict[tuple, int] = {}
     for seed in range(n):
-        order = tuple(shuffled(3, seed, 0).tolist())
+        order = tuple(shuffle_order(3, seed, 0).tolist())
         row_of[order] = row_of.get(order, 0) + 1
     assert len(row_of) == 6
     assert sum((count - n / 6) ** 2 / (n / 6) for count in row_of.values()) < 20.5
@@ -97,7 +97,7 @@ def test_padded_rows_hold_one_document():
 
 
 @pytest.mark.parametrize(
-    ("longest", "most", "length"), [(1, 1024, 64), (64, 1024, 64), (65, 1024, 128), (1000, 500, 500)]
+    ("longest", "limit", "length"), [(1, 1024, 64), (64, 1024, 64), (65, 1024, 128), (1000, 500, 500)]
 )
-def test_padded_length(longest, most, length):
-    assert padded_length(longest, most) == length
+def test_padded_length(longest, limit, length):
+    assert padded_length(longest, limit) == length

@@ -42,30 +42,30 @@ def processes(monkeypatch):
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started_pids(monkeypatch):
     """The processes that were started."""
     pids: list[int] = []
     popen = subprocess.Popen
 
-    def recorded(command, **options):
+    def record(command, **options):
         process = popen(command, **options)
         pids.append(process.pid)
         return process
 
-    monkeypatch.setattr(subprocess, "Popen", recorded)
+    monkeypatch.setattr(subprocess, "Popen", record)
     return pids
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
-def test_a_store_made_by_processes_is_the_one_made_by_threads(stage, tmp_path, processes, monkeypatch, started):
+def test_a_store_made_by_processes_is_the_one_made_by_threads(stage, tmp_path, processes, monkeypatch, started_pids):
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, records(stage, 300))))
     by_processes = prepared(file, tmp_path / "processes", stage)
-    assert len(started) == 2
-    assert not any(map(psutil.pid_exists, started))
+    assert len(started_pids) == 2
+    assert not any(map(psutil.pid_exists, started_pids))
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "1")
     assert contents(by_processes) == contents(prepared(file, tmp_path / "threads", stage))
-    assert len(started) == 2
+    assert len(started_pids) == 2
 
 
 def test_an_error_in_a_process_is_the_one_in_a_thread():
@@ -81,10 +81,10 @@ def test_an_error_in_a_process_is_the_one_in_a_thread():
         assert len(process([Text("short", Origin("data.jsonl", 8))]).examples.lengths) == 1  # it goes on
 
 
-def test_a_process_that_dies_is_said_to_have(started):
+def test_a_process_that_dies_is_said_to_have(started_pids):
     task = PartTask(load_tokenizer(MODEL, "plain"), TokenOptions(16), StageExamples("documents"))
     with PartProcess(pickle.dumps(task)) as process:
-        os.kill(started[0], signal.SIGKILL)
+        os.kill(started_pids[0], signal.SIGKILL)
         with pytest.raises(UserError, match=r"ended with signal SIGKILL(.|\n)*MESHTUNE_DATA_PROCESSES"):
             process([Text("a", Origin("x", 0))])
 

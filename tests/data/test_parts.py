@@ -64,21 +64,21 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, small_parts, monkey
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    kept = list(cache.glob("tokens/.parts-*/*.npz"))
-    assert 3 <= len(kept) < 10
-    damaged = kept[0]
+    files = list(cache.glob("tokens/.parts-*/*.npz"))
+    assert 3 <= len(files) < 10
+    damaged = files[0]
     damaged.write_bytes(damaged.read_bytes()[:-40])
     reused = []
     read = read_part
 
-    def counted(part_file):
+    def count_reads(part_file):
         part = read(part_file)
         reused.append(part is not None)
         return part
 
-    monkeypatch.setattr("meshtune.data.parts.read_part", counted)
+    monkeypatch.setattr("meshtune.data.parts.read_part", count_reads)
     resumed = prepared(file, cache, "sft")
-    assert sum(reused) == len(kept) - 1
+    assert sum(reused) == len(files) - 1
     assert contents(resumed) == contents(prepared(file, tmp_path / "fresh", "sft"))
 
 
@@ -107,16 +107,16 @@ def test_hosts_that_share_a_cache_tokenise_a_part_each(tmp_path, monkeypatch):
     monkeypatch.setattr("meshtune.data.parts.PART", SIZE)
     samples = [Text(f"text {index}", Origin("data", index)) for index in range(10 * SIZE + 3)]
     task = PartTask(load_tokenizer(MODEL), TokenOptions(16), StageExamples("documents"))
-    made: dict[int, list[int]] = {0: [], 1: []}
+    parts_of: dict[int, list[int]] = {0: [], 1: []}
 
     def maker(host):
         make = task.maker()
 
-        def counted(chosen):
-            made[host].append(chosen[0].origin.record // SIZE)
+        def count_parts(chosen):
+            parts_of[host].append(chosen[0].origin.record // SIZE)
             return make(chosen)
 
-        return counted
+        return count_parts
 
     def run(host, hosts, folder):
         return tokenised_parts(samples, [maker(host)], folder, lambda done: None, (host, hosts))
@@ -126,8 +126,8 @@ def test_hosts_that_share_a_cache_tokenise_a_part_each(tmp_path, monkeypatch):
     received[0] += first
     received[1] += second
     # The first host works a part ahead, of which the other one has not made any yet.
-    assert made[0] in ([0, 2, 4, 6, 8, 10], [0, 2, 4, 6, 8, 10, 1])
-    assert made[1] in ([1, 3, 5, 7, 9], [3, 5, 7, 9])
+    assert parts_of[0] in ([0, 2, 4, 6, 8, 10], [0, 2, 4, 6, 8, 10, 1])
+    assert parts_of[1] in ([1, 3, 5, 7, 9], [3, 5, 7, 9])
     alone = list(run(0, 1, None))
     for host in (0, 1):
         for part, expected in zip(received[host], alone, strict=True):

@@ -1,4 +1,4 @@
-"""Pairs and labelled answers: the public files as they are, and records that are wrong."""
+"""Pairs and labelled answers: the public files unchanged, and records that are wrong."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_hh_rlhf_transcripts_become_pairs(shared):
 
 
 PROMPT = [{"role": "user", "content": "hi"}]
-GOOD, BAD = ({"role": "assistant", "content": words} for words in ("hello", "go"))
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("hello", "go"))
 
 
 @pytest.mark.parametrize(
@@ -95,20 +95,23 @@ def test_every_format_gives_the_same_pair(record, form, tmp_path):
     assert [(m.role, m.content) for m in pair.rejected.messages] == [("user", "hi"), ("assistant", "go")]
 
 
-WHOLE = {"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]}
+FULL_PAIR = {"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
     ("record", "source"),
     [
-        ({"prompt": "hi", "messages": [*PROMPT, GOOD], **WHOLE}, {}),  # ultrafeedback_binarized's shape
-        ({"prompt": "hi", "prompt_id": "1", **WHOLE, "score_chosen": 8.5}, {}),
-        ({"prompt": " hi ", "chosen": [SYSTEM, *WHOLE["chosen"]], "rejected": [SYSTEM, *WHOLE["rejected"]]}, {}),
-        ({"prompt": "other", **WHOLE}, {"columns": {"prompt": None}}),
-        ({"prompt": PROMPT, **WHOLE}, {"columns": {"prompt": None}}),
-        ({"prompt": PROMPT, "messages": PROMPT, **WHOLE}, {"format": "preference", "columns": {"prompt": None}}),
-        (WHOLE, {}),
+        ({"prompt": "hi", "messages": [*PROMPT, GOOD], **FULL_PAIR}, {}),  # ultrafeedback_binarized's shape
+        ({"prompt": "hi", "prompt_id": "1", **FULL_PAIR, "score_chosen": 8.5}, {}),
+        (
+            {"prompt": " hi ", "chosen": [SYSTEM, *FULL_PAIR["chosen"]], "rejected": [SYSTEM, *FULL_PAIR["rejected"]]},
+            {},
+        ),
+        ({"prompt": "other", **FULL_PAIR}, {"columns": {"prompt": None}}),
+        ({"prompt": PROMPT, **FULL_PAIR}, {"columns": {"prompt": None}}),
+        ({"prompt": PROMPT, "messages": PROMPT, **FULL_PAIR}, {"format": "preference", "columns": {"prompt": None}}),
+        (FULL_PAIR, {}),
     ],
 )
 def test_whole_conversations_beside_a_prompt_are_read_as_trl_does(record, source, tmp_path):
@@ -126,10 +129,10 @@ def test_whole_conversations_of_from_and_value_are_read_as_trl_does(beside, tmp_
     names = {"user": "human", "assistant": "gpt"}
     record = beside | {
         side: [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]
-        for side, turns in WHOLE.items()
+        for side, turns in FULL_PAIR.items()
     }
     (pair,) = read(tmp_path, [record], "pairs")[0]
-    theirs = data_utils.maybe_convert_to_chatml({side: record[side] for side in WHOLE})
+    theirs = data_utils.maybe_convert_to_chatml({side: record[side] for side in FULL_PAIR})
     for side, document in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         assert [(names[m.role], m.content) for m in document.messages] == [
             (t["role"], t["content"]) for t in theirs[side]
@@ -148,10 +151,10 @@ def test_labels_of_a_csv_file_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("record", "source"),
     [
-        ({"prompt": "hi", "messages": [*PROMPT, GOOD], **WHOLE}, {"format": "messages"}),
-        ({"prompt": PROMPT, "messages": [*PROMPT, GOOD], **WHOLE}, {"format": "messages"}),
-        ({"prompt": "other", **WHOLE}, {}),
-        ({"prompt": PROMPT, **WHOLE}, {}),
+        ({"prompt": "hi", "messages": [*PROMPT, GOOD], **FULL_PAIR}, {"format": "messages"}),
+        ({"prompt": PROMPT, "messages": [*PROMPT, GOOD], **FULL_PAIR}, {"format": "messages"}),
+        ({"prompt": "other", **FULL_PAIR}, {}),
+        ({"prompt": PROMPT, **FULL_PAIR}, {}),
         ({"prompt": "hi", "chosen": "a", "rejected": "b"}, {"format": "preference", "columns": {"prompt": None}}),
     ],
 )
@@ -169,7 +172,7 @@ def test_a_prompt_that_does_not_fit_the_answers_says_how_they_are_read(record, s
 
 def test_a_field_that_a_format_needs_cannot_be_left_out(tmp_path):
     with pytest.raises(UserError, match="cannot do without chosen"):
-        read(tmp_path, [WHOLE], "pairs", format="preference", columns={"chosen": None})
+        read(tmp_path, [FULL_PAIR], "pairs", format="preference", columns={"chosen": None})
 
 
 def test_plain_texts_keep_their_prompt_and_margin(tmp_path):
@@ -179,7 +182,7 @@ def test_plain_texts_keep_their_prompt_and_margin(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ({"prompt": "a", "chosen": "same", "rejected": "same"}, "the same answer"),
         ({"prompt": "a", "chosen": "x", "rejected": None}, "null"),
@@ -192,8 +195,8 @@ def test_plain_texts_keep_their_prompt_and_margin(tmp_path):
         ({"chosen": "\n\nHuman: hi", "rejected": "\n\nHuman: hi\n\nAssistant: go"}, "no answer to it"),
     ],
 )
-def test_a_wrong_pair_names_its_record_and_field(record, said, tmp_path):
-    with pytest.raises(UserError, match=said) as caught:
+def test_a_wrong_pair_names_its_record_and_field(record, message, tmp_path):
+    with pytest.raises(UserError, match=message) as caught:
         read(tmp_path, [record], "pairs")
     assert "record 0" in str(caught.value.where)
 

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's dataset_info.json is understood as it is; what is not supported is refused by name."""
+"""LLaMA-Factory's dataset_info.json is understood unchanged; unsupported entries are refused by name."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_every_entry_of_the_shared_registry_is_understood_or_refused_with_a_reas
     described = 0
     for name in registry.entries:
         entry = registry.entries[name]
-        other = {"images", "videos", "audios", "kto_tag"} & set(entry.get("columns", {}))
-        if other or entry.get("ranking") or not {"hf_hub_url", "ms_hub_url", "file_name"} & set(entry):
+        foreign = {"images", "videos", "audios", "kto_tag"} & set(entry.get("columns", {}))
+        if foreign or entry.get("ranking") or not {"hf_hub_url", "ms_hub_url", "file_name"} & set(entry):
             with pytest.raises(UserError, match=r"preference|images|videos|audios|OpenMind|only from"):
                 registry.source(SourceSection(name=name))
         else:
@@ -77,8 +77,8 @@ def test_documents_of_the_registry_hold_what_the_files_hold(shared):
     for index in (0, 1, 999):
         document = documents[index]
         assert isinstance(document, Conversation)
-        asked = "\n".join(filter(None, (raw[index]["instruction"], raw[index]["input"])))
-        assert [message.content for message in document.messages] == [asked, raw[index]["output"]]
+        question = "\n".join(filter(None, (raw[index]["instruction"], raw[index]["input"])))
+        assert [message.content for message in document.messages] == [question, raw[index]["output"]]
     lines = (folder / "wiki_demo.txt").read_text().splitlines()
     wiki = load(folder, "wiki_demo").train
     assert isinstance(wiki[3], Text)
@@ -146,12 +146,20 @@ def test_hub_entries_take_subset_split_and_folder_which_the_recipe_may_override(
         "full",
         "python",
     )
-    other = registry.source(SourceSection(name="mine", split="test", subset="zh", weight=2.0, cap=5, revision="v1"))
-    assert (other.subset, other.split, other.weight, other.cap, other.revision) == ("zh", "test", 2.0, 5, "v1")
+    overridden = registry.source(
+        SourceSection(name="mine", split="test", subset="zh", weight=2.0, cap=5, revision="v1")
+    )
+    assert (overridden.subset, overridden.split, overridden.weight, overridden.cap, overridden.revision) == (
+        "zh",
+        "test",
+        2.0,
+        5,
+        "v1",
+    )
 
 
 @pytest.mark.parametrize(
-    ("entry", "where", "what", "fix"),
+    ("entry", "where", "message", "fix"),
     [
         ({"file_nam": "a"}, "entry 'mine'", "unknown key 'file_nam'", "did you mean 'file_name'?"),
         ({"file_name": "a", "colums": {}}, "entry 'mine'", "unknown key 'colums'", "did you mean 'columns'?"),
@@ -173,11 +181,11 @@ def test_hub_entries_take_subset_split_and_folder_which_the_recipe_may_override(
         (["file"], "entry 'mine'", "not an object", "file_name"),
     ],
 )
-def test_a_wrong_or_unsupported_entry_is_named(entry, where, what, fix):
+def test_a_wrong_or_unsupported_entry_is_named(entry, where, message, fix):
     error = refuses({"mine": entry})
     assert where in error.where
     assert "dataset_info.json" in error.where
-    assert what in error.what
+    assert message in error.what
     assert fix in error.fix
 
 

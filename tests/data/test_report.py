@@ -55,7 +55,7 @@ def test_histogram_bins_hold_everything():
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("field", "message"),
     [
         ("truncated", "are cut at max_length 64"),
         ("nothing_after_truncation", "nothing to train on after truncation"),
@@ -70,10 +70,10 @@ def test_histogram_bins_hold_everything():
         ("placeholders", "a placeholder in an answer"),
     ],
 )
-def test_each_count_has_its_warning(tmp_path, field, words):
+def test_each_count_has_its_warning(tmp_path, field, message):
     counts = TokenCounts(documents=3, examples=3, tokens=60, trained_tokens=50, **{field: 2})
     (warning,) = report_of(tmp_path, counts=counts).warnings
-    assert words in warning
+    assert message in warning
     assert "2" in warning or field == "without_eos"
 
 
@@ -225,8 +225,8 @@ def text_of(renderable):
 
 def test_the_rendered_report_has_the_numbers(tmp_path):
     shown = text_of(render(report_of(tmp_path)))
-    for words in ("documents", "packing efficiency", "89.1%", "16 to 31", "95.0% of all"):
-        assert words in shown
+    for phrase in ("documents", "packing efficiency", "89.1%", "16 to 31", "95.0% of all"):
+        assert phrase in shown
 
 
 def test_colours_mark_exactly_the_trained_tokens(shared):

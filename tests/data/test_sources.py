@@ -90,7 +90,7 @@ def test_damaged_json_is_read_correctly_or_reported_with_a_line(tmp_path, data):
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "what"),
+    ("text", "where", "message"),
     [
         ('[{"a": "b"},\n {"a": "c"\n', "line 3, column 1", "delimiter"),
         ('[{"a": "b"},\n {"a": "c",}]', "line 2, column 12", "enclosed in double quotes"),
@@ -106,16 +106,16 @@ def test_damaged_json_is_read_correctly_or_reported_with_a_line(tmp_path, data):
         ('[{"a": ' + "9" * 5000 + "}]", "line 1, column 2", "digits"),
     ],
 )
-def test_malformed_json_names_line_column_and_surrounding_text(tmp_path, text, where, what):
+def test_malformed_json_names_line_column_and_surrounding_text(tmp_path, text, where, message):
     """Mistakes inside a record are where json.loads of the whole file puts them; those between records are our own."""
     path = tmp_path / "bad.json"
     path.write_text(text)
     error = fails(path)
     assert error.where == f"{path}, {where}"
     assert error.what.startswith("malformed JSON")
-    assert what in error.what
+    assert message in error.what
     assert "▸" in error.what
-    if "delimiter" in what or "control" in what or "quotes" in what:
+    if "delimiter" in message or "control" in message or "quotes" in message:
         with pytest.raises(json.JSONDecodeError) as caught:
             json.loads(text)
         assert where == f"line {caught.value.lineno}, column {caught.value.colno}"
@@ -174,7 +174,7 @@ def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "what"),
+    ("text", "where", "message"),
     [
         ("a,b\n1,2\n3\n", "record 1 (line 3)", "the record has 1 field, but the header has 2: a, b"),
         ("a,b\n1,2,3\n", "record 0 (line 2)", "the record has 3 fields"),
@@ -183,11 +183,11 @@ def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
         ("a,b\n", "", "no records"),
     ],
 )
-def test_malformed_csv_names_the_line(tmp_path, text, where, what):
+def test_malformed_csv_names_the_line(tmp_path, text, where, message):
     path = tmp_path / "data.csv"
     path.write_text(text)
     error = fails(path)
-    assert what in error.what
+    assert message in error.what
     assert where in (error.where or "")
 
 

@@ -1,4 +1,5 @@
-"""The token store returns what was written, is built once, and is rebuilt and named if it is incomplete or damaged."""
+"""The token store returns the written examples, is built once, and is rebuilt and named if it is incomplete or
+damaged."""
 
 from __future__ import annotations
 
@@ -181,7 +182,7 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
 
 
 def test_a_full_disk_is_reported_and_leaves_no_files(tmp_path):
-    """A limit on the size of files stands in for the disk: the system answers both with an OSError while writing."""
+    """A limit on the size of files replaces the full disk: the system answers both with an OSError while writing."""
     code = f"""
         import sys, resource; sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
         from test_store import examples_of, group_examples, open_or_build, UserError
@@ -222,8 +223,8 @@ def test_building_holds_one_document_at_a_time(tmp_path):
 
 
 def test_fingerprints_follow_contents():
-    def chat(words, weight=None):
-        return Conversation((Message("user", "a"), Message("assistant", words, weight)), Origin("f", 0))
+    def chat(text, weight=None):
+        return Conversation((Message("user", "a"), Message("assistant", text, weight)), Origin("f", 0))
 
     def print_of(samples, *parts):
         return fingerprint(*(sample_digest(sample).hex() for sample in samples), *parts)

@@ -1,4 +1,4 @@
-"""A stream of plain text: every token predicted once, steps that are the same from anywhere, and what is refused."""
+"""A stream of plain text: every token predicted once, steps that are the same from anywhere, and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text(tmp_path):
     return file
 
 
-def streamed(text, tokenizer, *overrides):
+def open_stream(text, tokenizer, *overrides):
     base = text.parent / "recipe.yaml"
     base.write_text("model: x\ndata: x\noutput: x\n")
     output = text.parent / "run"
@@ -56,7 +56,7 @@ def assert_same(first, second):
 
 
 def test_every_token_of_an_epoch_is_predicted_once_and_rows_are_full(text, tokenizer):
-    stream = streamed(text, tokenizer, "data.shuffle=false").train
+    stream = open_stream(text, tokenizer, "data.shuffle=false").train
     expected_ids = []
     for line in text.read_text().splitlines():
         ids = tokenizer(json.loads(line)["text"])["input_ids"]
@@ -74,7 +74,7 @@ def test_every_token_of_an_epoch_is_predicted_once_and_rows_are_full(text, token
 
 
 def test_pieces_of_a_document_are_segments_of_their_own(text, tokenizer):
-    for batch in streamed(text, tokenizer).train.iterate(0, 20):
+    for batch in open_stream(text, tokenizer).train.iterate(0, 20):
         for row in batch.arrays["segment_ids"].reshape(-1, 32):
             assert (np.diff(row) >= 0).all()
             starts = np.flatnonzero(np.diff(np.concatenate([[0], row])))
@@ -87,8 +87,8 @@ def test_pieces_of_a_document_are_segments_of_their_own(text, tokenizer):
 
 @pytest.mark.parametrize("start", [1, JOURNAL_INTERVAL, JOURNAL_INTERVAL + 5, 3 * JOURNAL_INTERVAL])
 def test_a_resumed_stream_continues_at_its_position(start, text, tokenizer):
-    expected_ids = arrays(streamed(text, tokenizer).train.iterate(0, 60))
-    again = streamed(text, tokenizer).train
+    expected_ids = arrays(open_stream(text, tokenizer).train.iterate(0, 60))
+    again = open_stream(text, tokenizer).train
     read = []
     original = type(again.documents).__getitem__
     again.documents.__class__ = type("Counted", (type(again.documents),), {})
@@ -98,12 +98,12 @@ def test_a_resumed_stream_continues_at_its_position(start, text, tokenizer):
         noted = [json.loads(line) for line in again.journal.read_text().splitlines()]
         assert 3 * JOURNAL_INTERVAL in [first["step"] for first in noted]
     (text.parent / "run/stream.jsonl").unlink()
-    assert_same(arrays(streamed(text, tokenizer).train.iterate(start, start + 2)), expected_ids[start : start + 2])
+    assert_same(arrays(open_stream(text, tokenizer).train.iterate(start, start + 2)), expected_ids[start : start + 2])
 
 
 def test_no_flipped_bit_or_truncation_of_the_journal_changes_a_batch(text, tokenizer):
-    expected = arrays(streamed(text, tokenizer).train.iterate(40, 41))
-    list(streamed(text, tokenizer).train.iterate(0, 60))
+    expected = arrays(open_stream(text, tokenizer).train.iterate(40, 41))
+    list(open_stream(text, tokenizer).train.iterate(0, 60))
     journal = text.parent / "run/stream.jsonl"
     pristine = journal.read_bytes()
     rng = np.random.default_rng(0)
@@ -112,19 +112,19 @@ def test_no_flipped_bit_or_truncation_of_the_journal_changes_a_batch(text, token
         bit = int(rng.integers(8 * len(data)))
         data[bit // 8] ^= 1 << bit % 8
         journal.write_bytes(data[: bit // 8] if index % 3 == 2 else data)
-        assert_same(arrays([streamed(text, tokenizer).train.batch(40)]), expected)
+        assert_same(arrays([open_stream(text, tokenizer).train.batch(40)]), expected)
 
 
 def test_epochs_are_shuffled_differently(text, tokenizer):
-    plain = arrays(streamed(text, tokenizer, "data.shuffle=false").train.iterate(0, 3))
-    mixed = arrays(streamed(text, tokenizer).train.iterate(0, 3))
+    plain = arrays(open_stream(text, tokenizer, "data.shuffle=false").train.iterate(0, 3))
+    mixed = arrays(open_stream(text, tokenizer).train.iterate(0, 3))
     assert not np.array_equal(plain[0]["tokens"], mixed[0]["tokens"])
 
 
 def test_a_journal_of_other_data_is_ignored(text, tokenizer):
-    expected = arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22))
-    list(streamed(text, tokenizer).train.iterate(0, 40))
-    assert_same(arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22)), expected)
+    expected = arrays(open_stream(text, tokenizer, "data.max_length=48").train.iterate(20, 22))
+    list(open_stream(text, tokenizer).train.iterate(0, 40))
+    assert_same(arrays(open_stream(text, tokenizer, "data.max_length=48").train.iterate(20, 22)), expected)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_journal_of_other_data_is_ignored(text, tokenizer):
 )
 def test_options_impossible_with_a_stream_are_refused(overrides, message, text, tokenizer):
     with pytest.raises(UserError, match=message):
-        streamed(text, tokenizer, *overrides)
+        open_stream(text, tokenizer, *overrides)
 
 
 def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
@@ -144,10 +144,12 @@ def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
     with text.open("a") as file:
         file.write('\n{"text": 7}')
     with pytest.raises(UserError) as caught:
-        list(streamed(text, tokenizer, "data.shuffle=false").train.iterate(0, 100))
+        list(open_stream(text, tokenizer, "data.shuffle=false").train.iterate(0, 100))
     assert "record 40" in str(caught.value.where)
     assert "data.on_bad=skip" in caught.value.fix
-    assert len(list(streamed(text, tokenizer, "data.shuffle=false", "data.on_bad=skip").train.iterate(0, 100))) == 100
+    assert (
+        len(list(open_stream(text, tokenizer, "data.shuffle=false", "data.on_bad=skip").train.iterate(0, 100))) == 100
+    )
 
 
 def test_a_run_that_a_bad_record_has_ended_goes_on_without_it(text, tokenizer, monkeypatch):
@@ -156,7 +158,7 @@ def test_a_run_that_a_bad_record_has_ended_goes_on_without_it(text, tokenizer, m
         file.write('\n{"text": 7}')
     monkeypatch.setattr("meshtune.data.text_rows._GROUP", 4)
     options = ("data.shuffle=false", "data.max_length=8")
-    stream, before = streamed(text, tokenizer, *options).train, []
+    stream, before = open_stream(text, tokenizer, *options).train, []
 
     def read():
         for batch in stream.iterate(0, 1000):
@@ -164,12 +166,12 @@ def test_a_run_that_a_bad_record_has_ended_goes_on_without_it(text, tokenizer, m
 
     with pytest.raises(UserError, match="resume=true"):
         read()
-    skipping = streamed(text, tokenizer, *options, "data.on_bad=skip").train
+    skipping = open_stream(text, tokenizer, *options, "data.on_bad=skip").train
     assert skipping.fingerprint == stream.fingerprint
     assert len(before) > 16  # the journal has an entry to go on from
-    whole = arrays(skipping.iterate(0, 1000))
-    assert_same(whole[: len(before)], before)
-    assert_same(arrays(skipping.iterate(len(before), 1000)), whole[len(before) :])
+    full = arrays(skipping.iterate(0, 1000))
+    assert_same(full[: len(before)], before)
+    assert_same(arrays(skipping.iterate(len(before), 1000)), full[len(before) :])
 
 
 def test_pretraining_refuses_conversations(tmp_path, tokenizer):
@@ -178,38 +180,38 @@ def test_pretraining_refuses_conversations(tmp_path, tokenizer):
         json.dumps([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
     )
     with pytest.raises(UserError, match="plain text"):
-        streamed(file, tokenizer, "data.streaming=false")
+        open_stream(file, tokenizer, "data.streaming=false")
 
 
 @pytest.mark.parametrize("mixing", ["concat", "interleave_over"])
 def test_sources_of_a_stream_are_mixed_by_weight(mixing, text, tokenizer):
-    other = text.parent / "other.jsonl"
-    other.write_text("\n".join(json.dumps({"text": f"other {index}"}) for index in range(40)))
-    sources = json.dumps([{"path": str(text), "weight": 3}, {"path": str(other), "weight": 1}])
+    second = text.parent / "other.jsonl"
+    second.write_text("\n".join(json.dumps({"text": f"other {index}"}) for index in range(40)))
+    sources = json.dumps([{"path": str(text), "weight": 3}, {"path": str(second), "weight": 1}])
     overrides = [f"data.train={sources}", f"data.mixing={mixing}"]
-    stream = streamed(text, tokenizer, *overrides).train
+    stream = open_stream(text, tokenizer, *overrides).train
     share = np.mean(stream.documents.source == 0)
     assert share == 0.75 if mixing == "concat" else 0.6 < share < 0.9
     expected = arrays(stream.iterate(0, 40))
-    assert_same(arrays(streamed(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
+    assert_same(arrays(open_stream(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
     (text.parent / "run/stream.jsonl").unlink()
-    assert_same(arrays(streamed(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
-    assert stream.fingerprint != streamed(text, tokenizer).train.fingerprint
+    assert_same(arrays(open_stream(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
+    assert stream.fingerprint != open_stream(text, tokenizer).train.fingerprint
 
 
 def test_a_stream_belongs_to_the_contents_of_its_files(text, tokenizer):
     """Not to their names and numbers of records alone: a file replaced by one of equal length is another stream."""
-    before = streamed(text, tokenizer).train.fingerprint
-    assert streamed(text, tokenizer).train.fingerprint == before
+    before = open_stream(text, tokenizer).train.fingerprint
+    assert open_stream(text, tokenizer).train.fingerprint == before
     records = [json.loads(line) for line in text.read_text().splitlines()]
     text.write_text("\n".join(json.dumps({"text": record["text"][::-1]}) for record in records))
-    assert streamed(text, tokenizer).train.fingerprint != before
+    assert open_stream(text, tokenizer).train.fingerprint != before
 
 
 def test_records_held_out_of_a_stream_are_those_of_a_loader_and_never_trained_on(text, tokenizer):
     lines = text.read_text().splitlines()
-    prepared = streamed(text, tokenizer, "data.validation=0.2")
-    loaded = streamed(text, tokenizer, "data.validation=0.2", "data.streaming=false")
+    prepared = open_stream(text, tokenizer, "data.validation=0.2")
+    loaded = open_stream(text, tokenizer, "data.validation=0.2", "data.streaming=false")
     assert prepared.validation is not None
     assert loaded.validation is not None
     held_out = {str(prepared.validation.store.origin(index)) for index in range(len(prepared.validation.store))}
@@ -219,16 +221,16 @@ def test_records_held_out_of_a_stream_are_those_of_a_loader_and_never_trained_on
     trained = {str(origin) for row in rows for origin in row}
     assert len(trained) == len(lines) - len(held_out)
     assert not trained & held_out
-    assert prepared.fingerprint != streamed(text, tokenizer).fingerprint
+    assert prepared.fingerprint != open_stream(text, tokenizer).fingerprint
 
 
 def test_a_bad_record_that_is_held_out_is_named_or_left_out(text, tokenizer):
     text.write_text(text.read_text() + "".join('\n{"text": 7}' for _ in range(40)))
     held_out = "data.validation=0.5"
     with pytest.raises(UserError, match=r"data\.on_bad=skip") as caught:
-        streamed(text, tokenizer, held_out, "data.on_bad=error")
+        open_stream(text, tokenizer, held_out, "data.on_bad=error")
     assert "text.jsonl" in str(caught.value.where)
-    prepared = streamed(text, tokenizer, held_out, "data.on_bad=skip")
+    prepared = open_stream(text, tokenizer, held_out, "data.on_bad=skip")
     assert prepared.validation is not None
     assert 0 < len(prepared.validation.store) < 40
     assert len(prepared.validation.store) + len(prepared.report.skipped) == 40

@@ -135,7 +135,7 @@ def test_what_is_rendered_is_what_transformers_renders(tokenizer, name):
 
 
 def test_a_very_long_conversation_may_take_more(tokenizer, monkeypatch):
-    """The bound grows with what is rendered, where a template goes over every message again and again."""
+    """The bound grows with the rendered text, where a template goes over every message again and again."""
     monkeypatch.setattr(template_environment, "CHARACTERS", 100_000)
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content.strip() + '\n' }}{% endfor %}"

@@ -32,8 +32,8 @@ PIECES = (
 def texts():
     rng = random.Random(0)
     for _ in range(200):
-        words = (rng.choice([*PIECES, "the", "fox "]) for _ in range(rng.randrange(1, 12)))
-        yield rng.choice(["", " "]).join(words)
+        pieces = (rng.choice([*PIECES, "the", "fox "]) for _ in range(rng.randrange(1, 12)))
+        yield rng.choice(["", " "]).join(pieces)
 
 
 @pytest.mark.parametrize("name", BYTE_LEVEL)

@@ -94,9 +94,9 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path, shared):
 
 def test_a_template_is_a_shipped_name_or_a_file(tmp_path, shared):
     assert {"chatml", "llama3", "mistral", "gemma", "plain", "alpaca"} <= set(template_names())
-    own = tmp_path / "own.jinja"
-    own.write_text("{{ messages }}")
-    assert load_tokenizer(shared / "assets/models/stories260K", str(own)).chat_template == "{{ messages }}"
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    assert load_tokenizer(shared / "assets/models/stories260K", str(template)).chat_template == "{{ messages }}"
     assert load_tokenizer(shared / "assets/models/stories260K", "plain").chat_template == template_text("plain")
 
 

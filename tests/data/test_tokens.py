@@ -50,8 +50,8 @@ def test_text_gets_the_tokenizers_bos_and_always_an_eos(smol, stories, llama):
 
 
 def test_bos_and_eos_are_not_doubled(llama):
-    words = f"{llama.bos_token}Once{llama.eos_token}"
-    (example,), _ = run(llama, [Text(words, path())])
+    text = f"{llama.bos_token}Once{llama.eos_token}"
+    (example,), _ = run(llama, [Text(text, path())])
     assert example.ids.tolist() == llama("Once")["input_ids"] + [llama.eos_token_id]
 
 
@@ -66,11 +66,11 @@ def test_eos_is_trained_on_even_if_it_is_the_padding_token(smol):
 def test_completions_are_trained_on_and_prompts_are_not(smol, stories):
     for tokenizer in (smol, stories):
         (example,), _ = run(tokenizer, [Text(" Paris is it.", path(), prompt="The capital of France?")])
-        given = tokenizer("The capital of France?")["input_ids"]
-        assert example.ids[: len(given)].tolist() == given
-        assert (example.weights[: len(given)] == 0).all()
-        assert (example.weights[len(given) :] == 1).all()
-        learned = tokenizer.decode(example.ids[len(given) :].tolist(), skip_special_tokens=True)
+        prompt = tokenizer("The capital of France?")["input_ids"]
+        assert example.ids[: len(prompt)].tolist() == prompt
+        assert (example.weights[: len(prompt)] == 0).all()
+        assert (example.weights[len(prompt) :] == 1).all()
+        learned = tokenizer.decode(example.ids[len(prompt) :].tolist(), skip_special_tokens=True)
         assert learned.strip() == "Paris is it."
 
 

@@ -1,4 +1,4 @@
-"""Tool calls and results in the forms that are around become the same messages; a malformed record names its field."""
+"""Tool calls and results in the forms in common use become the same messages; a malformed record names its field."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def turns(*changes, tools=(ADD,)):
 
 
 @pytest.mark.parametrize(
-    ("record", "at", "what"),
+    ("record", "at", "message"),
     [
         (turns((1, {"tool_calls": [{"function": {"name": "sub", "arguments": {}}}]})), "messages[1]",
          "a call of 'sub', which the record does not declare"),
@@ -137,10 +137,10 @@ def turns(*changes, tools=(ADD,)):
         (turns(tools=({"name": "add", "parameters": "a: integer"},)), "tools[0].parameters", "expected a JSON schema"),
     ],
 )  # fmt: skip
-def test_bad_tool_data_are_refused_with_their_field(record, at, what):
+def test_bad_tool_data_are_refused_with_their_field(record, at, message):
     error = refuses("messages", record)
     assert field(error) == at
-    assert what in error.what
+    assert message in error.what
 
 
 def test_a_misspelt_tool_calls_is_named():
@@ -241,8 +241,8 @@ def test_parameters_that_are_described_by_name_become_a_json_schema():
         "required": ["type", "ids", "point"],
     }
     schema = {"type": "object", "properties": {"type": {"type": "string"}}}
-    (kept,) = convert("messages", turns(tools=({"name": "add", "parameters": schema},))).tools
-    assert kept["function"]["parameters"] == schema
+    (declared,) = convert("messages", turns(tools=({"name": "add", "parameters": schema},))).tools
+    assert declared["function"]["parameters"] == schema
 
 
 NONE_SUCH = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sub", "arguments": {}}}]}
@@ -252,7 +252,7 @@ CALLS = {role: {"from": "function_call", "value": json.dumps(message["tool_calls
          for role, message in (("good", GOOD), ("bad", NONE_SUCH))}  # fmt: skip
 
 
-def compared(kind, name, record):
+def convert_record(kind, name, record):
     form = FORMATS_BY_TYPE[kind][name]
     return form.convert(record, form.resolve({}), {}, ORIGIN)
 
@@ -267,14 +267,14 @@ def compared(kind, name, record):
 )
 def test_a_rejected_answer_may_call_a_tool_that_does_not_exist_and_a_chosen_one_not(name, record, good, bad):
     record = record | {"tools": [ADD]}
-    pair = compared("pairs", name, record | {"chosen": good, "rejected": bad})
+    pair = convert_record("pairs", name, record | {"chosen": good, "rejected": bad})
     assert [side.messages[-1].tool_calls[0]["function"]["name"] for side in (pair.chosen, pair.rejected)] == [
         "add",
         "sub",
     ]
     assert pair.chosen.tools == pair.rejected.tools == ({"type": "function", "function": ADD},)
     with pytest.raises(UserError, match="a call of 'sub', which the record does not declare"):
-        compared("pairs", name, record | {"chosen": bad, "rejected": good})
+        convert_record("pairs", name, record | {"chosen": bad, "rejected": good})
 
 
 @pytest.mark.parametrize(
@@ -286,6 +286,6 @@ def test_a_rejected_answer_may_call_a_tool_that_does_not_exist_and_a_chosen_one_
 )
 def test_an_answer_labelled_bad_may_call_a_tool_that_does_not_exist_and_a_good_one_not(name, record):
     record = record | {"tools": [ADD]}
-    assert compared("labelled", name, record | {"label": False}).document.messages[-1].tool_calls
+    assert convert_record("labelled", name, record | {"label": False}).document.messages[-1].tool_calls
     with pytest.raises(UserError, match="a call of 'sub', which the record does not declare"):
-        compared("labelled", name, record | {"label": True})
+        convert_record("labelled", name, record | {"label": True})

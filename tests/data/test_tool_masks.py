@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from data.stock_templates import encoded, learned_pieces, tokenizer_of, tokenizer_of_trl, trl_template
+from data.stock_templates import encode_conversation, learned_pieces, tokenizer_of, tokenizer_of_trl, trl_template
 from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Message, Origin
@@ -32,7 +32,7 @@ def call(city, days, id_=None):
 
 def calls_twice(*, reasoning=False, ids=True, system=True):
     """A question, two calls one after the other, an answer; a second question and its answer."""
-    thought = [(("reasoning_content", words),) if reasoning else () for words in ("First.", "Second.", "Sum.", "Bye.")]
+    thought = [(("reasoning_content", text),) if reasoning else () for text in ("First.", "Second.", "Sum.", "Bye.")]
     link = [(("tool_call_id", id_),) if ids else () for id_ in IDS]
     turns = [Message("system", "Be brief.")] if system else []
     turns += [
@@ -49,7 +49,7 @@ def calls_twice(*, reasoning=False, ids=True, system=True):
 
 
 def pieces(tokenizer, conversation, policy=None):
-    return learned_pieces(tokenizer, encoded(tokenizer, conversation, policy)[0])
+    return learned_pieces(tokenizer, encode_conversation(tokenizer, conversation, policy)[0])
 
 
 FIRST, SECOND = '{"city": "Zürich \\"W\\"", "days": 7}', '{"city": "Bern", "days": 7}'
@@ -123,7 +123,7 @@ def test_think_text_becomes_gpt_oss_analysis(shared):
 
 @pytest.fixture
 def glm_tokenizer(shared, tmp_path):
-    """GLM-4.5's template beside a generation_config.json with the model's three end tokens."""
+    """GLM-4.5's template with a generation_config.json with the model's three end tokens."""
     tokenizer = tokenizer_of_trl("glm4moe", shared)
     ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|observation|>")]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
@@ -141,7 +141,7 @@ def test_glm_ends_calls_and_answers_with_the_token_of_the_next_role(glm_tokenize
     ]  # fmt: skip
     until_call = Conversation(turns.messages[:3], ORIGIN, (TOOL,))
     assert pieces(glm_tokenizer, until_call) == [glm('Zürich "W"', "First.") + observation]
-    assert encoded(glm_tokenizer, turns)[1].unended == 0
+    assert encode_conversation(glm_tokenizer, turns)[1].unended == 0
 
 
 def test_a_template_of_glm_4_ends_calls_with_the_observation(glm_tokenizer):
@@ -206,10 +206,12 @@ def test_gemma_4_trains_on_calls_and_the_token_that_waits_for_the_result(shared)
 
 def test_deepseek_gets_arguments_as_text_and_its_template_must_not_lose_tools(shared):
     tokenizer = tokenizer_of_trl("deepseekv3", shared)
-    asked = calls_twice()
+    conversation = calls_twice()
     with pytest.raises(UserError, match=r"does not write tools: weather[\s\S]*chat_template: deepseek"):
-        mask_conversation(ChatTemplate(tokenizer), asked)
-    answered = Conversation((*asked.messages[:4], asked.messages[-3]), ORIGIN)  # tools may stand in the system prompt
+        mask_conversation(ChatTemplate(tokenizer), conversation)
+    answered = Conversation(
+        (*conversation.messages[:4], conversation.messages[-3]), ORIGIN
+    )  # tools may stand in the system prompt
     called = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{FIRST}\n```"
     ends = "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
     assert pieces(tokenizer, answered) == [called + ends, "Zürich.<｜end▁of▁sentence｜>"]
@@ -258,7 +260,7 @@ def test_templates_that_lose_the_text_before_calls_are_refused(name, shared):
 
 
 def test_parameters_that_a_template_leaves_out_are_refused(shared):
-    """Gemma 4's writes those of a JSON schema alone."""
+    """Gemma 4's writes only those of a JSON schema."""
     odd = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"description": "Where."}}}}
     talk = Conversation((Message("user", "Hi"), Message("assistant", "Hello")), ORIGIN, (odd,))
     with pytest.raises(UserError, match=r"the parameters of the tool weather: city[\s\S]*record 4[\s\S]*JSON schema"):
@@ -306,7 +308,7 @@ def test_what_is_trained_on_lies_within_what_trl_trains_on(name, shared):
     tokenizer = tokenizer_of_trl(name, shared)
     conversation = calls_twice()
     chat = ChatTemplate(tokenizer)
-    example, _ = encoded(tokenizer, conversation)
+    example, _ = encode_conversation(tokenizer, conversation)
     theirs = tokenizer.apply_chat_template(
         chat.messages(conversation),
         tools=[TOOL],
@@ -315,27 +317,27 @@ def test_what_is_trained_on_lies_within_what_trl_trains_on(name, shared):
         return_dict=True,
     )
     assert theirs["input_ids"] == example.ids.tolist()
-    more = [
+    unweighted = [
         tokenizer.decode([id_])
         for id_, marked, weight in zip(theirs["input_ids"], theirs["assistant_masks"], example.weights, strict=True)
         if marked and not weight
     ]
     assert all(marked for marked, weight in zip(theirs["assistant_masks"], example.weights, strict=True) if weight)
-    headers = re.sub(r"<\|start\|>assistant|<\|end\|>|\n", "", "".join(more))
+    headers = re.sub(r"<\|start\|>assistant|<\|end\|>|\n", "", "".join(unweighted))
     assert headers == ""
 
 
 def test_reasoning_follows_the_template_or_is_written_inline_or_dropped(shared):
     qwen3, qwen25 = (tokenizer_of(name, shared) for name in ("Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct"))
     conversation = calls_twice(reasoning=True)
-    kept = "<think>\nBye.\n</think>\n\nWelcome.<|im_end|>"
+    last_answer = "<think>\nBye.\n</think>\n\nWelcome.<|im_end|>"
     calls = [hermes(FIRST), hermes(SECOND), "Zürich.<|im_end|>"]
-    assert pieces(qwen3, conversation) == [*calls, kept]
+    assert pieces(qwen3, conversation) == [*calls, last_answer]
     assert pieces(qwen3, conversation, LossPolicy(reasoning="drop")) == [*calls, LAST]
     with pytest.raises(UserError, match=r"does not write reasoning[\s\S]*record 4[\s\S]*data.reasoning: inline"):
         pieces(qwen25, conversation)
     assert pieces(qwen25, conversation, LossPolicy(reasoning="drop")) == [*calls, "Welcome.<|im_end|>"]
-    thoughts = [f"<think>\n{words}\n</think>\n\n" for words in ("First.", "Second.", "Sum.", "Bye.")]
+    thoughts = [f"<think>\n{text}\n</think>\n\n" for text in ("First.", "Second.", "Sum.", "Bye.")]
     inline = pieces(qwen25, conversation, LossPolicy(reasoning="inline"))
     assert inline == [
         f"{thoughts[0]}\n{calls[0]}", f"{thoughts[1]}\n{calls[1]}", thoughts[2] + calls[2],
@@ -347,7 +349,7 @@ def test_reasoning_within_the_round_of_the_last_question_is_trained_on(shared):
     tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
     conversation = calls_twice(reasoning=True)
     one_round = Conversation(conversation.messages[:-2], ORIGIN, (TOOL,))
-    thoughts = [f"<think>\n{words}\n</think>\n\n" for words in ("First.", "Second.", "Sum.")]
+    thoughts = [f"<think>\n{text}\n</think>\n\n" for text in ("First.", "Second.", "Sum.")]
     expected = [thoughts[0] + hermes(FIRST), thoughts[1] + hermes(SECOND), thoughts[2] + "Zürich.<|im_end|>"]
     assert pieces(tokenizer, one_round) == expected
 

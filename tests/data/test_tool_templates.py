@@ -62,7 +62,7 @@ def trained_texts(chat, conversation, policy=LossPolicy()):
 
 
 def check(chat, conversation):
-    """What is trained on is each turn of the assistant, with its calls, and neither tools nor results."""
+    """Checks that each turn of the assistant is learned, with its calls, and neither tools nor results."""
     texts = trained_texts(chat, conversation)
     turns = [message for message in conversation.messages if message.role == "assistant"]
     assert len(texts) == len(turns)
@@ -232,7 +232,7 @@ def test_reasoning_before_real_calls_is_trained_on(shared, name):
 
 @pytest.mark.parametrize("name", ["mistralai-Mistral-Nemo-Instruct-2407", "glm4moe", "gptoss", "gemma4_v5", "plain"])
 def test_a_prompt_with_calls_is_the_same_in_use_as_in_training(shared, name):
-    """What a server or a chat renders of earlier calls, with ids as other servers make them, is what was trained on."""
+    """A server or a chat renders earlier calls, with ids as other servers make them, exactly as training did."""
     folder = shared / "assets/models/stories260K"
     tokenizer = load_tokenizer(folder, name) if name == "plain" else tokenizer_with(stock_text(name, shared), folder)
     chat = ChatTemplate(tokenizer)
@@ -257,10 +257,10 @@ def test_results_of_a_prompt_follow_in_the_order_of_their_calls_as_in_training(s
     tokenizer = load_tokenizer(shared / "assets/models/stories260K", "chatml")
     calls = [{"id": id_, "type": "function", "function": {"name": "f", "arguments": {}}} for id_ in ("a", "b")]
     results = [{"role": "tool", "tool_call_id": id_, "content": f"of {id_}"} for id_ in ("a", "b")]
-    asked = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    text = chat_text(tokenizer, [*asked, *results])
+    messages = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    text = chat_text(tokenizer, [*messages, *results])
     assert text.index("of a") < text.index("of b")
-    assert chat_text(tokenizer, [*asked, *results[::-1]]) == text
+    assert chat_text(tokenizer, [*messages, *results[::-1]]) == text
 
 
 def test_deepseek_is_prompted_with_arguments_as_text(shared):

@@ -20,7 +20,7 @@ from meshtune.data.masks import mask_conversation
 from meshtune.errors import UserError
 
 ORIGIN = Origin("data.jsonl", 7)
-ASKED, ANSWERED, WORSE = ({"role": role, "content": words} for role, words in
+QUESTION, ANSWER, WORSE = ({"role": role, "content": text} for role, text in
                           (("user", "quid"), ("assistant", "respondeo"), ("assistant", "nescio")))  # fmt: skip
 TURNS = [{"from": "human", "value": "quid"}, {"from": "gpt", "value": "respondeo"}]
 TOOL = {"type": "function", "function": {"name": "adde", "parameters": {"type": "object", "properties": {}}}}
@@ -30,10 +30,10 @@ RECORDS = {
         "alpaca": [{"instruction": "quid", "output": "respondeo"}],
         "sharegpt": [{"conversations": TURNS}],
         "hermes": [{"conversations": TURNS}],
-        "messages": [{"messages": [ASKED, ANSWERED]}],
+        "messages": [{"messages": [QUESTION, ANSWER]}],
         "prompt_completion": [
             {"prompt": "quid", "completion": "respondeo"},
-            {"prompt": [ASKED], "completion": [ANSWERED]},
+            {"prompt": [QUESTION], "completion": [ANSWER]},
         ],
         "text": [{"text": "respondeo"}],
         "stanford_alpaca": [{"instruction": "quid", "output": "respondeo"}],
@@ -42,14 +42,14 @@ RECORDS = {
     "pairs": {
         "alpaca": [{"instruction": "quid", **SIDES}],
         "sharegpt": [{"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "nescio"}}],
-        "messages": [{"messages": [ASKED], "chosen": ANSWERED, "rejected": WORSE}],
+        "messages": [{"messages": [QUESTION], "chosen": ANSWER, "rejected": WORSE}],
         "preference": [
             {"prompt": "quid", **SIDES},
-            {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [WORSE]},
-            {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, WORSE]},
+            {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [WORSE]},
+            {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WORSE]},
         ],
-        "openai": [{"input": {"messages": [ASKED]}, "preferred_output": [ANSWERED], "non_preferred_output": [WORSE]}],
-        "hh": [{side: f"\n\nHuman: quid\n\nAssistant: {words}" for side, words in SIDES.items()}],
+        "openai": [{"input": {"messages": [QUESTION]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}],
+        "hh": [{side: f"\n\nHuman: quid\n\nAssistant: {text}" for side, text in SIDES.items()}],
     },
 }
 RECORDS["labelled"] = {
@@ -212,11 +212,11 @@ def test_a_field_of_a_turn_that_cannot_be_read_is_named(kind, name, field):
 
 def test_switches_are_true_or_false_and_do_not_contradict_each_other():
     base = RECORDS["documents"]["messages"][0]
-    for record, words in (
+    for record, message in (
         (with_turn_field(base, "loss", "no"), "expected true or false"),
         (with_turn_field(with_turn_field(base, "loss", True), "weight", 0), "contradict each other"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             read("documents", "messages", record)
     (document,) = documents_of(read("documents", "messages", with_turn_field(base, "train", True)))
     assert document.messages[-1].weight == 1
@@ -224,11 +224,11 @@ def test_switches_are_true_or_false_and_do_not_contradict_each_other():
 
 @pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "tool_call_id"])
 def test_what_turns_of_sharegpt_cannot_hold_is_read_by_messages(field):
-    turns = [ASKED, {**ANSWERED, "reasoning_content": "cogito"}]
+    turns = [QUESTION, {**ANSWER, "reasoning_content": "cogito"}]
     if field != "reasoning_content":
         call = {"id": "c", "function": {"name": "adde", "arguments": {}}}
-        turns = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        turns += [{"role": "tool", "tool_call_id": "c", "content": "3"}, ANSWERED]
+        turns = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "tool_call_id": "c", "content": "3"}, ANSWER]
     record = {"conversations": turns}
     if field == "tool_call_id":
         del turns[1]["tool_calls"]
@@ -244,7 +244,10 @@ def test_what_turns_of_sharegpt_cannot_hold_is_read_by_messages(field):
 def test_variables_of_a_record_are_rendered_as_transformers_does(shared, thinking):
     for name in ("HuggingFaceTB-SmolLM3-3B", "Qwen-Qwen3-0.6B"):
         tokenizer = tokenizer_of(name, shared)
-        record = {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "chat_template_kwargs": {"enable_thinking": thinking}}
+        record = {
+            "messages": [QUESTION, ANSWER, QUESTION, ANSWER],
+            "chat_template_kwargs": {"enable_thinking": thinking},
+        }
         document = read("documents", "messages", record)
         masked = mask_conversation(ChatTemplate(tokenizer), document)
         expected = tokenizer.apply_chat_template(record["messages"], tokenize=False, enable_thinking=thinking)
@@ -256,7 +259,7 @@ def test_variables_of_a_record_are_rendered_as_transformers_does(shared, thinkin
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused(shared, tmp_path):
-    record = {"messages": [ASKED, ANSWERED], "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    record = {"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False, "other": None}}
     chat = ChatTemplate(tokenizer_of("SmolLM2", shared))
     with pytest.raises(UserError, match=r"does not read chat_template_kwargs of the record: enable_thinking") as caught:
         mask_conversation(chat, read("documents", "messages", record), LossPolicy())

@@ -1,4 +1,4 @@
-"""The words of every message stand in the rendered text, or the record is an error that says what to do instead."""
+"""The words of every message are in the rendered text, or the record is an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NO_SYSTEM = (
 )
 
 
-def user(words):
-    return Message("user", words)
+def user(text):
+    return Message("user", text)
 
 
-def answer(words, **more):
-    return Message("assistant", words, **more)
+def answer(text, **fields):
+    return Message("assistant", text, **fields)
 
 
 SYSTEM = Message("system", "Brevis esto.")
@@ -84,10 +84,10 @@ def tokenizer(shared):
 @pytest.fixture(scope="module")
 def chats(shared, tokenizer):
     """A chat template by its name: one that ships, one of the shared files, or one that TRL keeps."""
-    made = {}
+    templates = {}
 
     def chat(name):
-        if name not in made:
+        if name not in templates:
             file = shared / f"assets/tokenizers/chat_templates/{name}.jinja"
             with_template = copy.copy(tokenizer)
             if name == "no_system":
@@ -96,36 +96,36 @@ def chats(shared, tokenizer):
                 with_template.chat_template = template_text(name)
             else:
                 with_template.chat_template = file.read_text() if file.exists() else trl_template(name)
-            made[name] = ChatTemplate(with_template)
-        return made[name]
+            templates[name] = ChatTemplate(with_template)
+        return templates[name]
 
     return chat
 
 
 def words_of(conversation, reasoning):
     """The words that a text must have: of every message, of calls, and of reasoning after the last question."""
-    words = []
+    parts = []
     for index, message in enumerate(conversation.messages):
         thought, content = split_reasoning(message.content) if message.role == "assistant" else ("", message.content)
-        words += content.split()
+        parts += content.split()
         for call in message.tool_calls:
-            words += [call["function"]["name"], "prior", "unum"]
+            parts += [call["function"]["name"], "prior", "unum"]
         if index == len(conversation.messages) - 1 and reasoning != "drop":
-            words += [*thought.split(), *dict(message.extra).get("reasoning_content", "").split()]
-    return words
+            parts += [*thought.split(), *dict(message.extra).get("reasoning_content", "").split()]
+    return parts
 
 
 def follow(chat, conversation, policy, fix):
-    """What the fixes of an error make of the conversation: (chat, conversation, policy) of each."""
-    other = re.search(r"set model\.chat_template: (\w+)", fix)
-    if other:
-        yield chat.alternatives[other[1]], conversation, policy
+    """Applies the fixes of an error to the conversation: (chat, conversation, policy) of each."""
+    match = re.search(r"set model\.chat_template: (\w+)", fix)
+    if match:
+        yield chat.alternatives[match[1]], conversation, policy
     for choice in re.findall(r"set data\.reasoning: (\w+)", fix):
         yield chat, conversation, dataclasses.replace(policy, reasoning=choice)
     if "first message of the user" in fix:
-        first, second, *rest = conversation.messages
+        first, second, *later = conversation.messages
         merged = user(f"{first.content}\n\n{second.content}")
-        yield chat, dataclasses.replace(conversation, messages=(merged, *rest)), policy
+        yield chat, dataclasses.replace(conversation, messages=(merged, *later)), policy
     if "put <think> before" in fix:
         index = next(n for n, message in enumerate(conversation.messages) if "</think>" in message.content)
         messages = list(conversation.messages)
@@ -214,8 +214,8 @@ def test_a_message_that_only_some_conversations_lose_is_found(tokenizer):
 def test_an_answer_that_another_message_quotes_is_looked_for_by_itself(chats, messages):
     with pytest.raises(UserError, match="for reasoning"):
         mask_conversation(chats("Qwen-Qwen3-0.6B"), Conversation(messages, ORIGIN), LossPolicy())
-    same = Conversation((user("Say yes."), answer("yes"), user("yes"), answer("yes")), ORIGIN)
-    assert mask_conversation(chats("Qwen-Qwen3-0.6B"), same, LossPolicy())
+    conversation = Conversation((user("Say yes."), answer("yes"), user("yes"), answer("yes")), ORIGIN)
+    assert mask_conversation(chats("Qwen-Qwen3-0.6B"), conversation, LossPolicy())
 
 
 def test_a_switch_that_the_template_reads_is_no_lost_word(chats):

@@ -28,7 +28,7 @@ OPTIONS = PredictOptions(metrics=("exact_match", "f1"), max_tokens=6)
 
 @pytest.fixture(scope="module")
 def run(stories260k, tmp_path_factory):
-    """A LoRA run that learns one sentence, with a file of which it holds two records out."""
+    """A LoRA run that learns one sentence, with a file and two of its records held out."""
     folder = tmp_path_factory.mktemp("run")
     rows = [{"prompt": f"The {animal} said", "completion": " hello to Lily."} for animal in published.ANIMALS]
     published.write_lines(folder / "train.jsonl", rows)
@@ -74,8 +74,8 @@ def test_a_stream_holds_out_the_same_records(tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe + "true}\ntrain: {steps: 2}\n")
     streamed, none = run_data(str(tmp_path))
     (tmp_path / "recipe.yaml").write_text(recipe + "false}\ntrain: {steps: 2}\n")
-    whole, trained_on = run_data(str(tmp_path))
-    assert streamed == whole
+    full, trained_on = run_data(str(tmp_path))
+    assert streamed == full
     assert (len(streamed), len(none), len(trained_on)) == (2, 0, len(rows) - 2)
 
 
@@ -177,8 +177,8 @@ def test_an_evaluation_set_that_is_the_training_set_is_refused(run, tmp_path):
     _, trained_on = run_data(str(run))
     shutil.copy(run.parent / "train.jsonl", tmp_path / "again.jsonl")
     records = read_records(source_section(str(tmp_path / "again.jsonl"), columns=None))
-    seen = {document.prompt for document in trained_on}
-    records = [record for record in records if record.prompt in seen]
+    prompts = {document.prompt for document in trained_on}
+    records = [record for record in records if record.prompt in prompts]
     evaluation = make_evaluation(records, (), {}, predicting=OPTIONS)
     subject = Subject(str(run), None, None, LOADING)
     with pytest.raises(UserError, match=r"the evaluation data are training data: all 8 records[\s\S]*again.jsonl"):

@@ -76,10 +76,10 @@ def check_same(results, reference, digits: float):
         for name, value in result.metrics.items():
             assert value == pytest.approx(reference["results"][result.name][name], rel=digits), (result.name, name)
             compared += 1
-        for sample, other in zip(result.samples, reference["samples"][result.name], strict=True):
-            assert sample.id == f"{other['doc_id']}:{other['filter']}"
-            if isinstance(other["filtered_resps"][0], str):
-                assert sample.answer == other["filtered_resps"]
+        for sample, expected in zip(result.samples, reference["samples"][result.name], strict=True):
+            assert sample.id == f"{expected['doc_id']}:{expected['filter']}"
+            if isinstance(expected["filtered_resps"][0], str):
+                assert sample.answer == expected["filtered_resps"]
     return compared
 
 

@@ -1,4 +1,4 @@
-"""IFEval from its published file, against lm-eval's transformers backend; and what is said where it cannot run."""
+"""IFEval from its published file, against lm-eval's transformers backend; and the error where it cannot run."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def test_bleu_and_chrf_are_sacrebleus_with_their_signature():
     totals = total_metrics(("bleu", "chrf"), *ENGLISH, record_metrics(("chrf",), *ENGLISH))
     assert totals["bleu"] == pytest.approx(sacrebleu.corpus_bleu(ENGLISH[0], [ENGLISH[1]]).score)
     assert totals["chrf"] == pytest.approx(sacrebleu.corpus_chrf(ENGLISH[0], [ENGLISH[1]]).score)
-    each = [sacrebleu.sentence_chrf(*pair[:1], [pair[1]]).score for pair in zip(*ENGLISH, strict=True)]
-    assert totals["sentence_chrf"] == pytest.approx(np.mean(each), abs=1e-4)  # another number by another name
+    scores = [sacrebleu.sentence_chrf(*pair[:1], [pair[1]]).score for pair in zip(*ENGLISH, strict=True)]
+    assert totals["sentence_chrf"] == pytest.approx(np.mean(scores), abs=1e-4)  # another number by another name
     assert "tok:13a" in totals["bleu_signature"]
     chinese = total_metrics(("bleu",), *CHINESE, [{}, {}])
     assert chinese["bleu"] == pytest.approx(sacrebleu.corpus_bleu(CHINESE[0], [CHINESE[1]], tokenize="zh").score)

@@ -68,14 +68,14 @@ def test_the_loss_is_that_of_transformers(model, data, stories260k):
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(model, data, tmp_path):
-    whole = run(model, data, tmp_path / "whole").rows
+    full = run(model, data, tmp_path / "whole").rows
     run(model, data, tmp_path / "out")
     file = tmp_path / "out" / PREDICTIONS
     lines = file.read_text().splitlines(keepends=True)
     edited = json.loads(lines[0]) | {"answer": "from before"}
     file.write_text(json.dumps(edited) + "\n" + lines[2] + lines[1][:20])  # the last line was cut off
     rows = run(model, data, tmp_path / "out", resume=True).rows
-    assert [row["answer"] for row in rows] == ["from before", *(row["answer"] for row in whole[1:])]
+    assert [row["answer"] for row in rows] == ["from before", *(row["answer"] for row in full[1:])]
 
 
 def test_results_are_never_overwritten_silently(model, data, tmp_path):

@@ -1,4 +1,4 @@
-"""Evaluations of two processes that share a mesh: a run's own at its end, and of a run beside another model."""
+"""Evaluations of two processes that share a mesh: a run's own at its end, and of a run against another model."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_run_of_two_processes_ends_with_the_numbers_of_one(run: pathlib.Path, 
     files = ("--tasks", f"{TASK}={run.parent / 'stories.jsonl'}", "--metrics", "f1", "--max-tokens", 6)
     command("eval", run, "--compare", "base", "--output", tmp_path / "alone", *files)
     for side in ("base", "tuned"):
-        several, one = numbers(run / "evaluation/base" / side), numbers(tmp_path / "alone" / side)
-        assert one == pytest.approx(several, rel=1e-5)
+        several, single = numbers(run / "evaluation/base" / side), numbers(tmp_path / "alone" / side)
+        assert single == pytest.approx(several, rel=1e-5)
     base, tuned = (numbers(run / "evaluation/base" / side) for side in ("base", "tuned"))
     assert tuned["loss"] < base["loss"]
 

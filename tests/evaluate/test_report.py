@@ -1,4 +1,4 @@
-"""The report of a comparison: verdicts in words and tables, what is folded, and what the pictures show."""
+"""The report of a comparison: verdicts in words and tables, folded parts, and the contents of the pictures."""
 
 from __future__ import annotations
 

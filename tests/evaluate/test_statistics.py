@@ -106,8 +106,8 @@ def test_verdicts_say_gained_lost_same_and_unclear():
     assert difference("acc", right, wrong, higher_is_better=True).verdict == "lost"
     assert difference("loss", right, wrong, higher_is_better=False).verdict == "gained"
     assert difference("acc", right, right, higher_is_better=True).verdict == "same"
-    one = difference("acc", ones([0, 0, 1, 1] * 5), ones([1, *[0, 1, 1, 0] * 4, 0, 1, 1]), higher_is_better=True)
-    assert one.verdict == "unclear"
+    result = difference("acc", ones([0, 0, 1, 1] * 5), ones([1, *[0, 1, 1, 0] * 4, 0, 1, 1]), higher_is_better=True)
+    assert result.verdict == "unclear"
     once = difference("acc", ones([0] * 20), ones([1, *[0] * 19]), higher_is_better=True)
     assert (once.wins, once.losses, once.p, once.verdict) == (1, 0, 1.0, "unclear")
 
@@ -132,13 +132,13 @@ def chat(question: str, answer: str) -> Conversation:
 
 
 def test_overlap_finds_copies_and_runs_of_words():
-    words = [f"word{n}" for n in range(40)]
-    long, cut = " ".join(words), " ".join(words[5 : 5 + RUN_LENGTH])
+    tokens = [f"word{n}" for n in range(40)]
+    long, cut = " ".join(tokens), " ".join(tokens[5 : 5 + RUN_LENGTH])
     training = [chat("Who are you?", "I am a model."), Text(long, ORIGIN)]
     evaluation = [
         chat("who are you", "I am a model"),  # the same but for capitals and punctuation
         Text(f"Something else, then {cut.upper()} and more", ORIGIN),
-        Text(" ".join(words[: RUN_LENGTH - 1]), ORIGIN),  # one word too short
+        Text(" ".join(tokens[: RUN_LENGTH - 1]), ORIGIN),  # one word too short
         chat("What is it?", "A tree."),
     ]
     common = overlap(evaluation, training)

@@ -56,7 +56,7 @@ def batch_of(order=None) -> dict[str, np.ndarray]:
     return {name: array.astype(np.int32) for name, array in arrays.items()} | {"weights": weights}
 
 
-def moved(trainable):
+def move_weights(trainable):
     """As training might leave it; the same on every mesh."""
     return jax.tree.map(lambda leaf: leaf + 0.03 * jnp.cos(jnp.arange(leaf.size).reshape(leaf.shape)), trainable)
 
@@ -72,16 +72,16 @@ def case(name: str, folder: pathlib.Path) -> dict:
     (folder / "config.json").write_text(json.dumps(config))
     plain, _ = load_spec(folder)
     spec = abstract(method, plain, quantize=quantize).spec
-    found, kept = [], []
+    updates, loaded = [], []
     for mesh in (None, axes):
         layout = None if mesh is None else layout_for(make_mesh(MeshConfig(**mesh)), spec)[0]
         order = zigzag_order(64, mesh["cp"]) if mesh and "cp" in mesh else None
         params = load_params(folder, spec, layout=layout, quantize=quantize)
-        kept.append([np.asarray(leaf) for leaf in jax.tree.leaves(params)])
+        loaded.append([np.asarray(leaf) for leaf in jax.tree.leaves(params)])
         pack = params["layers"]["0.0"]["attn"]["qkv"]["weight"]
-        made = prepare(method, spec, params, jax.random.key(1), layout=layout)
-        trainable = jax.jit(moved, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made.trainable))(
-            made.trainable
+        prepared = prepare(method, spec, params, jax.random.key(1), layout=layout)
+        trainable = jax.jit(move_weights, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, prepared.trainable))(
+            prepared.trainable
         )
         objective, compute = make(SftConfig()), Compute(loss_chunk=16, layout=layout)
 
@@ -90,25 +90,25 @@ def case(name: str, folder: pathlib.Path) -> dict:
             return score.loss / score.weight
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(
-            trainable, made.frozen, place_batch(batch_of(), layout, order)
+            trainable, prepared.frozen, place_batch(batch_of(), layout, order)
         )
-        found.append((float(value), gradient, trainable, layout))
-    (one, gradient, trainable, _), (value, other, on_mesh, layout) = found
+        updates.append((float(value), gradient, trainable, layout))
+    (single, gradient, trainable, _), (value, mesh_gradient, on_mesh, layout) = updates
     errors = [
         float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())
-        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(gradient), strict=True)
+        for a, b in zip(jax.tree.leaves(mesh_gradient), jax.tree.leaves(gradient), strict=True)
     ]
-    result = {"losses": [one, value], "errors": errors, "loaded": all(map(np.array_equal, *kept))}
+    result = {"losses": [single, value], "errors": errors, "loaded": all(map(np.array_equal, *loaded))}
     result["split"] = [
         list(part) if isinstance(part, tuple) else part for part in jax.tree.leaves(pack)[0].sharding.spec
     ]
     if quantize is None:
         export_model(on_mesh, spec, folder, out / "mesh", layout=layout)
         export_model(trainable, spec, folder, out / "one")
-        same = [load_file(out / name / "model.safetensors") for name in ("mesh", "one")]
-        result["written"] = all(np.array_equal(same[0][n], same[1][n]) for n in same[1])
+        files = [load_file(out / name / "model.safetensors") for name in ("mesh", "one")]
+        result["written"] = all(np.array_equal(files[0][n], files[1][n]) for n in files[1])
         model = Baichuan(config)
-        model.load_state_dict({n: torch.tensor(w) for n, w in same[0].items()})
+        model.load_state_dict({n: torch.tensor(w) for n, w in files[0].items()})
         batch, sums = {n: torch.tensor(a).long() for n, a in batch_of().items()}, 0.0
         for document, learned in ((slice(0, 25), 24), (slice(25, 64), 39)):
             with torch.no_grad():
@@ -119,8 +119,8 @@ def case(name: str, folder: pathlib.Path) -> dict:
     else:
         save_adapter(out / "mesh", on_mesh, spec, method, BaseRecord("base"))
         save_adapter(out / "one", trainable, spec, method, BaseRecord("base"))
-        same = [load_file(out / n / "adapter_model.safetensors") for n in ("mesh", "one")]
-        result["written"] = all(np.array_equal(same[0][n], same[1][n]) for n in same[1])
+        files = [load_file(out / n / "adapter_model.safetensors") for n in ("mesh", "one")]
+        result["written"] = all(np.array_equal(files[0][n], files[1][n]) for n in files[1])
         again = load_adapter(out / "one", plain, layout).trainable
         result["read"] = all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(trainable)))
     return result

@@ -41,7 +41,7 @@ Randomise = Callable[[str, torch.Tensor], bool]
 class Case:
     """A tiny model of one family, in which every kind of its layers occurs and no number is trivially zero or one.
 
-    `config` changes SMALL, of which the fields that the family's config does not know are dropped. `randomise(name,
+    `config` changes SMALL, without the fields that the family's config does not know. `randomise(name,
     tensor)` fills a parameter or buffer in place and returns True, or False to leave it to `randomise` of this module.
     `targets` are the Hugging Face names of LoRA's target modules, and `peft` options of peft's own LoraConfig, where
     "all-linear" is not it. `beyond` is a length beyond every window and original context, `generated` the tokens that
@@ -73,7 +73,7 @@ class Case:
     def torch_config(self) -> transformers.PreTrainedConfig:
         """The config as transformers has it."""
         text = self.text or self.model_type
-        fields = _known(text, {"pad_token_id": None} | SMALL) | dict(self.config)
+        fields = _known_fields(text, {"pad_token_id": None} | SMALL) | dict(self.config)
         if self.text is not None:
             fields = {"text_config": {"model_type": self.text, **fields}, **self.outside}
         return transformers.AutoConfig.for_model(self.model_type, **fields)
@@ -83,7 +83,7 @@ class Case:
         return dataclasses.replace(self, config={**self.config, **fields})
 
 
-def _known(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _known_fields(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
     config = transformers.AutoConfig.for_model(model_type)
     known = config.to_dict().keys() | config.attribute_map.keys()
     return {name: value for name, value in fields.items() if name in known}
@@ -118,17 +118,17 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="meshtune-cases-")
 @functools.cache
 def directory(case: Case) -> Path:
     """The model as transformers writes it, once a process."""
-    return written(torch_model(case))
+    return write_model(torch_model(case))
 
 
-def written(model: transformers.PreTrainedModel) -> Path:
+def write_model(model: transformers.PreTrainedModel) -> Path:
     """A directory with a model of transformers; it lasts as long as this process."""
     folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
     model.save_pretrained(folder)
     return folder
 
 
-def loaded(case: Case) -> tuple[ModelSpec, Tree]:
+def load_case(case: Case) -> tuple[ModelSpec, Tree]:
     """Our spec and parameters of a case, read from the files that transformers wrote."""
     spec, _ = load_spec(directory(case), "float32")
     return spec, load_params(directory(case), spec)

@@ -1,9 +1,9 @@
 """Updates of a model on simulated devices, as JSON: `mesh_updates.py DIRECTORY METHOD MESHES [RATE]`. The first is one
 device. With a rate every update moves the correction biases of routers by it.
 
-A process of its own, since the number of devices is fixed when JAX starts. Everything that the program computes in
-float32 is computed in float64 then: the order of a sum, which a mesh changes, is then of no account. In float32 three
-updates of an untrained recurrent model make a difference of 1e-7 in the first one into 1e-4.
+Runs as a separate process, since the number of devices is fixed when JAX starts. Everything that the program computes
+in float32 is computed in float64 then: the order of a sum, which a mesh changes, is then of no account. In float32
+three updates of an untrained recurrent model make a difference of 1e-7 in the first one into 1e-4.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def batches(vocab: int) -> list[dict[str, Any]]:
     tokens = [rng.integers(0, vocab, (1, ROWS, LENGTH + 1)).astype(np.int32) for _ in range(UPDATES)]
     return [
         {
-            "tokens": each[..., :-1],
-            "targets": each[..., 1:],
+            "tokens": row[..., :-1],
+            "targets": row[..., 1:],
             "positions": np.broadcast_to(positions, (1, ROWS, LENGTH)),
             "segment_ids": np.broadcast_to(segments, (1, ROWS, LENGTH)),
             "weights": weights,
         }
-        for each in tokens
+        for row in tokens
     ]
 
 
@@ -75,13 +75,13 @@ def trajectory(
         like = abstract_state(arrays.trainable, optimizer, layout, buffers=arrays.buffers)
         order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     params = load_params(directory, arrays.spec, layout=layout)
-    made = prepare(method, arrays.spec, params, jax.random.key(0), layout=layout)
+    prepared = prepare(method, arrays.spec, params, jax.random.key(0), layout=layout)
     dtype = "float64" if jax.config.jax_enable_x64 else "float32"
 
-    def widened(x: jax.Array) -> jax.Array:
+    def widen(x: jax.Array) -> jax.Array:
         return x.astype(dtype) if x.dtype == "float32" else x  # codes stay as they are
 
-    trainable, frozen, buffers = jax.tree.map(widened, (made.trainable, made.frozen, made.buffers))
+    trainable, frozen, buffers = jax.tree.map(widen, (prepared.trainable, prepared.frozen, prepared.buffers))
     compute = Compute(dtype=dtype, loss_chunk=8, layout=layout)
     trained = {"abstract": arrays.trainable, "buffers": arrays.buffers}
     step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, **trained)

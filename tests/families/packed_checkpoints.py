@@ -1,6 +1,6 @@
 """Weights packed as GPTQ, AWQ, compressed-tensors and bitsandbytes publish them, written from small random models.
 
-tests/quantize/published/data proves the layouts; here they are written anew, for models of any family.
+tests/quantize/published/data proves the layouts; this module writes them for models of any family.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def integers(
     return codes.reshape(weight.shape).to(torch.int64), zeros.to(torch.int64), scales
 
 
-def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Codes [.., n] in int32 words [.., n / per], the first in the lowest bits."""
     per = 32 // bits
     grouped = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (-1, per))
@@ -54,8 +54,8 @@ def gptq(bits: int = 4, size: int = 8, symmetric: bool = True, act_order: bool =
         codes, zeros, scales = integers(tensor[:, order], bits, size, symmetric)
         module = name.removesuffix(".weight")
         return {
-            f"{module}.qweight": words(codes[:, back], bits).T,
-            f"{module}.qzeros": words((zeros.T - 1) % 2**bits, bits),
+            f"{module}.qweight": pack_codes(codes[:, back], bits).T,
+            f"{module}.qzeros": pack_codes((zeros.T - 1) % 2**bits, bits),
             f"{module}.scales": scales.T,
             f"{module}.g_idx": (back // size).to(torch.int32),
         }
@@ -73,8 +73,8 @@ def awq(size: int = 8) -> Packed:
         codes, zeros, scales = integers(tensor, 4, size, False)
         module = name.removesuffix(".weight")
         return {
-            f"{module}.qweight": words(codes.T, 4, AWQ_ORDER),
-            f"{module}.qzeros": words(zeros.T, 4, AWQ_ORDER),
+            f"{module}.qweight": pack_codes(codes.T, 4, AWQ_ORDER),
+            f"{module}.qzeros": pack_codes(zeros.T, 4, AWQ_ORDER),
             f"{module}.scales": scales.T,
         }
 
@@ -89,11 +89,11 @@ def pack_quantized(bits: int = 4, size: int | None = 8, symmetric: bool = True) 
             return None
         codes, zeros, scales = integers(tensor, bits, size or tensor.shape[1], symmetric)
         packed = {
-            f"{name}_packed": words(codes, bits),
+            f"{name}_packed": pack_codes(codes, bits),
             f"{name}_scale": scales.to(torch.bfloat16),
             f"{name}_shape": torch.tensor(tensor.shape),
         }
-        return packed if symmetric else packed | {f"{name}_zero_point": words(zeros.T, bits).T}
+        return packed if symmetric else packed | {f"{name}_zero_point": pack_codes(zeros.T, bits).T}
 
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": size}
     weights["strategy"] = "channel" if size is None else "group"

@@ -15,8 +15,8 @@ Quantise = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor] | None]
 
 
 def rewritten(source: Path, folder: Path, quantise: Quantise, config: Mapping[str, Any]) -> Path:
-    """A copy of a checkpoint in which `quantise(name, tensor)` gives what stands in place of a tensor (None: itself),
-    and the config has `config` as its quantization_config."""
+    """Copies a checkpoint with every tensor replaced by the tensors of `quantise(name, tensor)` (None: unchanged);
+    the config has `config` as its quantization_config."""
     shutil.copytree(source, folder)
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

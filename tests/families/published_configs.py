@@ -41,7 +41,7 @@ YARN = {
 }
 
 
-def _published(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+def _config_of(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     return {**SIZES, "model_type": model_type, "architectures": [architecture], **fields}
 
 
@@ -51,7 +51,7 @@ def _code(model_type: str, config: str, model: str) -> dict[str, Any]:
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "HuggingFaceTB/SmolLM3-3B": _published(
+    "HuggingFaceTB/SmolLM3-3B": _config_of(
         "smollm3",
         "SmolLM3ForCausalLM",
         attention_bias=False,
@@ -67,7 +67,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         sliding_window=None,
         use_sliding_window=False,
     ),
-    "zai-org/GLM-4-9B-0414": _published(
+    "zai-org/GLM-4-9B-0414": _config_of(
         "glm4",
         "Glm4ForCausalLM",
         attention_bias=True,
@@ -78,10 +78,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=10000.0,
         tie_word_embeddings=False,
     ),
-    "zai-org/glm-4-9b-chat-hf": _published(
+    "zai-org/glm-4-9b-chat-hf": _config_of(
         "glm", "GlmForCausalLM", attention_bias=True, attention_dropout=0.0, head_dim=16, rms_norm_eps=1.5625e-7
     ),
-    "ByteDance-Seed/Seed-OSS-36B-Instruct": _published(
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": _config_of(
         "seed_oss",
         "SeedOssForCausalLM",
         attention_bias=True,
@@ -95,7 +95,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=10000000.0,
         tie_word_embeddings=False,
     ),
-    "mistralai/Devstral-2-123B-Instruct-2512": _published(
+    "mistralai/Devstral-2-123B-Instruct-2512": _config_of(
         "ministral3",
         "Ministral3ForCausalLM",
         attention_dropout=0.0,
@@ -136,7 +136,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 2},
         "vision_feature_layer": -1,
     },
-    "tencent/Hunyuan-7B-Instruct": _published(
+    "tencent/Hunyuan-7B-Instruct": _config_of(
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         add_classification_head=False,
@@ -179,7 +179,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         use_rotary_pos_emb=True,
         xdrope_section=None,
     ),
-    "baidu/ERNIE-4.5-0.3B-PT": _published(
+    "baidu/ERNIE-4.5-0.3B-PT": _config_of(
         "ernie4_5",
         "Ernie4_5_ForCausalLM",
         **_code("ernie4_5", "Ernie4_5_Config", "Ernie4_5_ForCausalLM"),
@@ -188,7 +188,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         use_bias=False,
     ),
-    "LGAI-EXAONE/EXAONE-4.0-1.2B": _published(
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": _config_of(
         "exaone4",
         "Exaone4ForCausalLM",
         attention_dropout=0.0,
@@ -200,7 +200,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         sliding_window_pattern=None,
         tie_word_embeddings=True,
     ),
-    "LGAI-EXAONE/EXAONE-4.0-32B": _published(
+    "LGAI-EXAONE/EXAONE-4.0-32B": _config_of(
         "exaone4",
         "Exaone4ForCausalLM",
         attention_dropout=0.0,
@@ -211,7 +211,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         sliding_window_pattern="LLLG",
         tie_word_embeddings=False,
     ),
-    "arcee-ai/AFM-4.5B": _published(
+    "arcee-ai/AFM-4.5B": _config_of(
         "arcee",
         "ArceeForCausalLM",
         attention_bias=False,
@@ -225,7 +225,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "microsoft/phi-2": {
         name: value
-        for name, value in _published(
+        for name, value in _config_of(
             "phi",
             "PhiForCausalLM",
             attention_dropout=0.0,
@@ -242,7 +242,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         ).items()
         if name != "rms_norm_eps"
     },
-    "microsoft/Phi-4-mini-instruct": _published(
+    "microsoft/Phi-4-mini-instruct": _config_of(
         "phi3",
         "Phi3ForCausalLM",
         **_code("phi3", "Phi3Config", "Phi3ForCausalLM"),
@@ -261,7 +261,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         sliding_window=262144,
         tie_word_embeddings=True,
     ),
-    "swiss-ai/Apertus-8B-Instruct-2509": _published(
+    "swiss-ai/Apertus-8B-Instruct-2509": _config_of(
         "apertus",
         "ApertusForCausalLM",
         attention_bias=False,
@@ -275,7 +275,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=12000000,
         tie_word_embeddings=False,
     ),
-    "internlm/internlm2_5-7b-chat": _published(
+    "internlm/internlm2_5-7b-chat": _config_of(
         "internlm2",
         "InternLM2ForCausalLM",
         **_code("internlm2", "InternLM2Config", "InternLM2ForCausalLM"),
@@ -286,7 +286,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=1000000,
         tie_word_embeddings=False,
     ),
-    "internlm/internlm3-8b-instruct": _published(
+    "internlm/internlm3-8b-instruct": _config_of(
         "internlm3",
         "InternLM3ForCausalLM",
         **_code("internlm3", "InternLM3Config", "InternLM3ForCausalLM"),

@@ -39,7 +39,7 @@ DELTA = {
 }
 
 
-def _published(model_type: str, architecture: str, *parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def _config_of(model_type: str, architecture: str, *parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": model_type, "architectures": [architecture], **USUAL}
     for part in parts:
         config |= part
@@ -47,7 +47,7 @@ def _published(model_type: str, architecture: str, *parts: dict[str, Any], **fie
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "LiquidAI/LFM2-1.2B": _published(
+    "LiquidAI/LFM2-1.2B": _config_of(
         "lfm2",
         "Lfm2ForCausalLM",
         HEADS,
@@ -72,7 +72,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=1000000.0,
         use_pos_enc=True,
     ),
-    "Qwen/Qwen3.5-27B": _published(
+    "Qwen/Qwen3.5-27B": _config_of(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         HEADS,
@@ -90,7 +90,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_type": "default",
         },
     ),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": _published(
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _config_of(
         "qwen3_next",
         "Qwen3NextForCausalLM",
         HEADS,
@@ -109,7 +109,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=16,
         use_sliding_window=False,
     ),
-    "ibm-granite/granite-4.0-h-1b": _published(
+    "ibm-granite/granite-4.0-h-1b": _config_of(
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         HEADS,
@@ -143,7 +143,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         shared_intermediate_size=56,
         tie_word_embeddings=True,
     ),
-    "tiiuae/Falcon-H1-1.5B-Instruct": _published(
+    "tiiuae/Falcon-H1-1.5B-Instruct": _config_of(
         "falcon_h1",
         "FalconH1ForCausalLM",
         HEADS,
@@ -184,7 +184,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         ssm_out_multiplier=0.24,
         tie_word_embeddings=False,
     ),
-    "nvidia/Nemotron-H-8B-Base-8K": _published(
+    "nvidia/Nemotron-H-8B-Base-8K": _config_of(
         "nemotron_h",
         "NemotronHForCausalLM",
         HEADS,
@@ -217,7 +217,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         use_mamba_kernels=True,
         tie_word_embeddings=False,
     ),
-    "mistralai/Mamba-Codestral-7B-v0.1": _published(
+    "mistralai/Mamba-Codestral-7B-v0.1": _config_of(
         "mamba2",
         "Mamba2ForCausalLM",
         TIME_STEPS,

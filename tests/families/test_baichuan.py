@@ -62,8 +62,8 @@ def test_gradients_equal_the_equations(both):
     """Of the mean next-token loss, through the head's division too. 1e-4 of each tensor's largest: float32 sums."""
     spec, params, model = both
     tokens = rows(20)
-    given = torch.tensor(tokens).long()
-    torch.nn.functional.cross_entropy(model(given)[:, :-1].flatten(0, 1), given[:, 1:].flatten()).backward()
+    ids = torch.tensor(tokens).long()
+    torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
 
     def loss(params):
         predicted = jax.nn.log_softmax(our_logits(params, spec, tokens)[:, :-1])
@@ -73,9 +73,7 @@ def test_gradients_equal_the_equations(both):
     for entry in tensors(spec):
         expected = entry.view.read(theirs[entry.name].grad.numpy())
         gradient = np.asarray(ours[entry.path])[entry.index]
-        largest = max(
-            np.abs(theirs[other.name].grad.numpy()).max() for other in tensors(spec) if other.path == entry.path
-        )
+        largest = max(np.abs(theirs[part.name].grad.numpy()).max() for part in tensors(spec) if part.path == entry.path)
         np.testing.assert_allclose(gradient, expected, atol=1e-4 * largest, rtol=0, err_msg=entry.name)
 
 
@@ -83,20 +81,20 @@ def test_an_export_has_the_files_own_form(tmp_path):
     """Bit for bit: one W_pack, and a head whose rows are as long as they were."""
     folder, _ = directory(tmp_path, SEVEN)
     spec, _ = load_spec(folder)
-    made = export_model(load_params(folder, spec), spec, folder, tmp_path / "out")
+    done = export_model(load_params(folder, spec), spec, folder, tmp_path / "out")
     original, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert set(original) == set(written)
     for name, tensor in original.items():
         assert np.array_equal(tensor, written[name]), name
-    assert made.verified.difference == 0
+    assert done.verified.difference == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["auto_map"] == SEVEN["auto_map"]
 
 
 def test_the_slopes_of_40_heads_are_published():
     """The first 32 are those of 32 heads, 2^(-1/4) to 2^-8; the other 8 every second one of 64 heads: 2^(-1/8) on."""
-    found = model_spec(THIRTEEN | {"num_attention_heads": 40, "hidden_size": 80}).stacks[0].pattern[0].mixer.alibi
+    alibi = model_spec(THIRTEEN | {"num_attention_heads": 40, "hidden_size": 80}).stacks[0].pattern[0].mixer.alibi
     expected = [2 ** (-(i + 1) / 4) for i in range(32)] + [2 ** (-(2 * i + 1) / 8) for i in range(8)]
-    np.testing.assert_allclose(found.slopes, expected, rtol=1e-12)
+    np.testing.assert_allclose(alibi.slopes, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +126,8 @@ def test_the_published_configs_are_read():
     assert not first.norm_head
 
 
-def packed(spec, params, compute):
-    """Logits of two documents in one row and of each alone."""
+def packed_logits(spec, params, compute):
+    """Logits of two documents in one row, and of each in a separate row."""
     lengths = (70, 50)
     tokens = rows(120, batch=1)
     positions = np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32)
@@ -154,7 +152,7 @@ def test_packed_documents_with_biases_by_distance_equal_documents_alone(tmp_path
     """2e-5: the same sums in blocks. Distances are counted within a document."""
     folder, _ = directory(tmp_path, THIRTEEN)
     spec, _ = load_spec(folder)
-    together, apart = packed(spec, load_params(folder, spec), Compute(**changes))
+    together, apart = packed_logits(spec, load_params(folder, spec), Compute(**changes))
     np.testing.assert_allclose(together, apart, atol=2e-5, rtol=2e-5)
 
 
@@ -182,12 +180,12 @@ def test_generation_equals_the_equations(tmp_path, size):
     spec, _ = load_spec(folder)
     engine = Engine(load_params(folder, spec), spec, Compute(attention="auto"))
     prompts = [rows(11, 1)[0].tolist(), rows(5, 1, seed=1)[0].tolist()]
-    for prompt, found in zip(prompts, engine.generate(prompts, max_tokens=20), strict=True):
+    for prompt, actual in zip(prompts, engine.generate(prompts, max_tokens=20), strict=True):
         text = list(prompt)
         with torch.no_grad():
             for _ in range(20):
                 text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-        assert found == text[len(prompt) :]
+        assert actual == text[len(prompt) :]
 
 
 @pytest.mark.parametrize("backend", ["splash", "cudnn", "triton"])

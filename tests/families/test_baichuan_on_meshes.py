@@ -20,20 +20,20 @@ def test_a_mesh_changes_nothing(size):
 
     Loaded numbers and written files are the same to the bit; float32 sums in other orders: 1e-4.
     """
-    here = pathlib.Path(__file__).parent
+    folder = pathlib.Path(__file__).parent
     flags = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
     }
-    command = [sys.executable, str(here / "baichuan_mesh_cases.py"), size]
+    command = [sys.executable, str(folder / "baichuan_mesh_cases.py"), size]
     ran = subprocess.run(
-        command, env=os.environ | flags | {"PYTHONPATH": str(here.parent)}, capture_output=True, text=True
+        command, env=os.environ | flags | {"PYTHONPATH": str(folder.parent)}, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout)
-    assert found["loaded"]
-    assert found["written"]
-    assert found.get("read", True)
-    assert "tp" in found["split"][1]  # of [layers, heads x (q, k, v), embed]
-    np.testing.assert_allclose(found["losses"], found["losses"][0], rtol=1e-5)
-    assert max(found["errors"]) < 1e-4
+    result = json.loads(ran.stdout)
+    assert result["loaded"]
+    assert result["written"]
+    assert result.get("read", True)
+    assert "tp" in result["split"][1]  # of [layers, heads x (q, k, v), embed]
+    np.testing.assert_allclose(result["losses"], result["losses"][0], rtol=1e-5)
+    assert max(result["errors"]) < 1e-4

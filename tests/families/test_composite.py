@@ -23,7 +23,7 @@ from meshtune.adapters.peft_format import BaseRecord, load_adapter, save_adapter
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec, module_names, scored_spec
-from meshtune.families.composite import BEFORE, SINCE, renamed
+from meshtune.families.composite import BEFORE, SINCE, replace_prefix
 from meshtune.json_text import read_json
 from meshtune.weights.export import export_model
 from meshtune.weights.inspect import inspect_model
@@ -54,7 +54,7 @@ def to_newer_layout(model: pathlib.Path) -> None:
     tensors = load_file(model / WEIGHTS)
     pairs = [(before[1], since[1]) for before, since in zip(BEFORE, SINCE, strict=True)]
     towers = [("vision_tower.", "model.vision_tower."), ("multi_modal", "model.multi_modal")]
-    save_file({renamed(name, pairs + towers): array for name, array in tensors.items()}, model / WEIGHTS)
+    save_file({replace_prefix(name, pairs + towers): array for name, array in tensors.items()}, model / WEIGHTS)
 
 
 def test_both_layouts_are_read_and_written_as_they_were(model: pathlib.Path, tmp_path: pathlib.Path):
@@ -102,8 +102,8 @@ def test_adapters_are_for_the_text_model_alone(model: pathlib.Path, tmp_path: pa
     with the names of transformers before 4.52 are read too."""
     spec, _ = load_spec(model)
     config = LoraConfig(rank=2, targets=("q_proj",), train_modules=("norm",))
-    made = prepare(config, spec, load_params(model, spec), jax.random.key(0))
-    adapter = save_adapter(tmp_path / "adapter", made.trainable, made.spec, config, BaseRecord("base"))
+    prepared = prepare(config, spec, load_params(model, spec), jax.random.key(0))
+    adapter = save_adapter(tmp_path / "adapter", prepared.trainable, prepared.spec, config, BaseRecord("base"))
     fields = read_json(adapter / "adapter_config.json")
     assert fields["target_modules"] == ["q_proj"]
     assert fields["exclude_modules"].startswith("(?!(")
@@ -115,7 +115,7 @@ def test_adapters_are_for_the_text_model_alone(model: pathlib.Path, tmp_path: pa
     }
     save_file(older, adapter / "adapter_model.safetensors")
     read = flatten(load_adapter(adapter, spec).trainable)
-    assert all(jax.tree.map(np.array_equal, flatten(made.trainable), read).values())
+    assert all(jax.tree.map(np.array_equal, flatten(prepared.trainable), read).values())
 
 
 def test_a_summary_says_what_passes_through(gemma3: pathlib.Path):
@@ -125,10 +125,10 @@ def test_a_summary_says_what_passes_through(gemma3: pathlib.Path):
     parts = {part.name: (part.tensors, part.nbytes) for part in summary.passed_through}
     assert parts["vision tower"] == (len(tower), sum(array.nbytes for array in tower.values()))
     assert parts["projector"][0] == 2
-    ((tuned, rest),) = notes(gemma3, load_spec(gemma3)[0])
+    ((tuned, passed_through),) = notes(gemma3, load_spec(gemma3)[0])
     assert tuned == "text model of gemma3"
-    assert rest.startswith(f"{summary.parameters:,} parameters; not tuned and passed through: ")
-    assert f"vision tower ({len(tower)} tensors, " in rest
+    assert passed_through.startswith(f"{summary.parameters:,} parameters; not tuned and passed through: ")
+    assert f"vision tower ({len(tower)} tensors, " in passed_through
 
 
 def test_a_head_of_its_own_is_one_whatever_the_config_says(model: pathlib.Path):

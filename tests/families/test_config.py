@@ -26,7 +26,7 @@ from meshtune.errors import UserError
 from meshtune.families import FAMILIES, description, model_spec, module_names, tensors
 from meshtune.families.family import GROUPS
 from meshtune.families.unsupported import KNOWN
-from meshtune.model.spec import Stack, abstract_params, fewest_bodies, grouped, shortest_first, stacks_of
+from meshtune.model.spec import Stack, abstract_params, fewest_bodies, group_items, shortest_first, stacks_of
 from model_specs import llama_layer, split_stacks
 
 LLAMA = {
@@ -140,9 +140,9 @@ def test_a_composite_is_named_with_the_text_model_that_it_wraps():
     unknown = message("mistral3", "mistral9")
     assert "model_type 'mistral3' is a composite, and its text model 'mistral9' (text_config) is not" in unknown
     assert "use another model; supported: " in unknown
-    around = message("mllama", "llama")
-    assert "'mllama' is a composite, and this composite around the text model 'llama' (text_config) is not" in around
-    assert "as a model of type 'llama', and give that" in around
+    text = message("mllama", "llama")
+    assert "'mllama' is a composite, and this composite around the text model 'llama' (text_config) is not" in text
+    assert "as a model of type 'llama', and give that" in text
 
 
 def test_the_known_models_are_those_of_transformers():
@@ -180,7 +180,7 @@ def test_layers_are_grouped_by_their_shortest_pattern():
 
 
 def test_nemotron_3_nano_is_scanned():
-    """Its 52 layers, of which no prefix repeats through to the end, are four stacks with 14 layers to compile."""
+    """No prefix of its 52 layers repeats through to the end: they are four stacks with 14 layers to compile."""
     spec = model_spec(NEMOTRON_3_NANO)
     assert [(len(stack.pattern), stack.repeats) for stack in spec.stacks] == [(7, 5), (2, 3), (3, 1), (2, 4)]
     blocks = {"mamba": "M", "attn": "*", "mlp": "E"}
@@ -191,17 +191,17 @@ def test_nemotron_3_nano_is_scanned():
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_any_layers_keep_their_order_and_no_grouping_compiles_more(items):
-    def expanded(runs):
-        whole, first = [], 0
+    def expand(runs):
+        layers, first = [], 0
         for width, repeats in runs:
-            whole += items[first : first + width] * repeats
+            layers += items[first : first + width] * repeats
             first += width * repeats
-        return whole
+        return layers
 
-    for group in (shortest_first, fewest_bodies, grouped):
-        assert expanded(group(items)) == items
-    bodies = {group: sum(run.width for run in group(items)) for group in (shortest_first, fewest_bodies, grouped)}
-    assert bodies[fewest_bodies] <= bodies[grouped] <= bodies[shortest_first]
+    for group in (shortest_first, fewest_bodies, group_items):
+        assert expand(group(items)) == items
+    bodies = {group: sum(run.width for run in group(items)) for group in (shortest_first, fewest_bodies, group_items)}
+    assert bodies[fewest_bodies] <= bodies[group_items] <= bodies[shortest_first]
 
 
 def test_split_stacks_keeps_every_layer_in_order():
@@ -242,7 +242,8 @@ def places(config: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 def test_a_field_of_any_other_type_or_size_is_read_or_refused_at_once(case: Case):
-    """Every field of every family's config is given other kinds of values: the spec is made, or the reason is said."""
+    """Every field of every family's config is given other kinds of values: either the spec is made, or the error names
+    the reason."""
     name, config = case.name, json.loads(case.torch_config().to_json_string(use_diff=False))
     started = time.process_time()
     for place in places(config):

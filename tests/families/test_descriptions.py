@@ -1,4 +1,4 @@
-"""What `meshtune families` says is so: each method and mesh axis that is listed is possible, each limit is refused."""
+"""`meshtune families` tells the truth: each method and mesh axis that is listed is possible, each limit is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshtune.adapters.targets import modules
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import description, model_spec
-from meshtune.families.expansion import expanded_config, grouped, silent_modules
+from meshtune.families.expansion import expanded_config, group_layers, silent_modules
 from meshtune.families.family import Family
 from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.model.sharding import layout_for
@@ -26,7 +26,7 @@ KNOWN = {*AXES, *ADAPTERS, "full", "freeze", "expand"}
 every_family = pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 
 
-def described(case: Case) -> Family:
+def describe_case(case: Case) -> Family:
     return description(case.text or case.model_type)
 
 
@@ -42,12 +42,12 @@ def plan(method: str, case: Case) -> None:
     """Makes the abstract trees of a method. Raises UserError for one that is not possible."""
     config = case.torch_config().to_dict()
     if method == "expand":
-        deeper = grouped(model_spec(expanded_config(config, 2)), 2)
+        deeper = group_layers(model_spec(expanded_config(config, 2)), 2)
         abstract(ExpandConfig(blocks=2), deeper)
         silent_modules(deeper, 2)
     elif method in ADAPTERS:
         quantize = QuantizeConfig("nf4", 8, double=False) if method == "loftq" else None
-        targets = mixers(case) if described(case).experts else case.targets
+        targets = mixers(case) if describe_case(case).experts else case.targets
         if method == "oft":
             lora = LoraConfig(targets=targets, adapter="oft", oft_block_size=4)
         else:
@@ -59,7 +59,7 @@ def plan(method: str, case: Case) -> None:
 
 @every_family
 def test_methods_are_possible_but_for_limits(case: Case):
-    limits = described(case).refusals
+    limits = describe_case(case).refusals
     for method in KNOWN - set(AXES):
         if method in limits:
             with pytest.raises(UserError):
@@ -71,7 +71,7 @@ def test_methods_are_possible_but_for_limits(case: Case):
 @every_family
 def test_mesh_axes_are_possible_but_for_limits(case: Case):
     """On meshes of two devices, which are one device here: a layout depends on sizes only."""
-    family = described(case)
+    family = describe_case(case)
     spec = model_spec(case.changed(vocab_size=case.vocab_on_mesh).torch_config().to_dict())
     for axis in AXES:
         sizes = MeshConfig(**{axis: 2}).sizes
@@ -85,7 +85,7 @@ def test_mesh_axes_are_possible_but_for_limits(case: Case):
 
 @every_family
 def test_limits_are_of_methods_and_axes(case: Case):
-    limits = described(case).refusals
+    limits = describe_case(case).refusals
     assert limits.keys() <= KNOWN
     assert all(limits.values()), "a limit has a reason"
 

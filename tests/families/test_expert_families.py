@@ -1,4 +1,4 @@
-"""Checkpoints with experts: one tensor per matrix or all experts in one, and what is wrong with them."""
+"""Checkpoints with experts: one tensor per matrix or all experts in one, and damaged ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_models(tmp_path_factory):
     """A model of every family as transformers saves it, by family."""
     folders = {}
     for family, changes in CONFIGS.items():
@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
     return folders
 
 
-def fused(source, dest):
+def fuse_experts(source, dest):
     """The same checkpoint with all experts of a layer in one tensor."""
     shutil.copytree(source, dest)
     tensors = load_file(source / "model.safetensors")
@@ -56,17 +56,17 @@ def fused(source, dest):
         else:
             result[layer] = array
     for layer in {layer for layer, *_ in parts}:
-        one = {kind: np.stack([parts[layer, kind, e] for e in range(4)]) for kind in ("gate", "up", "down")}
-        result[f"{layer}.experts.gate_up_proj"] = np.concatenate([one["gate"], one["up"]], axis=1)
-        result[f"{layer}.experts.down_proj"] = one["down"]
+        stacked = {kind: np.stack([parts[layer, kind, e] for e in range(4)]) for kind in ("gate", "up", "down")}
+        result[f"{layer}.experts.gate_up_proj"] = np.concatenate([stacked["gate"], stacked["up"]], axis=1)
+        result[f"{layer}.experts.down_proj"] = stacked["down"]
     save_file(result, dest / "model.safetensors", {"format": "pt"})
     return dest
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_both_layouts_are_read_and_written_as_they_were(family, saved, tmp_path):
+def test_both_layouts_are_read_and_written_as_they_were(family, saved_models, tmp_path):
     """Every number and every name; export_model verifies logits from the files by itself."""
-    sources = {"single": saved[family], "fused": fused(saved[family], tmp_path / "fused")}
+    sources = {"single": saved_models[family], "fused": fuse_experts(saved_models[family], tmp_path / "fused")}
     leaves = {}
     for layout, source in sources.items():
         spec, _ = load_spec(source)
@@ -82,10 +82,10 @@ def test_both_layouts_are_read_and_written_as_they_were(family, saved, tmp_path)
         np.testing.assert_array_equal(leaves["fused"][path], leaf, err_msg=path)
 
 
-def test_experts_that_are_there_twice_are_an_error(saved, tmp_path):
-    folder = fused(saved["qwen3_moe"], tmp_path / "both")
+def test_experts_that_are_there_twice_are_an_error(saved_models, tmp_path):
+    folder = fuse_experts(saved_models["qwen3_moe"], tmp_path / "both")
     file = folder / "model.safetensors"
-    both = load_file(file) | load_file(saved["qwen3_moe"] / "model.safetensors")
+    both = load_file(file) | load_file(saved_models["qwen3_moe"] / "model.safetensors")
     save_file(both, file, {"format": "pt"})
     with pytest.raises(UserError, match="the experts are there twice") as raised:
         load_spec(folder)
@@ -93,9 +93,9 @@ def test_experts_that_are_there_twice_are_an_error(saved, tmp_path):
     assert "mlp.experts.0.down_proj.weight" in raised.value.what
 
 
-def test_a_missing_expert_is_an_error(saved, tmp_path):
+def test_a_missing_expert_is_an_error(saved_models, tmp_path):
     folder = tmp_path / "missing"
-    shutil.copytree(saved["mixtral"], folder)
+    shutil.copytree(saved_models["mixtral"], folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     del tensors[name]
@@ -114,8 +114,8 @@ def test_a_missing_expert_is_an_error(saved, tmp_path):
         ("mixtral", {"hidden_act": "mish"}, "hidden_act 'mish' is not implemented"),
     ],
 )
-def test_configs_that_cannot_be_are_errors(family, change, message, saved):
-    config = json.loads((saved[family] / "config.json").read_text())
+def test_configs_that_cannot_be_are_errors(family, change, message, saved_models):
+    config = json.loads((saved_models[family] / "config.json").read_text())
     with pytest.raises(UserError, match=message):
         model_spec({"num_local_experts": 4} | config | change)
 

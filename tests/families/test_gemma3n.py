@@ -1,4 +1,4 @@
-"""What is Gemma 3n's own: coefficients that are limited, its composite, and configs that cannot be."""
+"""Gemma 3n's peculiarities: coefficients that are limited, its composite, and configs that cannot be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from families.case import Case, as_inputs, directory, loaded, our_logits, torch_model
+from families.case import Case, as_inputs, directory, load_case, our_logits, torch_model
 from families.cases import BY_NAME
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
@@ -45,7 +45,7 @@ TOWERS = {
 
 
 def torch_in_training(case: Case) -> Any:
-    """transformers limits the coefficients in training alone; nothing else differs there: there is no dropout."""
+    """transformers limits the coefficients only in training; nothing else differs there: there is no dropout."""
     return torch_model(case).train()
 
 
@@ -57,7 +57,7 @@ def tokens() -> np.ndarray:
 def test_coefficients_are_limited_as_transformers_limits_them_in_training(tokens: np.ndarray):
     """Logits, and the gradients of the coefficients: those of the prediction pass the limit, those of the correction
     stop at it."""
-    spec, params = loaded(CASE)
+    spec, params = load_case(CASE)
     rows = as_inputs([[tokens[0]]], 11)
 
     def total(params: dict) -> tuple[jax.Array, jax.Array]:
@@ -74,8 +74,8 @@ def test_coefficients_are_limited_as_transformers_limits_them_in_training(tokens
     for number, layer in enumerate(model.model.layers):
         for ours, module in (("predict", "prediction_coefs"), ("correct", "correction_coefs")):
             expected = getattr(layer.altup, module).weight.grad.numpy()
-            found = gradients[f"layers/{number}.0/streams/{ours}/weight"]
-            np.testing.assert_allclose(found[0], expected, atol=1e-4 * np.abs(expected).max())
+            gradient = gradients[f"layers/{number}.0/streams/{ours}/weight"]
+            np.testing.assert_allclose(gradient[0], expected, atol=1e-4 * np.abs(expected).max())
     assert np.any(model.model.layers[0].altup.correction_coefs.weight.grad.numpy() == 0), "nothing was at the limit"
 
 
@@ -88,10 +88,10 @@ def composite_of(text: pathlib.Path, model: pathlib.Path) -> pathlib.Path:
     """Writes the files of a composite around a text model."""
     model.mkdir()
     config = read_json(text / "config.json") | {"model_type": "gemma3n_text"}
-    outer = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
+    towers = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
     named = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "eoi_token_id": 262144}
     tokens = {"audio_soft_tokens_per_image": 188, "vision_soft_tokens_per_image": 256}
-    (model / "config.json").write_text(json.dumps({**named, **outer, **tokens, "text_config": config}))
+    (model / "config.json").write_text(json.dumps({**named, **towers, **tokens, "text_config": config}))
     tensors = {
         name.replace("model.", "model.language_model.", 1): array for name, array in load_file(text / WEIGHTS).items()
     }
@@ -111,7 +111,7 @@ def test_the_text_model_of_the_composite_is_read_and_all_else_passes_through(tmp
     parts = {part.name for part in summary.passed_through}
     assert parts == {"vision tower", "audio tower", "unused keys and values"}
     spec, _ = load_spec(model)
-    alone_spec, alone = loaded(BY_NAME["gemma3n"])
+    alone_spec, alone = load_case(BY_NAME["gemma3n"])
     params = load_params(model, spec)
     assert spec.tied == alone_spec.tied
     assert all(np.array_equal(leaf, flatten(params)[path]) for path, leaf in flatten(alone).items())

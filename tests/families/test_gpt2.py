@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from families.case import directory, loaded
+from families.case import directory, load_case
 from families.cases import BY_NAME
 from meshtune.adapters.targets import modules
 from meshtune.arrays.tree import flatten
@@ -26,7 +26,7 @@ CASE = BY_NAME["gpt2"]
 
 
 @pytest.fixture
-def published(tmp_path: pathlib.Path) -> pathlib.Path:
+def published_files(tmp_path: pathlib.Path) -> pathlib.Path:
     """The files as openai-community/gpt2 has them: names without "transformer.", and buffers with the causal mask."""
     folder = tmp_path / "gpt2"
     shutil.copytree(directory(CASE), folder)
@@ -37,27 +37,27 @@ def published(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def test_files_of_the_base_model_alone_are_read_and_written_with_their_names(published, tmp_path):
-    spec, _ = load_spec(published, "float32")
-    params = load_params(published, spec)
-    _, expected = loaded(CASE)
+def test_files_of_the_base_model_alone_are_read_and_written_with_their_names(published_files, tmp_path):
+    spec, _ = load_spec(published_files, "float32")
+    params = load_params(published_files, spec)
+    _, expected = load_case(CASE)
     for path, array in flatten(expected).items():
         np.testing.assert_array_equal(flatten(params)[path], array, err_msg=path)
-    out = export_model(params, spec, published, tmp_path / "out").path
-    original, written = (load_file(folder / "model.safetensors") for folder in (published, out))
+    out = export_model(params, spec, published_files, tmp_path / "out").path
+    original, written = (load_file(folder / "model.safetensors") for folder in (published_files, out))
     assert written.keys() == {name for name in original if not name.endswith(".attn.bias")}
     for name, array in written.items():
         np.testing.assert_array_equal(array, original[name], err_msg=name)
 
 
-def test_modules_have_the_names_of_transformers_whatever_the_files_say(published):
-    spec, _ = load_spec(published, "float32")
+def test_modules_have_the_names_of_transformers_whatever_the_files_say(published_files):
+    spec, _ = load_spec(published_files, "float32")
     assert {entry.name.partition(".")[0] for entry in tensors(spec)} == {"wte", "wpe", "h", "ln_f"}
-    assert module_names(spec) == module_names(loaded(CASE)[0])
+    assert module_names(spec) == module_names(load_case(CASE)[0])
 
 
 def test_weights_of_its_linear_layers_are_transposed():
-    among = modules(loaded(CASE)[0])
+    among = modules(load_case(CASE)[0])
     transposed = {name.rpartition(".")[2] for name, module in among.items() if module.transposed}
     assert transposed == {"c_attn", "c_proj", "c_fc"}
 

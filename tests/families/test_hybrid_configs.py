@@ -1,4 +1,4 @@
-"""Configs of hybrids as they are published, in older forms, and what is refused of them."""
+"""Published configs of hybrids, also in older forms, and what the loader refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshtune.model.spec import ModelSpec
 GRANITE, NEMOTRON = "ibm-granite/granite-4.0-h-1b", "nvidia/Nemotron-H-8B-Base-8K"
 
 
-def changed(name: str, **fields: Any) -> ModelSpec:
+def spec_with(name: str, **fields: Any) -> ModelSpec:
     return model_spec({**PUBLISHED[name], **fields})
 
 
@@ -38,10 +38,10 @@ def test_kinds_of_layers_in_every_form():
     assert blocks(model_spec(PUBLISHED["LiquidAI/LFM2-1.2B"])) == ["conv", "conv", "attn", "conv"]
     assert blocks(model_spec(PUBLISHED[GRANITE])) == ["mamba", "mamba", "attn", "mamba"]
     assert blocks(model_spec(PUBLISHED[NEMOTRON])) == ["mamba", "mlp", "mamba", "attn"]
-    assert changed(
+    assert spec_with(
         NEMOTRON, hybrid_override_pattern=None, layers_block_type=["mamba", "mlp", "mamba", "attention"]
     ) == (model_spec(PUBLISHED[NEMOTRON]))
-    assert blocks(changed("Qwen/Qwen3.5-27B", layer_types=None, num_hidden_layers=5)) == ["delta"] * 3 + [
+    assert blocks(spec_with("Qwen/Qwen3.5-27B", layer_types=None, num_hidden_layers=5)) == ["delta"] * 3 + [
         "attn",
         "delta",
     ]
@@ -49,7 +49,7 @@ def test_kinds_of_layers_in_every_form():
 
 def test_infinity_as_transformers_writes_it():
     limit = [0.5, {"__float__": "Infinity"}]
-    (mamba,) = {b for b in changed(GRANITE, time_step_limit=limit).blocks if isinstance(b, Mamba2Spec)}
+    (mamba,) = {b for b in spec_with(GRANITE, time_step_limit=limit).blocks if isinstance(b, Mamba2Spec)}
     assert mamba.dt_limit == (0.5, math.inf)
 
 
@@ -88,4 +88,4 @@ def test_the_states_of_a_delta_net_are_float32_whatever_the_dtype():
 )
 def test_what_is_refused_is_named(name, fields, message):
     with pytest.raises(UserError, match=message):
-        changed(name, **fields)
+        spec_with(name, **fields)

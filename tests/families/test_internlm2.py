@@ -39,8 +39,8 @@ def as_internlm2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             groups = torch.cat([q.unflatten(0, (2, 2)), k[:, None], v[:, None]], dim=1)
             renamed[name.replace("self_attn.q_proj", "attention.wqkv")] = groups.flatten(0, 2).contiguous()
         elif ".k_proj." not in name and ".v_proj." not in name:
-            for own, new in NAMES.items():
-                name = name.replace(own, new)
+            for old, new in NAMES.items():
+                name = name.replace(old, new)
             renamed[name] = tensor.contiguous()
     return renamed
 

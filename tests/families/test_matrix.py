@@ -1,4 +1,4 @@
-"""The whole proof of every family beside transformers and peft, in the slow tier.
+"""The whole proof of every family against transformers and peft, in the slow tier.
 
     pytest -n0 -m slow tests/families/test_matrix.py -k gemma2                  everything, for one case
     pytest -n0 -m slow tests/families/test_matrix.py -k "gradients and qwen3"   one test, for cases with that name
@@ -25,7 +25,7 @@ import peft
 import pytest
 import torch
 from safetensors.numpy import load_file
-from twins import in_peft, moved
+from twins import in_peft, move_weights
 
 from families import mesh_updates
 from families.case import (
@@ -33,11 +33,11 @@ from families.case import (
     Case,
     as_inputs,
     directory,
-    loaded,
+    load_case,
     our_logits,
     torch_logits,
     torch_model,
-    written,
+    write_model,
 )
 from families.cases import CASES
 from meshtune.adapters.config import FullConfig, LoraConfig
@@ -90,7 +90,7 @@ def close_gradients(ours: Tree, expected: Tree, tolerance: float = 1e-4) -> None
 @pytest.mark.parametrize("length", ["ordinary", "beyond"])
 def test_logits_equal_transformers(case: Case, length: str):
     tokens = random_rows(9 if length == "ordinary" else case.beyond)
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     rows = as_inputs([[row] for row in tokens], tokens.shape[1])
     close(our_logits(params, spec, *rows), torch_logits(torch_model(case), tokens))
 
@@ -110,12 +110,12 @@ def torch_gradients(case: Case, spec: ModelSpec, tokens: np.ndarray) -> Tree:
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer.zero_()
-    return load_params(written(model), spec)
+    return load_params(write_model(model), spec)
 
 
 @variants_too
 def test_gradients_of_every_parameter_equal_transformers(case: Case):
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     tokens = random_rows(20, seed=SEEDS_OF_GRADIENTS.get(case.name, 0))
     rows = as_inputs([[row] for row in tokens], tokens.shape[1])
     ours = jax.jit(jax.grad(mean_loss), static_argnums=1)(params, spec, rows)
@@ -124,8 +124,8 @@ def test_gradients_of_every_parameter_equal_transformers(case: Case):
 
 @every_case
 def test_packed_documents_equal_documents_alone(case: Case):
-    """Recurrent states and convolutions begin anew with each document, and no token sees another one."""
-    spec, params = loaded(case)
+    """Recurrent states and convolutions are reset at each document, and no token sees another one."""
+    spec, params = load_case(case)
     documents = [random_rows(length, 1, seed=length)[0] for length in (3, case.beyond // 2, 17)]
     width = sum(map(len, documents)) + 5
     together = our_logits(params, spec, *as_inputs([documents], width))[0]
@@ -139,7 +139,7 @@ def test_packed_documents_equal_documents_alone(case: Case):
 @every_case
 def test_generation_equals_transformers_token_for_token(case: Case):
     """Greedy, over the cache, past the window, in a batch of prompts of different lengths; theirs one by one."""
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     prompts = [random_rows(length, 1, seed=length)[0].tolist() for length in (5, 11)]
     ours = Engine(params, spec, Compute()).generate(prompts, max_tokens=case.generated)
     model = torch_model(case)
@@ -159,7 +159,7 @@ def tensors_in(folder: pathlib.Path) -> dict[str, np.ndarray]:
 @every_case
 def test_an_export_is_the_original_to_the_bit(case: Case, tmp_path: pathlib.Path):
     """The same names, dtypes and numbers, those of towers that are not tuned included; transformers reads it back."""
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     out = export_model(params, spec, directory(case), tmp_path / "out").path
     original, exported = tensors_in(directory(case)), tensors_in(out)
     assert original.keys() == exported.keys()
@@ -181,11 +181,11 @@ def lora(case: Case) -> LoraConfig:
 def test_our_adapter_has_the_same_logits_in_peft(case: Case, tmp_path: pathlib.Path):
     tokens = random_rows(12, seed=SEEDS_OF_ADAPTERS.get(case.name, 0))
     rows = as_inputs([[row] for row in tokens], 12)
-    spec, params = loaded(case)
-    made = prepare(lora(case), spec, params, jax.random.key(0))
-    trained = moved(made.trainable)
-    ours = np.asarray(our_logits(merge(trained, made.frozen), made.spec, *rows))
-    save_adapter(tmp_path / "adapter", trained, made.spec, lora(case), BaseRecord("some/base", "sha256:0"))
+    spec, params = load_case(case)
+    prepared = prepare(lora(case), spec, params, jax.random.key(0))
+    trained = move_weights(prepared.trainable)
+    ours = np.asarray(our_logits(merge(trained, prepared.frozen), prepared.spec, *rows))
+    save_adapter(tmp_path / "adapter", trained, prepared.spec, lora(case), BaseRecord("some/base", "sha256:0"))
     model = torch_model(case)
     assert np.abs(ours - torch_logits(model, tokens)).max() > 0.1, "the adapter changes nothing"
     close(ours, torch_logits(in_peft(model, tmp_path / "adapter"), tokens))
@@ -203,7 +203,7 @@ def test_an_adapter_of_peft_has_the_same_logits_here(case: Case, tmp_path: pathl
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(str(tmp_path))
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     spec, params = attach(params, spec, load_adapter(tmp_path, spec))
     close(our_logits(params, spec, *as_inputs([[row] for row in tokens], 12)), torch_logits(model, tokens))
 
@@ -230,20 +230,22 @@ def test_lora_over_nf4(case: Case):
     quantize = QuantizeConfig("nf4", 8, double=False)
     arrays = abstract(lora(case), plain, quantize=quantize)
     params = load_params(directory(case), arrays.spec, quantize=quantize)
-    made = prepare(lora(case), arrays.spec, params, jax.random.key(0))
+    prepared = prepare(lora(case), arrays.spec, params, jax.random.key(0))
     wide = {
         path: leaf.dequantise("float32") if isinstance(leaf, QuantisedWeight) else leaf
-        for path, leaf in flatten(made.frozen).items()
+        for path, leaf in flatten(prepared.frozen).items()
     }
-    assert any(isinstance(leaf, QuantisedWeight) for leaf in flatten(made.frozen).values())
+    assert any(isinstance(leaf, QuantisedWeight) for leaf in flatten(prepared.frozen).values())
     rows = as_inputs([[row] for row in random_rows(12)], 12)
-    close(our_logits(made.frozen, made.spec, *rows), np.asarray(our_logits(unflatten(wide), made.spec, *rows)))
+    close(
+        our_logits(prepared.frozen, prepared.spec, *rows), np.asarray(our_logits(unflatten(wide), prepared.spec, *rows))
+    )
     optimizer, _ = make_optimizer(OptimizerConfig("adamw", RATE, "constant"), 10, arrays.trainable, arrays.spec)
     step = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute(loss_chunk=8), optimizer)
-    before = jax.tree.map(np.asarray, made.trainable)
-    state, losses = init_state(made.trainable, optimizer), []
+    before = jax.tree.map(np.asarray, prepared.trainable)
+    state, losses = init_state(prepared.trainable, optimizer), []
     for _ in range(3):
-        state, metrics = step(state, made.frozen, batch(), jnp.int32(0))
+        state, metrics = step(state, prepared.frozen, batch(), jnp.int32(0))
         losses.append(float(metrics["loss"]))
     assert losses[2] < losses[1] < losses[0]
     for path, adapter in flatten(state.trainable).items():
@@ -262,22 +264,22 @@ def gradient(params: Tree, spec: ModelSpec, arrays: dict[str, jax.Array], comput
 @every_case
 def test_gradients_by_chunks_are_those_of_whole_rows(case: Case):
     """Of two chunks a row; its second document begins in the first one, and recurrences pass their state on."""
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     chunks = dataclasses.replace(PLAIN, remat="full", attention_chunk=8, mlp_chunk=8)
     close_gradients(gradient(params, spec, batch(), chunks), gradient(params, spec, batch(), PLAIN), 5e-5)
 
 
 @every_case
 def test_updates_in_the_backward_pass_are_those_of_the_plain_gradient(case: Case):
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     expected = flatten(gradient(params, spec, batch(), PLAIN))
-    made = prepare(FullConfig(), spec, params, jax.random.key(0))
+    prepared = prepare(FullConfig(), spec, params, jax.random.key(0))
     rate = 1024.0  # the sum of a weight near one and of a small gradient would lose the gradient's last digits
     config = OptimizerConfig("sgd", rate, "constant", in_backward=True)
-    optimizer, _ = make_optimizer(config, 10, abstract(FullConfig(), spec).trainable, made.spec)
-    step = make_train_step(OBJECTIVES["sft"], made.spec, dataclasses.replace(PLAIN, remat="full"), optimizer)
-    before = jax.tree.map(np.array, made.trainable)
-    state, _ = step(init_state(made.trainable, optimizer), made.frozen, batch(), jnp.int32(0))
+    optimizer, _ = make_optimizer(config, 10, abstract(FullConfig(), spec).trainable, prepared.spec)
+    step = make_train_step(OBJECTIVES["sft"], prepared.spec, dataclasses.replace(PLAIN, remat="full"), optimizer)
+    before = jax.tree.map(np.array, prepared.trainable)
+    state, _ = step(init_state(prepared.trainable, optimizer), prepared.frozen, batch(), jnp.int32(0))
     moves = jax.tree.map(lambda old, new: (old - np.asarray(new)) / rate, before, state.trainable)
     close_gradients(moves, unflatten({path: expected[path] for path in flatten(moves)}), 5e-5)
 
@@ -301,7 +303,7 @@ def test_a_mesh_changes_nothing(case: Case, method: str):
     options = ["full" if method == "full" else json.dumps(case.targets), json.dumps(axes)]
     run = subprocess.run([*program, *options], capture_output=True, text=True, env=os.environ, timeout=1000)
     assert run.returncode == 0, run.stderr[-3000:]
-    one, *several = json.loads(run.stdout.splitlines()[-1])
-    for mesh, found in zip(axes, several, strict=True):
-        for name, expected in one.items():
-            np.testing.assert_allclose(found[name], expected, rtol=1e-8, err_msg=f"{name} on {mesh}")
+    single, *several = json.loads(run.stdout.splitlines()[-1])
+    for mesh, actual in zip(axes, several, strict=True):
+        for name, expected in single.items():
+            np.testing.assert_allclose(actual[name], expected, rtol=1e-8, err_msg=f"{name} on {mesh}")

@@ -1,4 +1,4 @@
-"""Configs as models are published are accepted as they are, and mean what transformers reads of them."""
+"""Published configs are accepted unchanged, and mean what transformers reads of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attentions(spec: ModelSpec) -> list[AttentionSpec]:
     return [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
 
 
-def changed(name: str, **fields: Any) -> ModelSpec:
+def spec_with(name: str, **fields: Any) -> ModelSpec:
     return model_spec({**PUBLISHED[name], **fields})
 
 
@@ -50,9 +50,9 @@ def test_exaone4_slides_by_letters_and_its_other_layers_have_no_rotary_embedding
     assert [a.window for a in layers] == [8, 8, 8, None]
     assert [a.rope is None for a in layers] == [False, False, False, True]
     assert all(a.rope is not None for a in attentions(model_spec(PUBLISHED["LGAI-EXAONE/EXAONE-4.0-1.2B"])))
-    by_number = changed("LGAI-EXAONE/EXAONE-4.0-32B", sliding_window_pattern=4)
+    by_number = spec_with("LGAI-EXAONE/EXAONE-4.0-32B", sliding_window_pattern=4)
     assert by_number == model_spec(PUBLISHED["LGAI-EXAONE/EXAONE-4.0-32B"])
-    last_is_global = changed("LGAI-EXAONE/EXAONE-4.0-32B", sliding_window_pattern="GL")
+    last_is_global = spec_with("LGAI-EXAONE/EXAONE-4.0-32B", sliding_window_pattern="GL")
     assert [a.window for a in attentions(last_is_global)] == [None, 8, None, None]
 
 
@@ -60,7 +60,7 @@ def test_ministral3_without_a_beta_has_no_growing_queries():
     name = "mistralai/Devstral-2-123B-Instruct-2512"
     assert all(a.long_query is None for a in attentions(model_spec(PUBLISHED[name])))
     block = {**PUBLISHED[name]["rope_parameters"], "llama_4_scaling_beta": 0.1}
-    queries = {a.long_query for a in attentions(changed(name, rope_parameters=block))}
+    queries = {a.long_query for a in attentions(spec_with(name, rope_parameters=block))}
     assert [(query.beta, query.length) for query in queries if query] == [(0.1, 16)]
 
 
@@ -82,5 +82,5 @@ def test_ministral3_without_a_beta_has_no_growing_queries():
 )
 def test_what_is_not_implemented_is_named(name, changes, message):
     with pytest.raises(UserError, match=r"config\.json, field") as error:
-        changed(name, **changes)
+        spec_with(name, **changes)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Configs of mixtures of experts as they are published are accepted, and mean what transformers reads of them."""
+"""Published configs of mixtures of experts are accepted, and mean what transformers reads of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRANITE = "ibm-granite/granite-3.1-1b-a400m-instruct"
 LONGROPE = PUBLISHED[PHI]["rope_scaling"]
 
 
-def changed(name: str, **fields: Any) -> ModelSpec:
+def spec_with(name: str, **fields: Any) -> ModelSpec:
     config = PUBLISHED[name]
     if "text_config" in config:
         return model_spec({**config, "text_config": {**config["text_config"], **fields}})
@@ -37,12 +37,12 @@ def test_a_published_config_means_what_transformers_reads_of_it(name):
 
 
 def test_llama4_layers_without_a_rotary_embedding_see_the_whole_document():
-    chunked, full = (layer.mixer for layer in changed(SCOUT).layer_kinds)
+    chunked, full = (layer.mixer for layer in spec_with(SCOUT).layer_kinds)
     assert isinstance(chunked, AttentionSpec)
     assert isinstance(full, AttentionSpec)
     assert (chunked.chunk, chunked.rope is None, chunked.long_query is None) == (16, False, True)
     assert (full.chunk, full.rope is None, full.long_query is None) == (None, True, False)
-    assert [stack.layers for stack in changed(SCOUT).stacks] == [3, 1]
+    assert [stack.layers for stack in spec_with(SCOUT).stacks] == [3, 1]
 
 
 def test_llama4_fields_that_are_absent_are_those_of_transformers():
@@ -78,5 +78,5 @@ def test_phimoe_says_what_it_does_not_apply():
 )
 def test_what_is_not_implemented_is_named(name, changes, message):
     with pytest.raises(UserError, match=r"config\.json, .*field") as error:
-        changed(name, **changes)
+        spec_with(name, **changes)
     assert message in str(error.value)

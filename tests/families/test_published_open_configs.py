@@ -17,7 +17,7 @@ from meshtune.model.spec import ModelSpec
 GPT2, PYTHIA, COHERE2 = "openai-community/gpt2", "EleutherAI/pythia-1.4b", "CohereForAI/c4ai-command-r7b-12-2024"
 
 
-def changed(name: str, **fields: Any) -> ModelSpec:
+def spec_with(name: str, **fields: Any) -> ModelSpec:
     return model_spec({**PUBLISHED[name], **fields})
 
 
@@ -60,7 +60,7 @@ def test_a_deeper_gpt2_has_its_own_name_of_the_number_of_layers():
 
 def test_gpt2_can_be_a_reward_model():
     fields = {"architectures": ["GPT2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    assert changed(GPT2, **fields) == dataclasses.replace(changed(GPT2), scored=True, tied=False)
+    assert spec_with(GPT2, **fields) == dataclasses.replace(spec_with(GPT2), scored=True, tied=False)
     assert scored_fields(PUBLISHED[GPT2], 0)["architectures"] == fields["architectures"]
 
 
@@ -87,5 +87,5 @@ def test_gpt2_can_be_a_reward_model():
 )
 def test_what_is_not_implemented_is_named(name, changes, message):
     with pytest.raises(UserError, match=r"config\.json, field") as error:
-        changed(name, **changes)
+        spec_with(name, **changes)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Configs of much used models, in full and with the fields that public copies of them have: accepted as they are, and
+"""Configs of much used models, in full and with the fields that public copies of them have: accepted unchanged, and
 with as many parameters as their publishers say, where they say it of the text model alone (not of Gemma's E2B, E4B)."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GEMMA_ROPES = {
 }
 
 
-def every(number: int, count: int, other: str = "sliding_attention") -> list[str]:
-    """Layer types of which every so many is full attention."""
-    return [other if (index + 1) % number else "full_attention" for index in range(count)]
+def attention_types(number: int, count: int, usual: str = "sliding_attention") -> list[str]:
+    """Layer types with full attention in every `number`-th layer."""
+    return [usual if (index + 1) % number else "full_attention" for index in range(count)]
 
 
 def gemma4(**fields: Any) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def gemma4(**fields: Any) -> dict[str, Any]:
         "vocab_size_per_layer_input": 262144,
     }
     tokens = {"image_token_id": 258880, "boi_token_id": 255999, "eoi_token_id": 258882}
-    outer = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "dtype": "bfloat16"}
-    return {**outer, **tokens, "eos_token_id": [1, 106], "vision_config": {}, "text_config": text | fields}
+    top = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "dtype": "bfloat16"}
+    return {**top, **tokens, "eos_token_id": [1, 106], "vision_config": {}, "text_config": text | fields}
 
 
 def gemma3n(layers: int, width: int, shared: int) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def gemma3n(layers: int, width: int, shared: int) -> dict[str, Any]:
         "hidden_size_per_layer_input": 256,
         "intermediate_size": [width] * layers,
         "laurel_rank": 64,
-        "layer_types": every(5, layers),
+        "layer_types": attention_types(5, layers),
         "max_position_embeddings": 32768,
         "num_attention_heads": 8,
         "num_hidden_layers": layers,
@@ -85,8 +85,8 @@ def gemma3n(layers: int, width: int, shared: int) -> dict[str, Any]:
     }
     tokens = {"audio_token_id": 262273, "boa_token_id": 256000, "eoa_token_id": 262272, "image_token_id": 262145}
     counts = {"audio_soft_tokens_per_image": 188, "vision_soft_tokens_per_image": 256}
-    outer = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "initializer_range": 0.02}
-    return {**outer, **tokens, **counts, "vision_config": {}, "audio_config": {}, "text_config": text}
+    top = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "initializer_range": 0.02}
+    return {**top, **tokens, **counts, "vision_config": {}, "audio_config": {}, "text_config": text}
 
 
 GEMMA4_31B = gemma4(
@@ -94,7 +94,7 @@ GEMMA4_31B = gemma4(
     hidden_size=5376,
     hidden_size_per_layer_input=0,
     intermediate_size=21504,
-    layer_types=every(6, 60),
+    layer_types=attention_types(6, 60),
     max_position_embeddings=262144,
     num_attention_heads=32,
     num_global_key_value_heads=4,
@@ -110,7 +110,7 @@ GEMMA4_E2B = gemma4(
     hidden_size=1536,
     hidden_size_per_layer_input=256,
     intermediate_size=6144,
-    layer_types=every(5, 35),
+    layer_types=attention_types(5, 35),
     max_position_embeddings=131072,
     num_attention_heads=8,
     num_global_key_value_heads=None,
@@ -232,7 +232,7 @@ GPT_OSS_20B = {
     "hidden_size": 2880,
     "initial_context_length": 4096,
     "intermediate_size": 2880,
-    "layer_types": every(2, 24),
+    "layer_types": attention_types(2, 24),
     "max_position_embeddings": 131072,
     "model_type": "gpt_oss",
     "num_attention_heads": 64,
@@ -285,7 +285,7 @@ QWEN35_27B = {
         "hidden_act": "silu",
         "hidden_size": 5120,
         "intermediate_size": 17408,
-        "layer_types": every(4, 64, "linear_attention"),
+        "layer_types": attention_types(4, 64, "linear_attention"),
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_num_key_heads": 16,
@@ -331,7 +331,7 @@ QWEN35_27B = {
     ],
 )
 def test_a_published_config_has_the_parameters_of_its_model(config: dict[str, Any], billions: float):
-    """Of the text model alone, in billions; the layers that a config shares or predicts further tokens with are not
+    """Counts the text model only, in billions; the layers that a config shares or predicts further tokens with are not
     counted."""
     spec = model_spec(config)
     assert sum(array.size for array in flatten(abstract_params(spec)).values()) / 1e9 == pytest.approx(

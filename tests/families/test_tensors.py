@@ -1,4 +1,4 @@
-"""Views of tensors, tables of them, and what is refused; numpy's own indexing says what a view is."""
+"""Views of tensors, tables of them, and refusals; numpy's own indexing says what a view is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.families.tensors import TensorMap, View, validate
-from meshtune.weights.read_plan import arranged, scattered, tensor_boxes
+from meshtune.weights.read_plan import arrange_numbers, scatter_numbers, tensor_boxes
 
 H, K, h, D, E, F = 4, 2, 3, 5, 3, 7
 
 
-def numbered(*shape: int) -> np.ndarray:
+def count_up(*shape: int) -> np.ndarray:
     return np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
 
 
@@ -27,7 +27,7 @@ def views(draw: st.DrawFn) -> View:
     first dimension in part or in another order."""
     split = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(split))))
-    view = View.identity(merged(draw, split)).split(*split)
+    view = View.identity(merge_neighbours(draw, split)).split(*split)
     rows = draw(st.none() | st.permutations(range(split[0])))
     if rows is not None:
         view = view.permute(*rows)
@@ -37,10 +37,10 @@ def views(draw: st.DrawFn) -> View:
         start = draw(st.integers(0, size - 1))
         view = view.slice(n, start, draw(st.integers(start + 1, size)), draw(st.integers(1, 3)))
     view = view.transpose(*order)
-    return view.merge(*merged(draw, list(view.shape)))
+    return view.merge(*merge_neighbours(draw, list(view.shape)))
 
 
-def merged(draw: st.DrawFn, shape: list[int]) -> tuple[int, ...]:
+def merge_neighbours(draw: st.DrawFn, shape: list[int]) -> tuple[int, ...]:
     """Neighbouring dimensions multiplied together."""
     coarse = [shape[0]]
     for size in shape[1:]:
@@ -54,7 +54,7 @@ def merged(draw: st.DrawFn, shape: list[int]) -> tuple[int, ...]:
 @given(views())
 @settings(max_examples=200, deadline=None)
 def test_what_is_read_and_written_back_is_the_tensor(view: View):
-    tensor = numbered(*view.tensor)
+    tensor = count_up(*view.tensor)
     part = view.read(tensor)
     assert part.shape == view.shape
     expected = tensor.reshape(view.split_shape)[view.slices]
@@ -69,7 +69,7 @@ def test_what_is_read_and_written_back_is_the_tensor(view: View):
 @given(views(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_box_of_a_part_is_boxes_of_the_tensor(view: View, data: st.DataObject):
-    tensor = numbered(*view.tensor)
+    tensor = count_up(*view.tensor)
     starts = [data.draw(st.integers(0, n - 1)) for n in view.shape]
     box = tuple((start, data.draw(st.integers(start + 1, n))) for start, n in zip(starts, view.shape, strict=True))
     expected = view.read(tensor)[tuple(slice(*edges) for edges in box)]
@@ -77,8 +77,8 @@ def test_any_box_of_a_part_is_boxes_of_the_tensor(view: View, data: st.DataObjec
     for ranges, target in tensor_boxes(view, box):
         numbers = tensor.reshape(view.split_shape)[tuple(slice(*entry) for entry in ranges)]
         assert (part[target] == -1).all(), "no number comes twice"
-        part[target] = arranged(view, numbers)
-        assert np.array_equal(scattered(view, ranges, part[target]), numbers)
+        part[target] = arrange_numbers(view, numbers)
+        assert np.array_equal(scatter_numbers(view, ranges, part[target]), numbers)
     assert np.array_equal(part, expected)
 
 
@@ -87,14 +87,14 @@ def fused_rows(start: int, stop: int) -> View:
 
 
 def test_projections_fused_one_after_the_other():
-    tensor = numbered((H + 2 * K) * h, D)
+    tensor = count_up((H + 2 * K) * h, D)
     assert np.array_equal(fused_rows(H, H + K).read(tensor), tensor[H * h : (H + K) * h])
 
 
 def test_projections_fused_group_by_group():
     """InternLM2's wqkv: for each key head the queries that share it, the key, the value."""
     G = H // K
-    tensor = numbered(K * (G + 2) * h, D)
+    tensor = count_up(K * (G + 2) * h, D)
     fused = View.identity(tensor.shape).split(K, G + 2, h, D)
     grouped = tensor.reshape(K, G + 2, h, D)
     queries, keys = fused.slice(1, 0, G).merge(H * h, D), fused.slice(1, G, G + 1).merge(K * h, D)
@@ -103,7 +103,7 @@ def test_projections_fused_group_by_group():
 
 
 def test_experts_fused_in_both_layouts():
-    stacked, interleaved = numbered(E, 2 * F, D), numbered(E, D, 2 * F)
+    stacked, interleaved = count_up(E, 2 * F, D), count_up(E, D, 2 * F)
     up = View.identity(stacked.shape).split(E, 2, F, D).slice(1, 1, 2).merge(E, F, D)
     assert np.array_equal(up.read(stacked), stacked[:, F:])
     up = View.identity(interleaved.shape).split(E, D, F, 2).slice(3, 1, 2).transpose(0, 2, 3, 1).merge(E, F, D)
@@ -112,7 +112,7 @@ def test_experts_fused_in_both_layouts():
 
 def test_a_transposed_projection():
     view = View.identity((D, F)).transpose(1, 0)
-    assert np.array_equal(view.read(numbered(D, F)), numbered(D, F).T)
+    assert np.array_equal(view.read(count_up(D, F)), count_up(D, F).T)
 
 
 WEIGHT = ArraySpec((2, K * h, D), "float32", ("layers", "kv_heads", "embed"), role="matrix")
@@ -134,7 +134,7 @@ def test_a_whole_table_is_valid():
     validate(table(), LEAVES)
 
 
-def changed(n: int, **fields) -> list[TensorMap]:
+def table_with(n: int, **fields) -> list[TensorMap]:
     return [dataclasses.replace(entry, **fields) if i == n else entry for i, entry in enumerate(table())]
 
 
@@ -147,15 +147,15 @@ FUSED = View.identity((2 * K * h, D))
         (table()[:-1], r"layers/0\.0/attn/v/weight is read from 1 tensors, and has 2 parts"),
         (table()[::2], r"layers/0\.0/attn/v/weight is read from no tensor"),
         ([*table(), table()[0]], r"layers/0\.0/attn/k/weight\[0\] is written twice, by '0\.kv' as well"),
-        (changed(1, view=FUSED.slice(0, 0, K * h)), r"tensor '0\.kv' has a part that two leaves are written from"),
+        (table_with(1, view=FUSED.slice(0, 0, K * h)), r"tensor '0\.kv' has a part that two leaves are written from"),
         (
-            changed(3, name="1.v"),
+            table_with(3, name="1.v"),
             r"tensor '1\.kv' is left unread in part: 30 of 60 numbers are used",
         ),
-        (changed(2, index=(2,)), r"layers/0\.0/attn/k/weight\[2\] of tensor '1\.kv' does not exist"),
-        (changed(0, path="layers/0.0/attn/q/weight"), "is no part of the model"),
-        (changed(0, view=View.identity((D, K * h)).transpose(1, 0)), "disagree about its shape or split"),
-        (changed(0, view=View.identity((D, K * h))), "its view of '0.kv' is"),
+        (table_with(2, index=(2,)), r"layers/0\.0/attn/k/weight\[2\] of tensor '1\.kv' does not exist"),
+        (table_with(0, path="layers/0.0/attn/q/weight"), "is no part of the model"),
+        (table_with(0, view=View.identity((D, K * h)).transpose(1, 0)), "disagree about its shape or split"),
+        (table_with(0, view=View.identity((D, K * h))), "its view of '0.kv' is"),
     ],
 )
 def test_a_table_that_is_wrong_says_where(broken: list[TensorMap], message: str):

@@ -1,7 +1,7 @@
 """Real data of tool calls train a tiny random model of every family, with a template that writes tools.
 
-That is the stock template of ../shared where a family has one that does, else ours of its tokens. What is learned is
-read back by the parser that serves the template: exactly the calls and the answers of the data.
+That is the stock template of ../shared where a family has one that does, else ours of its tokens. The learned
+text is read back by the parser that serves the template: exactly the calls and the answers of the data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import pytest
 from rich.console import Console
 
-from data.stock_templates import encoded, learned_pieces, stock_text, tokenizer_with
+from data.stock_templates import encode_conversation, learned_pieces, stock_text, tokenizer_with
 from families.tiny import tiny_model
 from meshtune.config.data import DataSection
 from meshtune.config.load import load_recipe
@@ -70,15 +70,15 @@ def read(text, form, tools):
     return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), calls
 
 
-def decoded(tokenizer, piece):
-    """A decoded text with special tokens as they are: SentencePiece's decoder makes a blank of ▁ within them too."""
+def decode_piece(tokenizer, piece):
+    """Decodes with special tokens unchanged: SentencePiece's decoder makes a blank of ▁ within them too."""
     for token in tokenizer.all_special_tokens:
         piece = piece.replace(token.replace("▁", " "), token)
     return piece
 
 
 def check(tokenizer, conversation):
-    """Every tool and argument is written, and what is learned is the calls and the answers."""
+    """Checks that every tool and argument is written, and that calls and answers are learned."""
     chat = ChatTemplate(tokenizer)
     text = mask_conversation(chat, conversation).text
     assert all(json.dumps(tool["function"]["name"]) in text for tool in conversation.tools)
@@ -87,7 +87,10 @@ def check(tokenizer, conversation):
         for tool in conversation.tools
     }
     form = call_format(tokenizer.chat_template)
-    pieces = [decoded(tokenizer, piece) for piece in learned_pieces(tokenizer, encoded(tokenizer, conversation)[0])]
+    pieces = [
+        decode_piece(tokenizer, piece)
+        for piece in learned_pieces(tokenizer, encode_conversation(tokenizer, conversation)[0])
+    ]
     answers = [message for message in conversation.messages if message.role == "assistant"]
     assert len(pieces) == len(answers)
     end = chat.end_of_turn.head

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from baichuan_files import directory as baichuan_directory
 from baichuan_in_torch import SEVEN
-from families.case import SMALL, torch_model, written
+from families.case import SMALL, torch_model, write_model
 from families.cases import CASES
 from families.published_configs import PUBLISHED
 from meshtune.families import model_spec
@@ -29,7 +29,7 @@ def tiny_model(name: str, folder: pathlib.Path, vocab: int, **config: Any) -> pa
         return own_model(PUBLISHED["internlm/internlm2_5-7b-chat"] | SMALL | {"vocab_size": vocab}, folder)
     model_type = {"kimi_k2": "deepseek_v3"}.get(name, name)
     case = next(case for case in CASES if case.model_type == model_type)
-    model = written(torch_model(case.changed(vocab_size=vocab, **config)))
+    model = write_model(torch_model(case.changed(vocab_size=vocab, **config)))
     if model_type != name:
         fields = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(fields | {"model_type": name}))

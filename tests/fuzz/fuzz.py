@@ -99,9 +99,9 @@ def change(value: Any, rng: random.Random) -> Any:
         case 2 if isinstance(node, list):
             node.insert(key, copy.deepcopy(rng.choice([node[key], *NASTY])))
         case 3:
-            other, name = rng.choice(places[1:])
+            donor, name = rng.choice(places[1:])
             with contextlib.suppress(LookupError):
-                node[key] = copy.deepcopy(other[name])
+                node[key] = copy.deepcopy(donor[name])
         case _:
             node[key] = copy.deepcopy(rng.choice(NASTY))
     return value
@@ -429,7 +429,7 @@ def data(folder: pathlib.Path, rng: random.Random) -> None:
 
 def request(folder: pathlib.Path, rng: random.Random) -> None:
     from meshtune.serve.errors import ApiError
-    from meshtune.serve.schema import ChatRequest, CompletionRequest, ScoreRequest, parsed
+    from meshtune.serve.schema import ChatRequest, CompletionRequest, ScoreRequest, parse_request
 
     tool = {
         "type": "function",
@@ -460,7 +460,7 @@ def request(folder: pathlib.Path, rng: random.Random) -> None:
     for _ in range(rng.choice([1, 2, 4])):
         body = change(body, rng)
     with contextlib.suppress(ApiError):
-        parsed(kind, body)
+        parse_request(kind, body)
 
 
 READERS: dict[str, Callable[[pathlib.Path, random.Random], None]] = {
@@ -477,7 +477,7 @@ def expire(number: int, frame: object) -> None:
     raise TooSlow
 
 
-def one(reader: str, seed: int, case: int) -> str | None:
+def run_case(reader: str, seed: int, case: int) -> str | None:
     """Runs a case; returns what went wrong."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="fuzz-"))
     signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
@@ -487,8 +487,8 @@ def one(reader: str, seed: int, case: int) -> str | None:
         str(error).encode()
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        own = [entry for entry in traceback.extract_tb(error.__traceback__) if "meshtune" in entry.filename]
-        line = f"{own[-1].filename.rpartition('meshtune/')[2]}:{own[-1].lineno}" if own else "?"
+        frames = [entry for entry in traceback.extract_tb(error.__traceback__) if "meshtune" in entry.filename]
+        line = f"{frames[-1].filename.rpartition('meshtune/')[2]}:{frames[-1].lineno}" if frames else "?"
         return f"{type(error).__name__}: {str(error)[:200]} ({line}, {place.name})"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -511,7 +511,7 @@ def main(readers: str, seed: int, cases: int, seconds: float) -> None:
         started, case = time.monotonic(), 0
         while case < cases and time.monotonic() - started < seconds:
             print(json.dumps({"reader": reader, "seed": seed, "case": case}), flush=True)
-            if wrong := one(reader, seed, case):
+            if wrong := run_case(reader, seed, case):
                 print(json.dumps({"reader": reader, "seed": seed, "case": case, "wrong": wrong}), flush=True)
             case += 1
 

@@ -21,7 +21,7 @@ SECONDS = 100  # for each reader; two run at once
 
 
 def failures(readers: str, cases: int, seconds: float) -> list[str]:
-    """What went wrong, in a process of its own: a reader may take all memory, or end the interpreter."""
+    """Lists failures, in a separate process: a reader may take all memory, or end the interpreter."""
     root = pathlib.Path(__file__).parents[2]
     paths = [str(root / "src"), str(root / "tests"), str(root / "tests/families")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""What `test_meshes.py` runs on four simulated devices: python mesh_cases.py BASE ADAPTERS [all]."""
+"""Cases that `test_meshes.py` runs on four simulated devices: python mesh_cases.py BASE ADAPTERS [all]."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def together(models: dict[str, Model], names: list[str]) -> dict[str, tuple[list
     return {name: (g.ids, [token.log_probability for token in g.tokens]) for name, g in generations.items()}
 
 
-def same(answers: Any, expected: Any, atol: float, what: object) -> None:
+def check_answers(answers: Any, expected: Any, atol: float, label: object) -> None:
     for name, (ids, scores) in expected.items():
-        assert answers[name][0] == ids, (what, name, answers[name][0], ids)
+        assert answers[name][0] == ids, (label, name, answers[name][0], ids)
         np.testing.assert_allclose(np.asarray(answers[name][1], float), np.asarray(scores, float), atol=atol)
 
 
-def loaded(base: str, adapters: dict[str, str], **options: Any) -> dict[str, Model]:
+def load_models(base: str, adapters: dict[str, str], **options: Any) -> dict[str, Model]:
     sources = {"base": find(base)} | {name: find(base, path) for name, path in adapters.items()}
     return load_variants(sources, dtype="float32", share_batch=True, **options)
 
 
 def alone(base: str, name: str, path: str | None, number: int, **options: Any) -> Any:
-    """What `together` gives the name of this number, on one device without the others."""
+    """Computes what `together` gives for this name, on one device without the others."""
     model = load_variants({name: find(base, path)}, dtype="float32", **options)[name]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.spec.vocab, 9 + 5 * before).tolist() for before in range(number + 1)]
@@ -61,30 +61,30 @@ def alone(base: str, name: str, path: str | None, number: int, **options: Any) -
 
 
 def adapters_share_a_batch(base: str, adapters: dict[str, str], mesh: dict[str, int]) -> None:
-    """Every adapter beside the others on a mesh, and on one device alone. Sums over devices round otherwise; over a
+    """Every adapter with the others on a mesh, and by itself on one device. Sums over devices round otherwise; over a
     cache of int8 that may move a code to its neighbour, a 127th of a head's largest number."""
     paths = {"base": None} | adapters
     for cache, atol in ((None, 1e-4), ("int8", 0.02)):
-        models = loaded(base, adapters, mesh=mesh, cache=cache)
+        models = load_models(base, adapters, mesh=mesh, cache=cache)
         assert models["base"].engine.weights.adapters == len(adapters)
         expected = {name: alone(base, name, path, n, cache=cache) for n, (name, path) in enumerate(paths.items())}
-        same(together(models, list(models)), expected, atol, (mesh, cache))
+        check_answers(together(models, list(models)), expected, atol, (mesh, cache))
 
 
 def one_adapter_over_a_quantised_base(base: str, adapters: dict[str, str], mesh: dict[str, int]) -> None:
-    """An adapter in a batch of its own over nf4 and int8, its logits, and the loss of texts."""
+    """An adapter in a separate batch over nf4 and int8, its logits, and the loss of texts."""
     name, path = next(iter(adapters.items()))
     texts = [ScoredText(tuple(range(5, 30)), 1), ScoredText((*range(5, 20), 40, 41, 42), 10)]
     for quantize in ("nf4", "int8"):
         config = QuantizeConfig(quantize, modules={"down_proj": "none"})  # whose rows no block divides
         expected = alone(base, name, path, 0, quantize=config)
         model = load_variants({name: find(base, path)}, dtype="float32", quantize=config, mesh=mesh)[name]
-        same(together({name: model}, [name]), {name: expected}, 1e-4, (mesh, quantize))
+        check_answers(together({name: model}, [name]), {name: expected}, 1e-4, (mesh, quantize))
         single = load_variants({name: find(base, path)}, dtype="float32", quantize=config)[name]
         ids = list(range(5, 30))
         np.testing.assert_allclose(model.logits(ids), single.logits(ids), atol=1e-3)
-        for here, there in zip(model.score(texts), single.score(texts), strict=True):
-            np.testing.assert_allclose(here.log_probabilities, there.log_probabilities, atol=1e-4)
+        for ours, theirs in zip(model.score(texts), single.score(texts), strict=True):
+            np.testing.assert_allclose(ours.log_probabilities, theirs.log_probabilities, atol=1e-4)
 
 
 def the_command_line(base: str, mesh: dict[str, int]) -> None:

@@ -1,4 +1,5 @@
-"""Several adapters over one base in one batch: each row answers as its adapter does alone, in peft and here; float32.
+"""Several adapters over one base in one batch: each row answers as its adapter does by itself, in peft and here;
+float32.
 
 The references are computed in float64; log-probabilities may differ by 1e-5, the rounding of float32.
 """
@@ -58,14 +59,14 @@ def paths(references, tmp_path_factory) -> dict[str, str]:
     return {name: str(folder / name) for name in OPTIONS}
 
 
-def loaded(base, paths: dict[str, str], share_batch: bool, quantize: Any = "auto") -> dict[str, Model]:
+def load_models(base, paths: dict[str, str], share_batch: bool, quantize: Any = "auto") -> dict[str, Model]:
     sources = {"base": find(str(base))} | {name: find(str(base), path) for name, path in paths.items()}
     return load_variants(sources, dtype="float32", quantize=quantize, share_batch=share_batch)
 
 
 @pytest.fixture(scope="module")
 def models(stories260k, paths) -> dict[str, Model]:
-    return loaded(stories260k, paths, share_batch=True)
+    return load_models(stories260k, paths, share_batch=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +74,17 @@ def prompt(stories260k) -> list[int]:
     return np.random.default_rng(0).integers(3, 500, 40).tolist()
 
 
-def finished(scheduler: Scheduler) -> None:
+def run_to_end(scheduler: Scheduler) -> None:
     while not scheduler.idle:
         scheduler.step()
 
 
-def asked(scheduler: Scheduler, models: dict[str, Model], name: str, prompt: list[int]) -> Generation:
+def submit(scheduler: Scheduler, models: dict[str, Model], name: str, prompt: list[int]) -> Generation:
     request = models[name].engine.request(prompt, max_tokens=TOKENS, stop_ids=[], alternatives=0)
     return scheduler.submit(request)
 
 
-def expected(reference: Any, prompt: list[int], tokens: list[int]) -> tuple[list[int], np.ndarray]:
+def expected_tokens(reference: Any, prompt: list[int], tokens: list[int]) -> tuple[list[int], np.ndarray]:
     """(the likeliest token after each of the prompt and of `tokens`, the log-probabilities of `tokens`)."""
     with torch.no_grad():
         logits = reference(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
@@ -104,10 +105,10 @@ def test_rows_of_one_batch_answer_as_their_adapters_do_alone(models, references,
     scheduler = engine.scheduler(rows=4)
     assert isinstance(next(iter(engine.weights.decoding["layers"].values())), tuple) == copied
     prompts = {name: prompt[: 20 + 7 * n] for n, name in enumerate(NAMES)}
-    generations = {name: asked(scheduler, models, name, prompts[name]) for name in NAMES}
-    finished(scheduler)
+    generations = {name: submit(scheduler, models, name, prompts[name]) for name in NAMES}
+    run_to_end(scheduler)
     for name, generation in generations.items():
-        likeliest, chosen = expected(references[name], prompts[name], generation.ids)
+        likeliest, chosen = expected_tokens(references[name], prompts[name], generation.ids)
         assert generation.ids == likeliest
         np.testing.assert_allclose(probabilities(generation), chosen, atol=1e-5)
     assert len({tuple(generation.ids) for generation in generations.values()}) == len(NAMES)
@@ -136,11 +137,11 @@ def test_what_one_adapter_read_is_reused_by_itself_alone(models, references, pro
         (["large", "small", "small"], 0),
     ):
         counts.clear()
-        generations = [(name, asked(scheduler, models, name, prompt)) for name in names]
-        finished(scheduler)
+        generations = [(name, submit(scheduler, models, name, prompt)) for name in names]
+        run_to_end(scheduler)
         assert sum(counts) == read
         for name, generation in generations:
-            likeliest, chosen = expected(references[name], prompt, generation.ids)
+            likeliest, chosen = expected_tokens(references[name], prompt, generation.ids)
             assert generation.ids == likeliest
             np.testing.assert_allclose(probabilities(generation), chosen, atol=1e-5)
 
@@ -154,39 +155,41 @@ def test_samples_of_one_adapter_read_their_prompt_once(models, prompt, monkeypat
 
     monkeypatch.setattr(programs, "read", count)
     scheduler = models["base"].engine.scheduler(rows=4)
-    generations = [asked(scheduler, models, name, prompt) for name in ("small", "base", "small", "small")]
-    finished(scheduler)
+    generations = [submit(scheduler, models, name, prompt) for name in ("small", "base", "small", "small")]
+    run_to_end(scheduler)
     assert generations[0].ids == generations[2].ids == generations[3].ids != generations[1].ids
     assert len(counts) == 1  # both prompts in one program, the other rows from there
 
 
 def test_a_quantised_base_is_shared_too(stories260k, paths, prompt):
     config = QuantizeConfig("int8", modules={"down_proj": "none"})  # whose rows no block divides
-    together = loaded(stories260k, paths, True, config)
-    alone = loaded(stories260k, {"large": paths["large"]}, False, config)["large"]
+    together = load_models(stories260k, paths, True, config)
+    alone = load_models(stories260k, {"large": paths["large"]}, False, config)["large"]
     scheduler = together["large"].engine.scheduler(rows=4)
-    generations = {name: asked(scheduler, together, name, prompt) for name in NAMES}
-    finished(scheduler)
-    own = alone.engine.scheduler(rows=1)
-    single = asked(own, {"large": alone}, "large", prompt)
-    finished(own)
+    generations = {name: submit(scheduler, together, name, prompt) for name in NAMES}
+    run_to_end(scheduler)
+    single_scheduler = alone.engine.scheduler(rows=1)
+    single = submit(single_scheduler, {"large": alone}, "large", prompt)
+    run_to_end(single_scheduler)
     assert generations["large"].ids == single.ids != generations["base"].ids
     np.testing.assert_allclose(probabilities(generations["large"]), probabilities(single), atol=1e-5)
 
 
 def test_adapters_that_are_more_than_lora_have_a_batch_of_their_own(stories260k, paths, tmp_path):
-    others = {
+    configs = {
         "dora": peft.LoraConfig(use_dora=True, target_modules=["q_proj"]),
         "trained": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"]),
         "broken": peft.LoraConfig(target_modules=["q_proj"]),
     }
-    for name, config in others.items():
+    for name, config in configs.items():
         base = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
         adapted = peft.get_peft_model(base, dataclasses.replace(config, r=2, task_type="CAUSAL_LM"))
         if name == "broken":
             next(p for key, p in adapted.named_parameters() if "lora_B" in key).data[0, 0] = float("nan")
         adapted.save_pretrained(tmp_path / name)
-    models = loaded(stories260k, {"small": paths["small"]} | {name: str(tmp_path / name) for name in others}, True)
+    models = load_models(
+        stories260k, {"small": paths["small"]} | {name: str(tmp_path / name) for name in configs}, True
+    )
     assert {name: model.own_batch for name, model in models.items()} == {
         "base": None,
         "small": None,

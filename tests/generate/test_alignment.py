@@ -24,7 +24,7 @@ FOLDERS = ["hf-qwen3", "hf-llama3_1", "smollm2"]
 TRAINED = ["unigram", "unigram with bytes", "wordpiece"]
 
 
-def trained(kind: str) -> PreTrainedTokenizerBase:
+def train_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     """A tokenizer of a kind that no folder has."""
     special = ["<unk>", "<s>", "</s>"]
     if kind == "wordpiece":
@@ -52,7 +52,7 @@ def trained(kind: str) -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module", params=[*FOLDERS, "stories260K", "gpt2", "llama2", *TRAINED])
 def tokenizer(request, shared) -> PreTrainedTokenizerBase:
     if request.param in TRAINED:
-        return trained(request.param)
+        return train_tokenizer(request.param)
     if request.param == "stories260K":
         return AutoTokenizer.from_pretrained(shared / "assets/models/stories260K")
     folder = shared / "assets/tokenizers" / request.param
@@ -63,7 +63,7 @@ def tokenizer(request, shared) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def aligned(tokenizer, ids: list[int], before: list[int] | None = None) -> tuple[str, list[Place]]:
+def align_ids(tokenizer, ids: list[int], before: list[int] | None = None) -> tuple[str, list[Place]]:
     decoder = Detokenizer(tokenizer, before or ())
     alignment = Alignment(decoder, TokenBytes(tokenizer), special_ids(tokenizer), before is not None)
     parts = [*(alignment.push(id_) for id_ in ids), alignment.finish()]
@@ -75,9 +75,9 @@ def check(text: str, places: list[Place]) -> None:
     assert b"".join(place.content or b"" for place in places) == text.encode()
     position = 0
     for place in places:
-        whole = text.encode()[:position].decode("utf-8", "ignore")
+        before = text.encode()[:position].decode("utf-8", "ignore")
         if place.content:
-            assert place.offset == len(whole)
+            assert place.offset == len(before)
         assert 0 <= place.offset <= len(text)
         position += len(place.content or b"")
 
@@ -85,7 +85,7 @@ def check(text: str, places: list[Place]) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_join_to_the_text_and_offsets_point_into_it(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
-    shown, places = aligned(tokenizer, ids)
+    shown, places = align_ids(tokenizer, ids)
     assert shown == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert len(places) == len(ids)
     check(shown, places)
@@ -97,12 +97,12 @@ def test_bytes_join_to_the_text_and_offsets_point_into_it(tokenizer, text):
 def test_a_continuation_has_its_spaces(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     for cut in range(1, len(ids)):
-        shown, places = aligned(tokenizer, ids[cut:], ids[:cut])
-        before, _ = aligned(tokenizer, ids[:cut])
+        shown, places = align_ids(tokenizer, ids[cut:], ids[:cut])
+        before, _ = align_ids(tokenizer, ids[:cut])
         if before.endswith("�"):  # within a character, which the continuation shows whole
             assert (before.rstrip("�") + shown).endswith(text[-5:])
         else:
-            assert before + shown == aligned(tokenizer, ids)[0]
+            assert before + shown == align_ids(tokenizer, ids)[0]
             check(shown, places)
 
 
@@ -111,7 +111,7 @@ def test_a_continuation_has_its_spaces(tokenizer, text):
 def test_any_ids_have_places_in_order(tokenizer, data):
     """Bytes that are no text included: each token has its own, and offsets never go back or out of the text."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
-    shown, places = aligned(tokenizer, ids)
+    shown, places = align_ids(tokenizer, ids)
     assert len(places) == len(ids)
     offsets = [place.offset for place in places]
     assert offsets == sorted(offsets)
@@ -121,7 +121,7 @@ def test_any_ids_have_places_in_order(tokenizer, data):
 
 
 def test_bytes_that_are_no_text_are_not_held_back_for_ever(shared):
-    """A text of them alone would be decoded anew with each token."""
+    """A text that has only such bytes would be decoded again with each token."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "assets/models/stories260K")
     byte = tokenizer.convert_tokens_to_ids("<0xF0>")
     decoder = Detokenizer(tokenizer)

@@ -75,10 +75,10 @@ def test_train_is_a_package_that_can_be_called(monkeypatch):
 @pytest.mark.parametrize("ids", [IDS[0], IDS[:1], IDS, np.array(IDS), np.array(IDS[0], np.int64)])
 def test_logits_are_those_of_transformers(model, theirs, ids):
     """1e-4: float32 in another order of summation."""
-    found = model.logits(ids)
-    assert found.dtype == np.float32
-    assert found.shape == (np.atleast_2d(ids).shape[0], 5, 512)
-    np.testing.assert_allclose(found, logits_of(theirs, np.atleast_2d(ids)), atol=1e-4)
+    logits = model.logits(ids)
+    assert logits.dtype == np.float32
+    assert logits.shape == (np.atleast_2d(ids).shape[0], 5, 512)
+    np.testing.assert_allclose(logits, logits_of(theirs, np.atleast_2d(ids)), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_greedy_text_is_the_golden_one(model, golden):
     text = golden["text"]
     # The empty prompt is this tokenizer's beginning-of-text token: all of the golden prompt.
     assert model.generate("", max_tokens=200) == text
-    begun = model.generate("Once upon a time", max_tokens=196)
-    assert "Once upon a time" + begun == text
+    continuation = model.generate("Once upon a time", max_tokens=196)
+    assert "Once upon a time" + continuation == text
 
 
 def test_streamed_pieces_join_to_the_text(model):
@@ -157,7 +157,7 @@ def test_an_adapter_alone_finds_its_base(stories260k, tmp_path):
     assert model.generate("Once", max_tokens=5)
 
 
-def edited(file, **changes):
+def edit_json(file, **changes):
     fields = json.loads(file.read_text())
     file.write_text(json.dumps(fields | changes))
 
@@ -165,10 +165,10 @@ def edited(file, **changes):
 def test_an_adapter_whose_base_is_gone_says_so(stories260k, tmp_path):
     adapter_of(stories260k, tmp_path / "adapter")
     config = tmp_path / "adapter/adapter_config.json"
-    edited(config, base_model_name_or_path="/nowhere/model")
+    edit_json(config, base_model_name_or_path="/nowhere/model")
     with pytest.raises(UserError, match="'/nowhere/model'"):
         meshtune.load(tmp_path / "adapter")
-    edited(config, base_model_name_or_path=None)
+    edit_json(config, base_model_name_or_path=None)
     with pytest.raises(UserError, match="which model"):
         meshtune.load(tmp_path / "adapter")
 
@@ -191,15 +191,15 @@ def ours(base, dest):
 def test_an_adapter_of_another_base_is_refused(stories260k, tmp_path):
     ours(stories260k, tmp_path / "adapter")
     assert meshtune.load(tmp_path / "adapter", dtype="float32").generate("Once", max_tokens=4)
-    other = tmp_path / "other"
-    shutil.copytree(stories260k, other)
-    for path in [other, *other.iterdir()]:
+    damaged_base = tmp_path / "other"
+    shutil.copytree(stories260k, damaged_base)
+    for path in [damaged_base, *damaged_base.iterdir()]:
         path.chmod(0o755)
-    damaged = bytearray((other / "model.safetensors").read_bytes())
+    damaged = bytearray((damaged_base / "model.safetensors").read_bytes())
     damaged[-2] ^= 1
-    (other / "model.safetensors").write_bytes(damaged)
+    (damaged_base / "model.safetensors").write_bytes(damaged)
     with pytest.raises(UserError, match="another base"):
-        meshtune.load(other, adapter=tmp_path / "adapter")
+        meshtune.load(damaged_base, adapter=tmp_path / "adapter")
 
 
 def test_a_run_directory_is_its_result(stories260k, tmp_path):
@@ -255,9 +255,9 @@ def test_a_model_without_a_tokenizer_still_gives_logits(stories260k, theirs, tmp
 
 def test_bfloat16_is_near(model, stories260k):
     """bfloat16 keeps 8 bits: logits of size 10 within a few hundredths on the mean."""
-    found = meshtune.load(stories260k, dtype="bfloat16").logits(IDS)
-    assert found.dtype == np.float32
-    assert np.abs(found - model.logits(IDS)).mean() < 0.1
+    logits = meshtune.load(stories260k, dtype="bfloat16").logits(IDS)
+    assert logits.dtype == np.float32
+    assert np.abs(logits - model.logits(IDS)).mean() < 0.1
 
 
 def test_peft_reads_the_same_adapter(stories260k, tmp_path, theirs):

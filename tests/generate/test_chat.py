@@ -1,4 +1,4 @@
-"""Chats: what the model is given, what is remembered, and what happens when the context is full."""
+"""Chats: the model's input, the turns that are remembered, and what happens when the context is full."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_a_full_context_is_an_error_that_leaves_the_history(model):
 
 
 def test_the_oldest_turns_are_forgotten_and_that_is_said(model):
-    said: list[str] = []
-    session = model.chat("Stories.", max_tokens=100, overflow="drop_oldest", notify=said.append)
+    notes: list[str] = []
+    session = model.chat("Stories.", max_tokens=100, overflow="drop_oldest", notify=notes.append)
     for number in range(6):
         session.send(f"Number {number}: a dog")
-    assert said
-    assert "512 tokens is full" in said[0]
-    assert "messages were forgotten" in said[0]
+    assert notes
+    assert "512 tokens is full" in notes[0]
+    assert "messages were forgotten" in notes[0]
     assert session.messages[0] == {"role": "system", "content": "Stories."}
     assert session.messages[1]["role"] == "user"
     assert session.messages[1]["content"] != "Number 0: a dog"
@@ -102,8 +102,8 @@ def test_a_turn_that_ends_with_words_ends_the_answer(model, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     tokenizer.chat_template = template
     assert turn_end(tokenizer) == (frozenset(), (word,))
-    other = dataclasses.replace(model, load_tokenizer=lambda: tokenizer)
-    assert word not in other.generate([{"role": "user", "content": "One"}], max_tokens=60)
+    with_stop = dataclasses.replace(model, load_tokenizer=lambda: tokenizer)
+    assert word not in with_stop.generate([{"role": "user", "content": "One"}], max_tokens=60)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_empty_words_and_unknown_policies_are_refused(model):
 
 
 def test_samples_of_a_run_are_what_the_loaded_model_says(model):
-    given = (model.params, model.spec, model.compute, model.tokenizer)
+    arguments = (model.params, model.spec, model.compute, model.tokenizer)
     prompts = ["Once upon a time", "The dog"]
-    assert sample(*given, prompts, chat=False, max_tokens=20) == model.generate(prompts, max_tokens=20)
+    assert sample(*arguments, prompts, chat=False, max_tokens=20) == model.generate(prompts, max_tokens=20)
     chats = [[{"role": "system", "content": "S"}, {"role": "user", "content": prompt}] for prompt in prompts]
-    assert sample(*given, prompts, chat=True, system="S", max_tokens=20) == model.generate(chats, max_tokens=20)
-    assert sample(*given, [], chat=True) == []
+    assert sample(*arguments, prompts, chat=True, system="S", max_tokens=20) == model.generate(chats, max_tokens=20)
+    assert sample(*arguments, [], chat=True) == []
 
 
 def test_samples_compile_once_for_changing_parameters(model):
@@ -149,11 +149,11 @@ def test_samples_compile_once_for_changing_parameters(model):
 
     from meshtune.generate import programs
 
-    given = (model.spec, model.compute, model.tokenizer, ["Once upon a time", "The dog"])
-    first = sample(model.params, *given, chat=False, max_tokens=20)
+    arguments = (model.spec, model.compute, model.tokenizer, ["Once upon a time", "The dog"])
+    first = sample(model.params, *arguments, chat=False, max_tokens=20)
     compiled = programs.read._cache_size(), programs.decode._cache_size()  # pyright: ignore
     changed = jax.tree.map(lambda leaf: leaf * 1.1, model.params)
-    assert sample(changed, *given, chat=False, max_tokens=20) != first
+    assert sample(changed, *arguments, chat=False, max_tokens=20) != first
     assert (programs.read._cache_size(), programs.decode._cache_size()) == compiled  # pyright: ignore
 
 
@@ -163,7 +163,7 @@ def test_smollm2_answers_as_in_transformers(smollm2):
     model = meshtune.load(smollm2, dtype="float32")
     theirs = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     ids = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    found = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
-    expected = model.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    output = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+    expected = model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     assert model.generate(messages, max_tokens=64) == expected
     assert "".join(model.chat().stream(messages[0]["content"])) == expected

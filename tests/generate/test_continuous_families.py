@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from families.case import Case, loaded, torch_model
+from families.case import Case, load_case, torch_model
 from families.cases import BY_NAME, CASES
 from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
@@ -27,7 +27,7 @@ def prompts_of(vocab: int) -> list[list[int]]:
 
 
 def transformers_greedy(case: Case, prompts: list[list[int]], tokens: list[int]) -> list[list[int]]:
-    """What transformers' generate continues each prompt with, alone."""
+    """Continues each prompt by itself with transformers' generate."""
     model = torch_model(case)
     model.generation_config.eos_token_id = None
     answers = []
@@ -46,7 +46,7 @@ def transformers_greedy(case: Case, prompts: list[list[int]], tokens: list[int])
 def check_continuous_batching(case: Case) -> None:
     """Seven requests over three rows, which join while others decode and leave at different times; the third is
     cancelled after its first tokens, and its row goes to another one."""
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     engine = Engine(params, spec, Compute())
     prompts = prompts_of(spec.vocab)
     tokens = [case.generated - 3 * (number % 3) for number in range(len(prompts))]

@@ -40,20 +40,20 @@ def golden(stories260k) -> list[int]:
 
 
 def test_greedy_text_is_the_golden_one(stories, golden):
-    (found,) = stories.generate([golden[:1]], max_tokens=200)
-    assert found == golden[1:]
+    (actual,) = stories.generate([golden[:1]], max_tokens=200)
+    assert actual == golden[1:]
 
 
 def test_unrolled_layers_give_the_golden_text(stories, golden):
     unrolled = Engine(stories.weights, stories.spec, Compute(scan=False), stories.stop_ids)
-    (found,) = unrolled.generate([golden[:1]], max_tokens=60)
-    assert found == golden[1:61]
+    (actual,) = unrolled.generate([golden[:1]], max_tokens=60)
+    assert actual == golden[1:61]
 
 
 def test_prompts_of_different_lengths_do_not_disturb_each_other(stories, golden):
     cuts = [1, 5, 16, 17, 31]
-    found = stories.generate([golden[:cut] for cut in cuts], max_tokens=100)
-    assert found == [golden[cut : cut + 100] for cut in cuts]
+    actual = stories.generate([golden[:cut] for cut in cuts], max_tokens=100)
+    assert actual == [golden[cut : cut + 100] for cut in cuts]
 
 
 @pytest.mark.parametrize("steps", [1, 3, 16])
@@ -66,16 +66,16 @@ def test_pieces_of_any_size_hold_the_same_tokens(stories, golden, steps):
 def test_a_cache_that_grows_changes_nothing(stories, golden, monkeypatch):
     monkeypatch.setattr("meshtune.generate.rows.ROOM", 4)
     monkeypatch.setattr("meshtune.generate.rows.FEWEST_SLOTS", 32)
-    (found,) = stories.generate([golden[:1]], max_tokens=200)
-    assert found == golden[1:]
+    (actual,) = stories.generate([golden[:1]], max_tokens=200)
+    assert actual == golden[1:]
 
 
 def test_a_stop_id_ends_its_row_alone(stories, golden):
     stop = golden[20]
-    found = stories.generate([golden[:10], golden[:21]], max_tokens=30, stop_ids=[stop])
-    assert found[0] == golden[10 : golden.index(stop, 10) + 1]
+    actual = stories.generate([golden[:10], golden[:21]], max_tokens=30, stop_ids=[stop])
+    assert actual[0] == golden[10 : golden.index(stop, 10) + 1]
     later = golden[21:51]
-    assert found[1] == (later[: later.index(stop) + 1] if stop in later else later)
+    assert actual[1] == (later[: later.index(stop) + 1] if stop in later else later)
 
 
 def test_a_row_stopped_by_its_reader_stays_silent(stories, golden):
@@ -91,18 +91,18 @@ def test_a_row_stopped_by_its_reader_stays_silent(stories, golden):
 
 def test_the_context_can_be_filled_to_its_last_token(stories, golden):
     prompt = (golden * 3)[: stories.context - 10]
-    (found,) = stories.generate([prompt], max_tokens=10, stop_ids=[])
-    assert len(found) == 10
+    (actual,) = stories.generate([prompt], max_tokens=10, stop_ids=[])
+    assert len(actual) == 10
 
 
 SAMPLED = Sampling(temperature=1.2, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5)
 
 
 def test_the_same_seed_gives_the_same_text_however_it_is_cut(stories, golden):
-    whole = stories.generate([golden[:4]], SAMPLED, max_tokens=40)
+    full = stories.generate([golden[:4]], SAMPLED, max_tokens=40)
     pieces = stories.run([golden[:4]], SAMPLED, max_tokens=40, steps=3)
-    assert [token for piece in pieces for token in piece[0]] == whole[0]
-    assert stories.generate([golden[:4]], dataclasses.replace(SAMPLED, seed=6), max_tokens=40) != whole
+    assert [token for piece in pieces for token in piece[0]] == full[0]
+    assert stories.generate([golden[:4]], dataclasses.replace(SAMPLED, seed=6), max_tokens=40) != full
 
 
 def test_row_i_of_a_batch_draws_as_seed_plus_i_does_alone(stories, golden):
@@ -113,10 +113,10 @@ def test_row_i_of_a_batch_draws_as_seed_plus_i_does_alone(stories, golden):
 
 
 def theirs(model, prompt: list[int], tokens: int, **options) -> list[int]:
-    found = model.generate(
+    output = model.generate(
         torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None, **options
     )
-    return found[0, len(prompt) :].tolist()
+    return output[0, len(prompt) :].tolist()
 
 
 SMALL = {
@@ -190,6 +190,6 @@ def test_smollm2_continues_as_in_transformers(smollm2):
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     engine = engine_of(smollm2)
     together = engine.generate(prompts, max_tokens=64, stop_ids=[])
-    for prompt, found in zip(prompts, together, strict=True):
-        assert found == theirs(model, prompt, 64)
+    for prompt, actual in zip(prompts, together, strict=True):
+        assert actual == theirs(model, prompt, 64)
     assert engine.generate(prompts[:1], max_tokens=64, stop_ids=[]) == together[:1]

@@ -1,4 +1,4 @@
-"""Generation over keys and values in 8 bits: greedy answers of a trained model beside those over a float cache, the
+"""Generation over keys and values in 8 bits: greedy answers of a trained model against those over a float cache, the
 same tokens whatever else is in the batch, and the memory of the rows."""
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def test_tokens_of_a_trained_model_are_nearly_as_likely(stories, golden, plain):
 
 
 def test_greedy_answers_leave_those_over_a_float_cache_at_near_ties_alone(stories, golden, plain):
-    """Prompts of several lengths, over rows of one batch, beside the filed text that each of them begins. Two of four
-    answers are the same for 64 tokens, one for 55, one for 5; where one leaves, its token is nearly as likely."""
-    cuts, same = (1, 20, 60, 110), []
+    """Prompts of several lengths, over rows of one batch, compared with the filed text that each of them begins. Two of
+    four answers are the same for 64 tokens, one for 55, one for 5; where one leaves, its token is nearly as likely."""
+    cuts, equal_lengths = (1, 20, 60, 110), []
     requests = [stories.request(golden[:cut], max_tokens=64, stop_ids=[]) for cut in cuts]
     for ids, cut in zip(run(stories.scheduler(rows=4), *requests), cuts, strict=True):
         expected = golden[cut : cut + 64]
@@ -76,12 +76,12 @@ def test_greedy_answers_leave_those_over_a_float_cache_at_near_ties_alone(storie
         if length < 64:
             scores = plain[cut + length - 1]
             assert scores[expected[length]] - scores[ids[length]] < 0.3
-        same.append(length)
-    assert sum(same) >= 128
+        equal_lengths.append(length)
+    assert sum(equal_lengths) >= 128
 
 
 def test_a_prompt_that_a_row_holds_is_not_read_again_and_the_answer_is_the_same(stories, golden, monkeypatch):
-    """A conversation that goes on in its row, beside another, gets the tokens that a new batch gives it."""
+    """A conversation that continues in its row, next to another, gets the tokens that a new batch gives it."""
     counts = []
     original = programs.read
     monkeypatch.setattr(

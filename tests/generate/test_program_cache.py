@@ -43,13 +43,13 @@ def generate(model: pathlib.Path, **env: str) -> tuple[str, dict[str, int]]:
 def test_the_second_start_compiles_nothing_of_the_first_and_says_the_same(stories260k, tmp_path):
     first, compiled = generate(stories260k, MESHTUNE_CACHE=str(tmp_path))
     (folder,) = (tmp_path / "programs").iterdir()
-    kept = {path.name for path in folder.iterdir()}
-    assert any(name.startswith("jit_decode-") for name in kept)
+    programs = {path.name for path in folder.iterdir()}
+    assert any(name.startswith("jit_decode-") for name in programs)
     assert compiled.get("cache_hits", 0) == 0
-    second, found = generate(stories260k, MESHTUNE_CACHE=str(tmp_path))
+    second, events = generate(stories260k, MESHTUNE_CACHE=str(tmp_path))
     assert second == first
-    assert found["cache_hits"] >= 2  # reading the prompt, and decoding
-    others = tmp_path / "others"
-    for env in ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"JAX_COMPILATION_CACHE_DIR": str(others)}):
+    assert events["cache_hits"] >= 2  # reading the prompt, and decoding
+    second_folder = tmp_path / "others"
+    for env in ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"JAX_COMPILATION_CACHE_DIR": str(second_folder)}):
         generate(stories260k, MESHTUNE_CACHE=str(tmp_path / "none"), **env)
     assert not (tmp_path / "none").exists(), "JAX's own settings come first"

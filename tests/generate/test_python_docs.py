@@ -1,4 +1,4 @@
-"""docs/python.md: its snippets run as they stand, with a tiny model in place of the one they name."""
+"""docs/python.md: its snippets run unchanged, with a tiny model in place of the one they name."""
 
 from __future__ import annotations
 

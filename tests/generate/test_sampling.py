@@ -19,7 +19,7 @@ from transformers import (
 
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
-from meshtune.generate.sampling import Counts, compiled_form, next_token, processed
+from meshtune.generate.sampling import Counts, compiled_form, next_token, process_logits
 
 ROWS, VOCAB = 5, 1009
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(ROWS, VOCAB)).astype(np.float32)
@@ -31,7 +31,7 @@ def ours(sampling: Sampling, logits: np.ndarray = LOGITS) -> np.ndarray:
     prompted = np.zeros((ROWS, VOCAB), bool)
     np.put_along_axis(prompted, PROMPT, True, axis=1)
     counts = Counts(jnp.asarray(prompted), jnp.zeros((ROWS, VOCAB), jnp.int32))
-    return np.asarray(jax.jit(processed, static_argnums=2)(jnp.asarray(logits), counts, switches, knobs))
+    return np.asarray(jax.jit(process_logits, static_argnums=2)(jnp.asarray(logits), counts, switches, knobs))
 
 
 def theirs(*processors, logits: np.ndarray = LOGITS) -> np.ndarray:
@@ -41,10 +41,10 @@ def theirs(*processors, logits: np.ndarray = LOGITS) -> np.ndarray:
     return scores.numpy()
 
 
-def check(found: np.ndarray, expected: np.ndarray):
+def check(actual: np.ndarray, expected: np.ndarray):
     """The same tokens ruled out, the rest equal to float32 rounding."""
-    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 # Temperature is on in each: at temperature 0 text is greedy, and only the repetition penalty applies.
@@ -65,9 +65,9 @@ def test_top_k(k):
 
 def test_top_k_keeps_ties_as_transformers_does():
     rounded = np.round(LOGITS)
-    found = ours(Sampling(temperature=1.0, top_k=20), rounded)
-    assert (np.isfinite(found).sum(-1) > 20).any()
-    check(found, theirs(TopKLogitsWarper(20), logits=rounded))
+    actual = ours(Sampling(temperature=1.0, top_k=20), rounded)
+    assert (np.isfinite(actual).sum(-1) > 20).any()
+    check(actual, theirs(TopKLogitsWarper(20), logits=rounded))
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.95, 0.999])
@@ -84,9 +84,9 @@ def test_min_p(p):
     ("temperature", "k", "p", "m", "penalty"), [(0.7, 50, 0.9, 0.02, 1.2), (1.5, 200, 0.5, 0.1, 0.8)]
 )
 def test_all_in_transformers_order(temperature, k, p, m, penalty):
-    found = ours(Sampling(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty))
+    actual = ours(Sampling(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty))
     chain = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
-    check(found, theirs(*chain, TopKLogitsWarper(k), TopPLogitsWarper(p), MinPLogitsWarper(m)))
+    check(actual, theirs(*chain, TopKLogitsWarper(k), TopPLogitsWarper(p), MinPLogitsWarper(m)))
 
 
 def draw(sampling: Sampling, logits: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Continuous batching: whatever else is in the batch, a request gets the tokens that it gets alone; float32."""
+"""Continuous batching: whatever else is in the batch, a request gets the tokens that it gets by itself; float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from families.case import Case, loaded, torch_model
+from families.case import Case, load_case, torch_model
 from families.cases import BY_NAME
 from meshtune.errors import UserError
 from meshtune.generate import programs
@@ -32,7 +32,7 @@ def golden(stories260k) -> list[int]:
     return json.loads((stories260k / "golden_greedy_200.json").read_text())["token_ids"]
 
 
-def finished(scheduler: Scheduler, steps: int = 16) -> None:
+def run_to_end(scheduler: Scheduler, steps: int = 16) -> None:
     while not scheduler.idle:
         scheduler.step(steps)
 
@@ -62,11 +62,11 @@ def test_requests_that_come_and_go_get_what_they_get_alone(stories, golden):
     for request in requests:
         generations.append(scheduler.submit(request))
         scheduler.step(3)
-    finished(scheduler)
+    run_to_end(scheduler)
     for request, generation in zip(requests, generations, strict=True):
         alone = stories.scheduler(rows=1)
         expected = alone.submit(request)
-        finished(alone)
+        run_to_end(alone)
         assert generation.ids == expected.ids
         assert len(generation.ids) == request.max_tokens
         assert generation.finish_reason == "length"
@@ -90,11 +90,11 @@ def test_a_cache_that_grows_leaves_every_row_its_request(stories, golden, monkey
     for request in requests:
         generations.append(scheduler.submit(request))
         scheduler.step(2)
-    finished(scheduler, 3)
+    run_to_end(scheduler, 3)
     for request, generation in zip(requests, generations, strict=True):
         alone = stories.scheduler(rows=1)
         expected = alone.submit(request)
-        finished(alone)
+        run_to_end(alone)
         assert generation.ids == expected.ids
 
 
@@ -105,14 +105,14 @@ KINDS = ("qwen3", "gemma2", "deepseek_v2", "lfm2", "qwen3_5", "mamba2")
 @pytest.mark.parametrize("case", [BY_NAME[kind] for kind in KINDS], ids=KINDS)
 def test_a_prompt_that_goes_on_is_read_from_where_it_ended(case: Case, monkeypatch):
     """A conversation of three turns in one row, as transformers continues each whole prompt."""
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     engine, model = Engine(params, spec, Compute()), torch_model(case)
     model.generation_config.eos_token_id = None
     scheduler, counts = engine.scheduler(rows=1), tokens_read(monkeypatch)
     prompt = np.random.default_rng(3).integers(0, spec.vocab, 20).tolist()
     for _ in range(3):
         generation = scheduler.submit(engine.request(prompt, max_tokens=6, stop_ids=[]))
-        finished(scheduler)
+        run_to_end(scheduler)
         theirs = model.generate(  # pyright: ignore[reportCallIssue]
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt)),
@@ -138,12 +138,12 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, mo
         scheduler.step(4)
         assert len(first.ids) == 4 + 4 * number
         assert late[0].ids == []
-    finished(scheduler)
+    run_to_end(scheduler)
     assert counts[1:] == [32] * 7 + [26, 0]  # the second one's prompt is the first one's, and copied
     for generation in (first, *late):
         alone = stories.scheduler(rows=1)
         expected = alone.submit(generation.request)
-        finished(alone)
+        run_to_end(alone)
         assert generation.ids == expected.ids
 
 
@@ -152,7 +152,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, mo
 )
 def test_pieces_of_a_prompt_leave_every_kind_of_memory_as_the_whole_does(case: Case, monkeypatch):
     monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS_IDLE", 16)
-    spec, params = loaded(case)
+    spec, params = load_case(case)
     engine, model = Engine(params, spec, Compute()), torch_model(case)
     model.generation_config.eos_token_id = None
     prompt = np.random.default_rng(5).integers(0, spec.vocab, 41).tolist()
@@ -170,16 +170,16 @@ def test_pieces_of_a_prompt_leave_every_kind_of_memory_as_the_whole_does(case: C
 def test_a_prompt_shared_by_several_requests_is_read_once(stories, golden, monkeypatch):
     counts = tokens_read(monkeypatch)
     scheduler = stories.scheduler(rows=8)
-    same = [scheduler.submit(stories.request(golden[:50], Sampling(1.0, seed=n), max_tokens=20)) for n in range(3)]
+    sampled = [scheduler.submit(stories.request(golden[:50], Sampling(1.0, seed=n), max_tokens=20)) for n in range(3)]
     longer = [scheduler.submit(stories.request([*golden[:40], n, 9], max_tokens=20)) for n in (7, 8)]
-    finished(scheduler)
+    run_to_end(scheduler)
     assert sum(counts) == 49 + 2
-    for generation in (*same, *longer):
+    for generation in (*sampled, *longer):
         alone = stories.scheduler(rows=1)
         expected = alone.submit(generation.request)
-        finished(alone)
+        run_to_end(alone)
         assert generation.ids == expected.ids
-    assert len({tuple(generation.ids) for generation in same}) == 3
+    assert len({tuple(generation.ids) for generation in sampled}) == 3
 
 
 def test_a_request_that_is_cancelled_frees_its_row(stories, golden):
@@ -190,7 +190,7 @@ def test_a_request_that_is_cancelled_frees_its_row(stories, golden):
     scheduler.step(4)
     scheduler.cancel(first)
     scheduler.cancel(never)
-    finished(scheduler)
+    run_to_end(scheduler)
     assert (first.finish_reason, len(first.ids)) == ("cancelled", 4)
     assert (never.finish_reason, never.ids) == ("cancelled", [])
     assert waiting.ids == golden[9:13]
@@ -209,7 +209,7 @@ def test_rows_go_to_clients_in_turn(stories, golden):
         False,
         True,
     ]
-    finished(scheduler)
+    run_to_end(scheduler)
     assert all(generation.ids == golden[5:9] for generation in greedy)
 
 
@@ -225,13 +225,13 @@ def test_log_probabilities_are_those_of_transformers(stories260k, stories, golde
     """Of drawn tokens and the five likeliest, whatever the temperature and the penalties; within 1e-4 in float32."""
     scheduler = stories.scheduler(rows=2)
     sampling = Sampling(temperature=1.5, repetition_penalty=1.3, seed=2)
-    asked = scheduler.submit(stories.request(golden[:9], sampling, max_tokens=20, stop_ids=[], alternatives=5))
+    generation = scheduler.submit(stories.request(golden[:9], sampling, max_tokens=20, stop_ids=[], alternatives=5))
     plain = scheduler.submit(stories.request(golden[:9], max_tokens=20, stop_ids=[]))
-    finished(scheduler)
+    run_to_end(scheduler)
     model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
     with torch.no_grad():
-        scores = model(torch.tensor([golden[:9] + asked.ids])).logits[0, 8:-1].log_softmax(-1)
-    for token, row in zip(asked.tokens, scores, strict=True):
+        scores = model(torch.tensor([golden[:9] + generation.ids])).logits[0, 8:-1].log_softmax(-1)
+    for token, row in zip(generation.tokens, scores, strict=True):
         assert token.log_probability == pytest.approx(float(row[token.id]), abs=1e-4)
         values, ids = row.topk(5)
         assert [id_ for id_, _ in token.likeliest] == ids.tolist()
@@ -240,14 +240,14 @@ def test_log_probabilities_are_those_of_transformers(stories260k, stories, golde
 
 
 def test_a_row_that_overflows_ends_alone():
-    spec, params = loaded(BY_NAME["mistral"])
+    spec, params = load_case(BY_NAME["mistral"])
     assert not spec.tied
     params |= {"embed": {"weight": params["embed"]["weight"].at[77].set(np.inf)}}
     engine = Engine(params, spec, Compute())
     scheduler = engine.scheduler(rows=2)
     fine = scheduler.submit(engine.request([1, 2, 3], max_tokens=4, stop_ids=range(77, spec.vocab)))
     broken = scheduler.submit(engine.request([1, 2, 77], max_tokens=4))
-    finished(scheduler)
+    run_to_end(scheduler)
     assert fine.finish_reason in ("length", "stop")
     assert broken.finish_reason == "error"
     assert isinstance(broken.error, UserError)

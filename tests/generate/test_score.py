@@ -63,7 +63,7 @@ def test_what_texts_share_is_in_the_tree_once():
 
 def test_every_token_is_scored_once_after_the_tokens_before_it():
     texts = random_texts(2)
-    asked: dict[int, list[int]] = {}
+    scored: dict[int, list[int]] = {}
 
     def follow(node: Node, before: tuple[int, ...]) -> None:
         path = (*before, *node.tokens.tolist())
@@ -74,13 +74,13 @@ def test_every_token_is_scored_once_after_the_tokens_before_it():
                 index = text.first + query.offset + at
                 assert text.ids[index] == target
                 assert text.ids[:index] == path[: node.start + position + 1]
-                asked.setdefault(query.text, []).append(index)
+                scored.setdefault(query.text, []).append(index)
         for child in node.children:
             follow(child, path)
 
     for root in prefix_tree(texts):
         follow(root, ())
-    assert {number: sorted(indices) for number, indices in asked.items()} == {
+    assert {number: sorted(indices) for number, indices in scored.items()} == {
         number: list(range(text.first, len(text.ids))) for number, text in enumerate(texts)
     }
 
@@ -92,9 +92,9 @@ def test_texts_that_each_begin_the_next_need_no_deep_recursion():
 
 
 def test_progress_ends_at_the_total(model):
-    seen: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     score_texts(
-        model.params, model.spec, model.compute, random_texts(0), lambda done, total: seen.append((done, total))
+        model.params, model.spec, model.compute, random_texts(0), lambda done, total: reports.append((done, total))
     )
-    assert seen[-1][0] == seen[-1][1]
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert reports[-1][0] == reports[-1][1]
+    assert [done for done, _ in reports] == sorted({done for done, _ in reports})

@@ -14,7 +14,7 @@ def planner(total: int = 2048, parameters: int = 106_000_000) -> Planner:
     return Planner.of("cpu", parameters, 2048, total)
 
 
-def drawn(seed: int, count: int, start: int) -> list[Run]:
+def draw_runs(seed: int, count: int, start: int) -> list[Run]:
     lengths = np.random.default_rng(seed).geometric(0.04, count)
     return [Run(int(length), start + int(length)) for length in lengths]
 
@@ -22,7 +22,7 @@ def drawn(seed: int, count: int, start: int) -> list[Run]:
 @pytest.mark.parametrize("count", [1, 2, 7, 40, 3000])
 @pytest.mark.parametrize("start", [0, 3, 600])
 def test_every_run_is_in_one_group_whose_shape_holds_it(count, start):
-    runs, plan = drawn(count, count, start), planner(count * 25)
+    runs, plan = draw_runs(count, count, start), planner(count * 25)
     groups = plan.groups(runs, 64)
     assert sorted(n for members, _ in groups for n in members) == list(range(count))
     for members, shape in groups:
@@ -36,7 +36,7 @@ def test_every_run_is_in_one_group_whose_shape_holds_it(count, start):
 
 
 def test_a_large_set_is_padded_by_less_than_a_third():
-    runs = drawn(5, 4000, 12)
+    runs = draw_runs(5, 4000, 12)
     groups = planner(100_000).groups(runs, 32)
     computed = sum(shape.rows * shape.length for _, shape in groups)
     assert computed < 1.33 * sum(run.length for run in runs)
@@ -45,7 +45,7 @@ def test_a_large_set_is_padded_by_less_than_a_third():
 
 
 def test_a_small_set_of_a_small_model_is_compiled_once():
-    groups = planner(parameters=300_000).groups(drawn(1, 30, 0), 32)
+    groups = planner(parameters=300_000).groups(draw_runs(1, 30, 0), 32)
     assert len({shape for _, shape in groups}) == 1
 
 
@@ -65,7 +65,7 @@ def test_one_long_run_does_not_widen_the_others():
 
 
 def test_the_plan_is_the_same_each_time():
-    runs = drawn(3, 200, 30)
+    runs = draw_runs(3, 200, 30)
     plans = [[(members, dataclasses.astuple(s)) for members, s in planner().groups(runs, 32)] for _ in range(2)]
     assert plans[0] == plans[1]
 

@@ -32,12 +32,12 @@ def tokenizer(request, shared):
 
 
 def pieces(tokenizer, ids, before=(), size=1):
-    words = Detokenizer(tokenizer, before)
-    found = [words.push(ids[i : i + size]) for i in range(0, len(ids), size)]
-    return [*found, words.finish()]
+    detokenizer = Detokenizer(tokenizer, before)
+    texts = [detokenizer.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+    return [*texts, detokenizer.finish()]
 
 
-def decoded(tokenizer, ids):
+def decode_ids(tokenizer, ids):
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -45,7 +45,7 @@ def decoded(tokenizer, ids):
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_join_to_the_decoded_whole(tokenizer, text, size):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert "".join(pieces(tokenizer, ids, size=size)) == decoded(tokenizer, ids)
+    assert "".join(pieces(tokenizer, ids, size=size)) == decode_ids(tokenizer, ids)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -57,15 +57,15 @@ def test_no_piece_holds_half_a_character(tokenizer, text):
 def test_a_continuation_is_what_follows_the_prompt(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     for cut in range(1, len(ids)):
-        prompt = decoded(tokenizer, ids[:cut])
+        prompt = decode_ids(tokenizer, ids[:cut])
         if prompt and not prompt.endswith("�"):
-            assert prompt + "".join(pieces(tokenizer, ids[cut:], ids[:cut])) == decoded(tokenizer, ids)
+            assert prompt + "".join(pieces(tokenizer, ids[cut:], ids[:cut])) == decode_ids(tokenizer, ids)
 
 
 def test_special_tokens_leave_no_trace(tokenizer):
     ids = tokenizer("hello there", add_special_tokens=False)["input_ids"]
     special = tokenizer.eos_token_id
-    assert "".join(pieces(tokenizer, [special, *ids, special])) == decoded(tokenizer, ids)
+    assert "".join(pieces(tokenizer, [special, *ids, special])) == decode_ids(tokenizer, ids)
 
 
 def test_broken_bytes_come_out_at_the_end(stories260k):

@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from families.case import loaded
+from families.case import load_case
 from families.cases import BY_NAME
 from generate.replacement_cases import answers, scale_params
 from meshtune.arrays.tree import Tree, flatten, unflatten
@@ -74,7 +74,7 @@ def prompt_tokens(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v2", "qwen3_5", "mamba2"])
 def test_logits_are_those_of_stacked_weights(name):
     """float32: sums of another order, so 2e-5 of the largest logit."""
-    spec, params = loaded(BY_NAME[name])
+    spec, params = load_case(BY_NAME[name])
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, spec.vocab, (2, 7)), jnp.int32)
     inputs = Inputs(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), jnp.int32))
     by_layer = decode_layout(params, spec)
@@ -91,7 +91,7 @@ def test_logits_are_those_of_stacked_weights(name):
 
 
 def test_a_resident_engine_decodes_from_the_copy_and_says_the_same(monkeypatch):
-    spec, params = loaded(BY_NAME["qwen3"])
+    spec, params = load_case(BY_NAME["qwen3"])
     assert not decodes_from_copy(params, Compute()), "small weights stay as they are"
     monkeypatch.setattr("meshtune.generate.weights.LEAST_BYTES", 0)
     engine, plain = Engine(params, spec, Compute(), resident=True), Engine(params, spec, Compute())
@@ -113,7 +113,7 @@ SLOW_KINDS = [(kind, False) for kind in ("gemma2", "deepseek_v2", "qwen3_5", "ma
 def test_after_a_replacement_answers_are_those_of_a_new_engine(kind: str, copied: bool, monkeypatch):
     """Tokens and log-probabilities bit for bit, by a scheduler that has read the prompt with the old parameters."""
     monkeypatch.setattr("meshtune.generate.weights.LEAST_BYTES", 0 if copied else 1 << 60)
-    spec, params = loaded(BY_NAME[kind])
+    spec, params = load_case(BY_NAME[kind])
     spec = dataclasses.replace(spec, norm_head=kind == "mistral")
     engine, new = Engine(params, spec, Compute(), resident=True), changed(params)
     scheduler = engine.scheduler(rows=1)
@@ -132,7 +132,7 @@ def test_after_a_replacement_answers_are_those_of_a_new_engine(kind: str, copied
 def test_a_request_under_way_continues_with_the_new_parameters():
     """Its tokens are the old parameters' up to the replacement; then those that a new engine gives for the same
     text."""
-    spec, params = loaded(BY_NAME["qwen3"])
+    spec, params = load_case(BY_NAME["qwen3"])
     engine, new = Engine(params, spec, Compute()), changed(params)
     scheduler = engine.scheduler(rows=2)
     options = {"max_tokens": 20, "stop_ids": [], "alternatives": 0}
@@ -155,7 +155,7 @@ def test_a_request_under_way_continues_with_the_new_parameters():
 
 def test_a_replacement_waits_for_the_step_under_way():
     """The old arrays are deleted at once, as a training step that donates them does, while another thread steps."""
-    spec, params = loaded(BY_NAME["qwen3"])
+    spec, params = load_case(BY_NAME["qwen3"])
     params = jax.tree.map(jnp.array, params)
     engine = Engine(params, spec, Compute())
     scheduler, problems = engine.scheduler(rows=2), []
@@ -183,7 +183,7 @@ def test_a_replacement_waits_for_the_step_under_way():
 
 def test_other_contents_behind_the_same_tokens_are_read_again(monkeypatch):
     """Two pictures have the same token ids: what is computed for one serves the other up to its first token only."""
-    spec, params = loaded(BY_NAME["qwen3"])
+    spec, params = load_case(BY_NAME["qwen3"])
     engine = Engine(params, spec, Compute())
     counts, text = prompt_tokens(monkeypatch), PROMPT * 2
     for keys, tokens in (
@@ -246,7 +246,7 @@ def test_adapters_that_share_a_batch_are_replaced_together(stories260k, adapters
 
 
 def test_parameters_of_another_form_are_refused_and_nothing_is_replaced():
-    spec, params = loaded(BY_NAME["qwen3"])
+    spec, params = load_case(BY_NAME["qwen3"])
     engine = Engine(params, spec, Compute())
     flat = flatten(params)
     path = next(path for path in flat if path.endswith("weight"))

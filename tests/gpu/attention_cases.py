@@ -83,7 +83,7 @@ class Inputs:
 
 
 def inputs_of(shape: Shape, seed: int = 0) -> Inputs:
-    """Random float32 inputs, anew for every seed."""
+    """Random float32 inputs of a seed."""
     random = np.random.default_rng(seed)
     B, S = len(shape.lengths), shape.T
     positions, segments = np.zeros((2, B, S), np.int32)

@@ -1,6 +1,6 @@
 """Short runs of a tiny model on the platform that JAX finds: `run_cases.py MODEL OUT.json PRECISION CASE ...`.
 
-What a case gives is written as it comes, so that one that fails does not take the others with it.
+Each result is written as it comes, so that one case that fails does not take the others with it.
 """
 
 from __future__ import annotations

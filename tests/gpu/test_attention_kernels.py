@@ -71,7 +71,7 @@ def with_gradients(backend: Backend, request: AttentionRequest, inputs: Inputs) 
         return [np.asarray(array, np.float64) for array in both(*arrays)]
 
 
-def rounded(inputs: Inputs, dtype: str) -> Inputs:
+def round_inputs(inputs: Inputs, dtype: str) -> Inputs:
     """The inputs as `dtype` has them, in float32 again."""
     names = ("q", "k", "v", "gradient")
     arrays = {name: np.asarray(jnp.asarray(getattr(inputs, name), dtype), np.float32) for name in names}
@@ -81,7 +81,7 @@ def rounded(inputs: Inputs, dtype: str) -> Inputs:
 @pytest.mark.parametrize(("platform", "name", "dtype"), on_both(CASES, QUICK, SLOW), indirect=["platform"])
 def test_every_backend_that_serves_computes_torchs_values_and_gradients(platform, name, dtype):
     shape = on(platform, name)
-    inputs = rounded(inputs_of(shape, seed=CASES.index((name, dtype))), dtype)
+    inputs = round_inputs(inputs_of(shape, seed=CASES.index((name, dtype))), dtype)
     request = request_of(platform, shape, inputs, dtype)
     backends, expected = serving(platform, request), exact(shape, inputs)
     assert {"direct", "blockwise"} <= {backend.name for backend in backends}
@@ -97,7 +97,7 @@ def test_every_backend_that_serves_computes_torchs_values_and_gradients(platform
 def test_another_document_cannot_be_felt(platform):
     """Bit for bit: changing one document of a row to huge numbers leaves its neighbours as they were."""
     shape = on(platform, "packed")
-    inputs = rounded(inputs_of(shape), "bfloat16")
+    inputs = round_inputs(inputs_of(shape), "bfloat16")
     request = request_of(platform, shape, inputs, "bfloat16")
     third = inputs.tokens["q_segments"] == 3
     changed = {
@@ -114,7 +114,7 @@ def test_another_document_cannot_be_felt(platform):
 def test_padding_is_exactly_zero(platform):
     """A stray number at a padded position would reach the gradients of the weights."""
     shape = on(platform, "a row of padding")
-    inputs = rounded(inputs_of(shape), "bfloat16")
+    inputs = round_inputs(inputs_of(shape), "bfloat16")
     request = request_of(platform, shape, inputs, "bfloat16")
     padding = inputs.tokens["q_segments"] == 0
     assert padding.any()

@@ -30,7 +30,7 @@ def head(params, hidden):
 
 
 def arrays_of(shape, dtype):
-    """Hidden states and head as `dtype` has them, targets, and weights of which a third is zero; float32 and int32."""
+    """Hidden states and head as `dtype` has them, targets, and weights, a third of them zero; float32 and int32."""
     B, T, D, V, _, _ = shape
     random = np.random.default_rng(list(map(ord, dtype)))
     hidden, weight = random.normal(size=(B, T, D)), random.normal(size=(V, D)) / D**0.5
@@ -88,11 +88,11 @@ def test_log_probs_are_torchs(platform, name, dtype):
 
     @jax.jit
     def both(hidden, weight):
-        def weighted(hidden, weight):
+        def weighted_loss(hidden, weight):
             values = log_probs(head, {"weight": weight}, hidden, facts[0], facts[1] > 0, chunk=shape[-2])
             return -values * weights
 
-        value, pull = jax.vjp(weighted, hidden, weight)
+        value, pull = jax.vjp(weighted_loss, hidden, weight)
         return value, *pull(jnp.ones_like(value))
 
     with jax.default_matmul_precision("highest"):

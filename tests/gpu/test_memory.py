@@ -1,4 +1,4 @@
-"""The memory of a step beside what was predicted of it, on random weights that are made on the device."""
+"""The memory of a step against its prediction, on random weights that are made on the device."""
 
 from __future__ import annotations
 

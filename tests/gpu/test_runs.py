@@ -96,7 +96,7 @@ def results(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def selected(request) -> tuple[str, ...]:
+def selected_cases(request) -> tuple[str, ...]:
     """The selected cases, so that one process runs them all."""
     params = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
     return tuple(sorted({param["name"] for param in params if param.get("name") in CASES}))
@@ -104,9 +104,9 @@ def selected(request) -> tuple[str, ...]:
 
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize(("platform", "name", "precision"), on_both(RUNS, QUICK, SLOW), indirect=["platform"])
-def test_a_run_is_that_of_the_cpu(platform, name, precision, results, selected):
-    ours = results(platform, precision, name, selected)
-    theirs = results("cpu", "float32", name, selected)
+def test_a_run_is_that_of_the_cpu(platform, name, precision, results, selected_cases):
+    ours = results(platform, precision, name, selected_cases)
+    theirs = results("cpu", "float32", name, selected_cases)
     for result in (theirs, ours):
         assert "failed" not in result, result["failed"]
     factor = LOOSER if name in LOOSE else 1

@@ -29,7 +29,7 @@ def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory) -> pathlib.Path:
+def finished_run(tmp_path_factory) -> pathlib.Path:
     """A finished run of the quickstart's model: an adapter, three updates long."""
     from meshtune.quickstart import recipe
     from meshtune.train.run import train

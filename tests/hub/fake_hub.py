@@ -39,8 +39,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the hub holds and what it was sent. `objects` are large files by hash; `refuse_after` large files no more
-    are taken. While `open` is cleared, commits wait."""
+    """A hub's repositories and the requests it received. `objects` are large files by hash; `refuse_after` large files
+    no more are taken. While `open` is cleared, commits wait."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Hub:
     counting: threading.Lock = field(default_factory=threading.Lock)  # files are uploaded in parallel
 
     def paths(self, method: str) -> list[str]:
-        return [path for asked, path, _ in self.sent if asked == method]
+        return [path for verb, path, _ in self.sent if verb == method]
 
 
 class Refused(Exception):
@@ -112,10 +112,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self.json({"errors": errors, "warnings": []})
             case ["api", "repos", "create"]:
                 return self.create(json.loads(body), user)
-            case ["api", "models", owner, name, *rest]:
-                return self.model(f"{owner}/{name}", rest, body, user)
-            case ["api", "datasets", owner, name, *rest]:
-                return self.data_set(f"{owner}/{name}", rest, body, user)
+            case ["api", "models", owner, name, *tail]:
+                return self.model(f"{owner}/{name}", tail, body, user)
+            case ["api", "datasets", owner, name, *tail]:
+                return self.data_set(f"{owner}/{name}", tail, body, user)
             case [owner, name, "info", "lfs", "objects", "batch"]:
                 self.repository(f"{owner}/{name.removesuffix('.git')}", user, write=True)
                 return self.batch(json.loads(body))
@@ -148,8 +148,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.hub.repositories[f"{owner}/{name}"] = Repository(private=fields.get("visibility") == "private")
         return self.json({"url": f"{self.hub.url}/{owner}/{name}"})
 
-    def model(self, name: str, rest: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
-        match rest:
+    def model(self, name: str, tail: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
+        match tail:
             case [] | ["revision", _]:
                 repository = self.repository(name, user)
                 siblings = [{"rfilename": file} for file in repository.files]
@@ -159,13 +159,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 files = self.repository(name, user).files.items()
                 return self.json([{"type": "file", "path": file, **self.size(data)} for file, data in files])
             case ["preupload", _]:
-                held = self.repository(name, user, write=True).files
+                stored = self.repository(name, user, write=True).files
                 modes = [
                     {
                         "path": file["path"],
                         "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
                         "shouldIgnore": False,
-                        "oid": self.oid(file["path"], held),
+                        "oid": self.oid(file["path"], stored),
                     }
                     for file in json.loads(body)["files"]
                 ]
@@ -174,26 +174,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self.commit(name, self.repository(name, user, write=True), body)
         raise Refused(404)
 
-    def data_set(self, name: str, rest: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
-        if rest[:1] == ["paths-info"]:
+    def data_set(self, name: str, tail: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
+        if tail[:1] == ["paths-info"]:
             files = self.repository(name, user).files
-            asked = [file for path in parse_qs(body.decode())["paths"] for file in files if file == path]
-            return self.json([{"type": "file", "path": file, **self.size(files[file])} for file in asked])
-        return self.model(name, rest, body, user)
+            requested = [file for path in parse_qs(body.decode())["paths"] for file in files if file == path]
+            return self.json([{"type": "file", "path": file, **self.size(files[file])} for file in requested])
+        return self.model(name, tail, body, user)
 
     def size(self, data: bytes) -> dict[str, object]:
         return {"size": len(data), "oid": blob(data)}
 
-    def oid(self, path: str, held: dict[str, bytes]) -> str | None:
-        if path not in held:
+    def oid(self, path: str, files: dict[str, bytes]) -> str | None:
+        if path not in files:
             return None
-        return hashlib.sha256(held[path]).hexdigest() if path.endswith(LARGE) else blob(held[path])
+        return hashlib.sha256(files[path]).hexdigest() if path.endswith(LARGE) else blob(files[path])
 
     def batch(self, request: dict[str, list[dict[str, object]]]) -> tuple[bytes, dict[str, str]]:
         objects = []
-        for asked in request["objects"]:
-            upload = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}", "header": {}}}
-            objects.append(asked | ({} if asked["oid"] in self.hub.objects else {"actions": upload}))
+        for entry in request["objects"]:
+            upload = {"upload": {"href": f"{self.hub.url}/lfs/{entry['oid']}", "header": {}}}
+            objects.append(entry | ({} if entry["oid"] in self.hub.objects else {"actions": upload}))
         return self.json({"transfer": "basic", "objects": objects})
 
     def take(self, oid: str, body: bytes) -> bytes:
@@ -229,7 +229,7 @@ def blob(data: bytes) -> str:
 
 @contextlib.contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Serves a hub on a port of its own until the block ends."""
+    """Serves a hub on a free port until the block ends."""
     hub = Hub()
     hub.open.set()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Handler,), {"hub": hub}))

@@ -12,10 +12,10 @@ from hub.fake_hub import TOKEN, Repository, running_hub
 
 
 @pytest.mark.slow
-def test_the_command_pushes_by_the_endpoint_of_the_environment(finished):
+def test_the_command_pushes_by_the_endpoint_of_the_environment(finished_run):
     with running_hub() as hub:
         settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-m", "meshtune", "push", str(finished), "ann/lesson"]
+        command = [sys.executable, "-m", "meshtune", "push", str(finished_run), "ann/lesson"]
         ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         assert f"{hub.url}/ann/lesson" in ran.stdout
@@ -23,7 +23,7 @@ def test_the_command_pushes_by_the_endpoint_of_the_environment(finished):
 
 
 @pytest.mark.slow
-def test_the_code_of_a_card_prints_an_answer(finished, tmp_path):
+def test_the_code_of_a_card_prints_an_answer(finished_run, tmp_path):
     from meshtune.quickstart import MODEL
 
     with running_hub() as hub:
@@ -31,7 +31,7 @@ def test_the_code_of_a_card_prints_an_answer(finished, tmp_path):
         settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         environment = os.environ | settings | {"HF_HOME": str(tmp_path)}
         for name, flags in (("lesson", []), ("merged", ["--merge"])):
-            command = [sys.executable, "-m", "meshtune", "push", str(finished), f"ann/{name}", *flags]
+            command = [sys.executable, "-m", "meshtune", "push", str(finished_run), f"ann/{name}", *flags]
             subprocess.run([*command, "--base-model", "org/stories"], env=environment, check=True)
             card = hub.repositories[f"ann/{name}"].files["README.md"].decode()
             code = card.split("```python\n")[1].split("```")[0].replace('"..."', '"Once upon a time"')

@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 
-from kernels.attention_oracle import normal, packed, same_tokens, torch_gradients
+from kernels.attention_oracle import normal, pack_rows, same_tokens, torch_gradients
 from meshtune.kernels.attention import AttentionInputs, AttentionRequest, attention, triton
 
 # float32 sums of up to 300 terms of size one have errors of some 1e-6; 2e-5 leaves room for gradients' larger values.
@@ -39,7 +39,14 @@ def case(name, seed=0):
     lengths, T, H, K, h, window, softcap = ROWS[name]
     B = len(lengths)
     q, k, v, g = normal(seed, (B, T, H, h), (B, T, K, h), (B, T, K, h), (B, T, H, h))
-    return q, k, v, g, same_tokens(*packed(lengths, T)), {"scale": h**-0.5 * 1.3, "window": window, "softcap": softcap}
+    return (
+        q,
+        k,
+        v,
+        g,
+        same_tokens(*pack_rows(lengths, T)),
+        {"scale": h**-0.5 * 1.3, "window": window, "softcap": softcap},
+    )
 
 
 def cache_case(T, start):

@@ -33,7 +33,7 @@ def mask(q_positions, kv_positions, q_segments, kv_segments, window):
     return is_visible
 
 
-def packed(lengths_of_rows, T):
+def pack_rows(lengths_of_rows, T):
     """Segments and positions int32 [B,T] of rows that contain documents of these lengths, then padding."""
     segments = np.zeros((len(lengths_of_rows), T), np.int32)
     positions = np.zeros_like(segments)

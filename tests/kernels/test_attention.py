@@ -21,7 +21,7 @@ from kernels.attention_cases import (
     case,
     unordered_case,
 )
-from kernels.attention_oracle import normal, packed, reference, same_tokens
+from kernels.attention_oracle import normal, pack_rows, reference, same_tokens
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention, triton_tiles
 from meshtune.kernels.attention.triton_tiles import Tile, Tiles
 
@@ -96,7 +96,7 @@ def test_default_block_sizes_equal_torch(monkeypatch):
         k,
         v,
         g,
-        same_tokens(*packed([[150, 101], [251]], 260)),
+        same_tokens(*pack_rows([[150, 101], [251]], 260)),
         {"scale": 0.35, "window": None, "softcap": None},
     )
     assert_equals_torch(by_backend("blockwise", *arrays, aligned=True), *arrays)
@@ -165,7 +165,7 @@ def test_the_blockwise_program_has_no_array_of_all_scores(aligned):
     """From the compiled forward and backward: no array is larger than the inputs, which are far smaller than T * T."""
     T, h = 512, 4
     q, k, v, g = normal(5, (1, T, 2, h), (1, T, 1, h), (1, T, 1, h), (1, T, 2, h))
-    tokens = same_tokens(*packed([[T]], T))
+    tokens = same_tokens(*pack_rows([[T]], T))
 
     def largest(backend):
         def forward_and_backward(q, k, v, g):
@@ -183,7 +183,7 @@ def test_the_blockwise_program_has_no_array_of_all_scores(aligned):
 def test_blockwise_computes_only_visible_blocks():
     """The bounds of the loops for a packed row depend on its documents, not on its length."""
     T, block = 128, 16
-    segments, positions = packed([[32, 32, 32, 32]], T)
+    segments, positions = pack_rows([[32, 32, 32, 32]], T)
 
     def count(window, segments, positions):
         tokens = blocks.TokenBlocks(*(x.reshape(1, -1, block).swapaxes(0, 1) for x in (positions, segments)))
@@ -191,7 +191,7 @@ def test_blockwise_computes_only_visible_blocks():
         return int((stop - start).sum())
 
     assert count(None, segments, positions) == 4 * 3  # a triangle of 2 blocks in each of 4 documents
-    one_segment, row_positions = packed([[T]], T)
+    one_segment, row_positions = pack_rows([[T]], T)
     assert count(None, one_segment, row_positions) == 8 * 9 // 2
     assert count(16, one_segment, row_positions) == 8 + 7  # the diagonal and the one before it
     assert count(None, np.zeros_like(segments), positions) == 0

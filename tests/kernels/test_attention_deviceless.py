@@ -35,7 +35,7 @@ f, args = jax.jit(forward_and_backward), (q, k, k, q, tokens, tokens)
 """
 
 
-def compiled(target, sizes, dtype="bfloat16", window=None, softcap=None, backend="auto", **options):
+def compile_attention(target, sizes, dtype="bfloat16", window=None, softcap=None, backend="auto", **options):
     values = {"sizes": sizes, "dtype": dtype, "window": window, "softcap": softcap, "backend": backend}
     return compiled_for(target, SNIPPET, **values, **options)
 
@@ -43,7 +43,7 @@ def compiled(target, sizes, dtype="bfloat16", window=None, softcap=None, backend
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("target", GPUS)
 def test_triton_kernels_compile(target, head_dim):
-    program = compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0, text=True)
+    program = compile_attention(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0, text=True)
     assert program["result"] == "triton"
     for kernel in ("attention_forward_kernel", "attention_query_grads", "attention_key_grads"):
         assert kernel in program["text"]
@@ -51,13 +51,13 @@ def test_triton_kernels_compile(target, head_dim):
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
 def test_triton_kernels_compile_in_float32_if_forced(target):
-    assert compiled(target, (1, 256, 2, 1, 64), dtype="float32", backend="triton")["result"] == "triton"
+    assert compile_attention(target, (1, 256, 2, 1, 64), dtype="float32", backend="triton")["result"] == "triton"
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("target", TPUS)
 def test_splash_attention_compiles(target, head_dim):
-    assert compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0)["result"] == "splash"
+    assert compile_attention(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0)["result"] == "splash"
 
 
 @pytest.mark.parametrize(("target", "bytes_per_token_and_head"), [("H100", 16), ("MI300X", 16), ("TPUv5e", 2048)])
@@ -67,12 +67,12 @@ def test_temporary_memory_is_a_few_numbers_per_token(target, bytes_per_token_and
     All scores of a head would be 512 KiB per token.
     """
     T, H = 131072, 2
-    assert compiled(target, (1, T, H, 1, 128))["temp_bytes"] < T * H * bytes_per_token_and_head
+    assert compile_attention(target, (1, T, H, 1, 128))["temp_bytes"] < T * H * bytes_per_token_and_head
 
 
 def test_a_row_of_a_million_tokens_compiles():
     """Offsets beyond 2^32 bytes, and a table of blocks that must not be materialised: 16,384 x 16,384 are 256 MiB."""
-    program = compiled("H100", (1, 2**20, 32, 8, 128))
+    program = compile_attention("H100", (1, 2**20, 32, 8, 128))
     scalars = 2 * 4 * 32 * 2**20  # log-sum-exp and delta, float32 per head and token
     assert program["temp_bytes"] < scalars + 2**27
 

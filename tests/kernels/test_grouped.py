@@ -28,7 +28,7 @@ def arrays():
     return [rng.normal(size=shape) for shape in shapes]
 
 
-def looped(x, weight, cotangent, sizes):
+def loop_over_groups(x, weight, cotangent, sizes):
     """(result, gradient of x, of the weight), in float64."""
     y, d_x, d_weight = np.zeros_like(cotangent), np.zeros_like(x), np.zeros_like(weight)
     first = 0
@@ -51,7 +51,7 @@ def test_products_are_those_of_a_loop(name, backend):
     assert grouped.backend_for(CHIPS[backend]) == backend
     x, weight, cotangent = arrays()
     sizes = jnp.asarray(SIZES[name], jnp.int32)
-    expected = looped(x, weight, cotangent, SIZES[name])
+    expected = loop_over_groups(x, weight, cotangent, SIZES[name])
     narrow = [jnp.asarray(array, jnp.float32) for array in (x, weight, cotangent)]
     product = functools.partial(grouped_matmul, sizes=sizes, chip=CHIPS[backend], interpret=True)
 
@@ -87,7 +87,7 @@ def test_tiles_of_the_triton_kernels_span_groups_and_columns():
         narrow[2], narrow[1], jnp.asarray(sizes, jnp.int32), jnp.float32, chip, transposed=False, interpret=True
     )
     d_weight = grouped_triton.weight_grad(narrow[2], narrow[0], jnp.asarray(sizes, jnp.int32), chip, interpret=True)
-    for ours, theirs in zip((y, d_x, d_weight), looped(x, weight, cotangent, sizes), strict=True):
+    for ours, theirs in zip((y, d_x, d_weight), loop_over_groups(x, weight, cotangent, sizes), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
@@ -106,7 +106,7 @@ def test_a_weight_that_is_read_group_by_group(backend, name, monkeypatch):
 
     product = functools.partial(grouped_matmul, read=read, chip=CHIPS[backend], interpret=True)
     y, pull = jax.vjp(lambda x: product(x, tree, sizes), jnp.asarray(x, jnp.float32))
-    expected = looped(x, np.round(weight * 8) / 8, cotangent, SIZES[name])
+    expected = loop_over_groups(x, np.round(weight * 8) / 8, cotangent, SIZES[name])
     np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(pull(jnp.asarray(cotangent, jnp.float32))[0], expected[1], rtol=1e-5, atol=1e-5)
 

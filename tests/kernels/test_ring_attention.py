@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels import mesh_attention_cases
-from kernels.attention_oracle import packed
+from kernels.attention_oracle import pack_rows
 from meshtune.errors import UserError
 from meshtune.kernels.attention import AttentionRequest, blocks, choose_backend, zigzag_order
 
@@ -136,7 +136,7 @@ def work(segments, positions, order, parts, window=None):
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_zigzag_order_gives_every_device_the_same_work(parts):
     T = 64 * 8 * parts
-    segments, positions = packed([[T]], T)
+    segments, positions = pack_rows([[T]], T)
     even = work(segments, positions, zigzag_order(T, parts), parts)
     uneven = work(segments, positions, np.arange(T), parts)
     assert even.sum() == uneven.sum()
@@ -148,7 +148,7 @@ def test_zigzag_order_gives_every_device_the_same_work(parts):
 
 def test_shards_that_no_query_sees_are_skipped():
     """With documents of an eighth of the row and contiguous shards, each of 8 devices computes only its own shard."""
-    segments, positions = packed([[512] * 8], 4096)
+    segments, positions = pack_rows([[512] * 8], 4096)
     visible = work(segments, positions, np.arange(4096), 8)
     assert (visible[:, 0] > 0).all()
     assert not visible[:, 1:].any()
@@ -156,10 +156,10 @@ def test_shards_that_no_query_sees_are_skipped():
 
 def test_the_blocks_of_packed_documents_are_causal():
     """Compared by (segment, position), a later block of the same row is never considered visible."""
-    segments, positions = packed([[24] * 85], 2048)
+    segments, positions = pack_rows([[24] * 85], 2048)
     visible = work(segments, positions, np.arange(2048), 1)
     assert visible.sum() <= 2 * 2048 // 64
-    one_document = work(*packed([[2048]], 2048), np.arange(2048), 1)
+    one_document = work(*pack_rows([[2048]], 2048), np.arange(2048), 1)
     assert one_document.sum() == 32 * 33 // 2
 
 

@@ -1,4 +1,4 @@
-"""Orders of rows beside numpy's stable sort."""
+"""Orders of rows against numpy's stable sort."""
 
 import jax
 import numpy as np

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from kernels.attention_oracle import normal, packed, torch_gradients
+from kernels.attention_oracle import normal, pack_rows, torch_gradients
 from meshtune.kernels.attention import AttentionInputs, AttentionRequest, splash
 
 # The interpreter rounds no factors: float32 sums of up to 300 terms of size one have errors of some 1e-6.
@@ -33,7 +33,7 @@ def request_of(**changes):
 def test_values_and_gradients_equal_torchs_in_float64(lengths, T, window, softcap, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)  # several blocks per row
     q, k, v, g = normal(0, (2, T, 4, 32), (2, T, 2, 32), (2, T, 2, 32), (2, T, 4, 32))
-    segments, positions = packed(lengths, T)
+    segments, positions = pack_rows(lengths, T)
     tokens = {"q_positions": positions, "kv_positions": positions, "q_segments": segments, "kv_segments": segments}
     request = request_of(q_length=T, kv_length=T, window=window, softcap=softcap)
 

@@ -1,4 +1,4 @@
-"""What only the flash-attention kernels have: tiles per chip, blocks past the end of a row, and kernels under remat.
+"""Features of the flash-attention kernels only: tiles per chip, blocks past the end of a row, and kernels under remat.
 
 Their values and gradients are in test_attention.py.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels.attention_cases import assert_equals_torch, by_triton, case, request_for_gpu
-from kernels.attention_oracle import normal, packed, same_tokens, torch_gradients
+from kernels.attention_oracle import normal, pack_rows, same_tokens, torch_gradients
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, AttentionInputs, triton, triton_tiles
 from meshtune.kernels.attention.triton_tiles import Tile, Tiles
 
@@ -26,7 +26,7 @@ def test_the_tiles_of_each_chip_equal_torch(chip):
     T = 200
     q, k, v, g = normal(3, (2, T, 2, 64), (2, T, 1, 64), (2, T, 1, 64), (2, T, 2, 64))
     q, k, v, g = (np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in (q, k, v, g))
-    tokens = same_tokens(*packed([[150, 41], [200]], T))
+    tokens = same_tokens(*pack_rows([[150, 41], [200]], T))
     options = {"scale": 0.125, "window": None, "softcap": None}
     results = by_triton(q, k, v, g, tokens, options, chip=chip)
     expected = torch_gradients(*(x.astype(np.float64) for x in (q, k, v, g)), tokens, **options)
@@ -39,7 +39,7 @@ def test_blocks_past_the_end_of_a_row_write_nothing(monkeypatch):
     tiles = Tiles(Tile(16, 32, 4, 1), Tile(8, 16, 4, 1), Tile(8, 8, 4, 1))
     monkeypatch.setattr(triton_tiles, "tiles_of", lambda request: tiles)
     q, k, v, g = normal(6, (2, 40, 2, 16), (2, 40, 1, 16), (2, 40, 1, 16), (2, 40, 2, 16))
-    arrays = q, k, v, g, same_tokens(*packed([[40], [25, 15]], 40)), {"scale": 0.3, "window": None, "softcap": None}
+    arrays = q, k, v, g, same_tokens(*pack_rows([[40], [25, 15]], 40)), {"scale": 0.3, "window": None, "softcap": None}
     assert_equals_torch(by_triton(*arrays), *arrays)
 
 

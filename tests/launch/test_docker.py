@@ -20,7 +20,7 @@ def test_there_is_a_dockerfile_for_each_kind_of_device():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_dockerfile_installs_extras_that_exist_and_runs_no_shell(path: pathlib.Path):
     text = path.read_text()
-    named = [name for words in re.findall(r"/src\[([^\]]+)\]", text) for name in words.split(",")]
+    named = [name for extras in re.findall(r"/src\[([^\]]+)\]", text) for name in extras.split(",")]
     assert {"serve", "evaluate"} <= set(named) <= EXTRAS
     assert re.search(r"^USER (?!root|0\b)", text, re.MULTILINE)
     assert re.search(r"^FROM \$\{\w+\}$", text, re.MULTILINE), "the base can be given with its digest"

@@ -48,8 +48,8 @@ def test_two_processes_train_one_run(recipe: pathlib.Path, tmp_path: pathlib.Pat
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) >= 4  # written by one process, not by two
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_hosts_with_caches_of_their_own_train_on_the_same_files_or_not_at_all(recipe, tmp_path, same):
+@pytest.mark.parametrize("equal", [True, False])
+def test_hosts_with_caches_of_their_own_train_on_the_same_files_or_not_at_all(recipe, tmp_path, equal):
     lesson = (QUICKSTART / "lesson.jsonl").read_text()
     processes = []
     coordinator = f"localhost:{free_port()}"
@@ -57,16 +57,16 @@ def test_hosts_with_caches_of_their_own_train_on_the_same_files_or_not_at_all(re
         folder = tmp_path / str(index)
         folder.mkdir()
         lines = lesson.splitlines()
-        (folder / "lesson.jsonl").write_text("\n".join(lines if same or index == 0 else lines[1:]))
-        own = {"MESHTUNE_CACHE": str(folder), "MESHTUNE_PROCESS": str(index), "MESHTUNE_PROCESSES": "2"}
+        (folder / "lesson.jsonl").write_text("\n".join(lines if equal or index == 0 else lines[1:]))
+        settings = {"MESHTUNE_CACHE": str(folder), "MESHTUNE_PROCESS": str(index), "MESHTUNE_PROCESSES": "2"}
         command = [sys.executable, "-m", "meshtune", "train", str(recipe), "data.train=lesson.jsonl", "mesh.dp=2"]
-        environment = {**ENVIRONMENT, **own, "MESHTUNE_COORDINATOR": coordinator}
+        environment = {**ENVIRONMENT, **settings, "MESHTUNE_COORDINATOR": coordinator}
         output = (tmp_path / f"{index}.log").open("wb")
         processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output))
     codes = [process.wait(timeout=240) for process in processes]
     logs = [(tmp_path / f"{index}.log").read_text() for index in range(2)]
-    assert codes == ([0, 0] if same else [2, 2]), logs
-    for log in logs if not same else ():
+    assert codes == ([0, 0] if equal else [2, 2]), logs
+    for log in logs if not equal else ():
         assert "the processes differ in what they read: training data is" in " ".join(log.split())
 
 

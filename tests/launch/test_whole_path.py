@@ -1,8 +1,9 @@
 """A model of 1.5 billion parameters (24 layers, bfloat16, 2.8 GiB) from loading to export, sharded over processes.
 
 Load on 4 processes x 2 devices, update, save, lose a process, resume on 2 x 2, finish, export, reload in transformers.
-Measured on two busy cores: 9 minutes; at most 2.45 GiB in each of four processes and 3.25 GiB in each of two, of which
-0.70 and 1.39 GiB are the model, about 0.9 GiB Python with its libraries, and the rest gathered layers and activations.
+Measured on two busy cores: 9 minutes; at most 2.45 GiB in each of four processes and 3.25 GiB in each of two:
+0.70 and 1.39 GiB of that are the model, about 0.9 GiB Python with its libraries, and the rest gathered layers and
+activations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from real_runs import environment, launched, order, rows, updates, wait_until, write_stories
+from real_runs import environment, order, rows, start_launch, updates, wait_until, write_stories
 
 from weights.load_job import write_model
 
@@ -98,7 +99,7 @@ def test_a_sharded_model_is_loaded_trained_resumed_and_exported(model: pathlib.P
     }
     path.write_text(json.dumps(recipe))
     started = time.monotonic()
-    with launched(path, 4, 2, "mesh.fsdp=8") as first:
+    with start_launch(path, 4, 2, "mesh.fsdp=8") as first:
         try:
             wait_until(
                 lambda: len(rows(run)) >= 2 and (run / "checkpoints/2").exists(),
@@ -115,7 +116,7 @@ def test_a_sharded_model_is_loaded_trained_resumed_and_exported(model: pathlib.P
     assert len(updates(run)) == 2
     before = order(updates(run))
     started = time.monotonic()
-    with launched(path, 2, 2, "--resume", "mesh.fsdp=4") as second:
+    with start_launch(path, 2, 2, "--resume", "mesh.fsdp=4") as second:
         code, output = second.ends(1500)
     report("2 processes x 2 devices, resumed and exported", started, second.peaks)
     assert code == 0, output[-6000:]
@@ -129,10 +130,10 @@ def test_a_sharded_model_is_loaded_trained_resumed_and_exported(model: pathlib.P
         for number, peak in job.peaks.items():
             assert size / processes < peak < size / processes + 2 * GIB, f"process {number} of {processes}: {peak}"
     assert max(first.peaks.values()) < size, "no process of four holds the whole model"
-    reloaded(model, run, tmp_path)
+    check_in_peft(model, run, tmp_path)
 
 
-def reloaded(model: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
+def check_in_peft(model: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
     """peft with transformers computes the logits that Meshtune computes, and the adapter changes them."""
     program = pathlib.Path(__file__).with_name("whole_path_logits.py")
     logits = {}

@@ -248,7 +248,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize("character", ["\n", "\r", "\x00", "\x1b", "\u2028"])
 @pytest.mark.parametrize("options", LAUNCHERS, ids=lambda options: options.__name__)
 def test_no_option_may_hold_a_control_character(options, character):
-    """It would begin a line of its own in a generated file. Only a script for SkyPilot's machines may have lines."""
+    """It would begin another line in a generated file. Only a script for SkyPilot's machines may have lines."""
     for field in dataclasses.fields(options):
         if "str" not in str(field.type) or (field.name == "setup" and character == "\n"):
             continue

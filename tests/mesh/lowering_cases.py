@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-def lowered(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]:
+def lower_step(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]:
     """The lowered step, and the bytes on one device of each kind of argument."""
     import jax
     import numpy as np
@@ -109,7 +109,7 @@ def collectives(text: str) -> dict[str, list[list[int]]]:
 def main(out: str, names: list[str], compiled: bool) -> None:
     results = {}
     for name in names:
-        program, sizes = lowered(CASES[name], layers=4 if compiled else None)
+        program, sizes = lower_step(CASES[name], layers=4 if compiled else None)
         results[name] = sizes | {"text": len(program.as_text())}
         if compiled:
             results[name]["collectives"] = collectives(program.compile().as_text())

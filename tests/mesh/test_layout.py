@@ -80,7 +80,7 @@ def test_fsdp_replicates_nothing_larger_than_a_norm(case, method):
         for path, array in named_leaves(tree):
             split = layout.of(array).spec != PartitionSpec()
             vectors = array.size // (array.shape[0] if array.axes[0] == "layers" else 1)
-            widths = [one.width for block in spec.blocks for one in block.cost(spec.embed).activations]
+            widths = [activation.width for block in spec.blocks for activation in block.cost(spec.embed).activations]
             assert split or vectors <= max(spec.embed, *widths), f"{path} is replicated"
 
 

@@ -26,18 +26,18 @@ def run(file, *arguments):
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory):
+def traced_results(tmp_path_factory):
     return run(tmp_path_factory.mktemp("traced") / "results.json", *CASES)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled_results(tmp_path_factory):
     return run(tmp_path_factory.mktemp("compiled") / "results.json", *COMPILED, "--compile")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_device_holds_its_share_of_a_large_model(name, traced):
-    case, results = CASES[name], traced[name]
+def test_each_device_holds_its_share_of_a_large_model(name, traced_results):
+    case, results = CASES[name], traced_results[name]
     weight_bytes = results["trainable"] if case.method == "full" else results["frozen"]
     shards = case.devices // case.mesh.get("dp", 1)
     share = PARAMETERS[case.model] * 2 / shards
@@ -52,8 +52,8 @@ def test_each_device_holds_its_share_of_a_large_model(name, traced):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
-def test_weights_are_gathered_layer_by_layer_and_activations_and_logits_never(name, compiled):
-    case, results = CASES[name], compiled[name]["collectives"]
+def test_weights_are_gathered_layer_by_layer_and_activations_and_logits_never(name, compiled_results):
+    case, results = CASES[name], compiled_results[name]["collectives"]
     layers, vocab = 4, 128256
     rows = case.rows // case.mesh.get("fsdp", 1)
     gathered = [shape for shape in results["all-gather"] if len(shape) > 1]

@@ -58,7 +58,7 @@ def test_the_request_of_the_banner_is_the_one_that_runs(name, chunk, monkeypatch
     requests = []
     chosen = kernels.choose_backend
     monkeypatch.setattr(
-        kernels, "choose_backend", lambda request, *rest: requests.append(request) or chosen(request, *rest)
+        kernels, "choose_backend", lambda request, *arguments: requests.append(request) or chosen(request, *arguments)
     )
     layer_by_chunks(jnp.ones((2, 8, 16)), node, kind, Context(compute, sequence_info(inputs, spec.ropes), {}))
     expected = block.attention_request(2, chunk or 8, 8, compute)

@@ -48,14 +48,14 @@ def test_rows_read_in_parts_are_the_rows_read_at_once(spec, cuts):
     """Whatever the parts, also several tokens at once over a window that they overflow."""
     params, compute, inputs = init_params(spec, jax.random.key(1)), Compute(), rows_of([20, 20], 20)
     expected = forward(params, spec, compute, inputs).hidden
-    cache, start, found = init_cache(spec, 2, 20, "float32"), 0, []
+    cache, start, outputs = init_cache(spec, 2, 20, "float32"), 0, []
     for cut in cuts:
         hidden, cache, _ = forward(params, spec, compute, part(inputs, start, cut), cache=cache)
-        found.append(hidden)
+        outputs.append(hidden)
         start = cut
     assert cache.lengths.tolist() == [20, 20]
     # float32, softmax over the same keys in another order.
-    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(outputs, axis=1), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("spec", [SPEC, WINDOW], ids=["full", "window"])
@@ -90,7 +90,7 @@ def test_a_cache_that_has_grown_holds_what_it_held():
     step = Inputs(jnp.asarray([[3]]), jnp.asarray([[6]]), jnp.asarray([[1]]))
     larger = grown(cache, cache_specs(SPEC, 1, 16, "float32"))
     _, wide, _ = forward(params, SPEC, compute, part(inputs, 0, 6), cache=init_cache(SPEC, 1, 16, "float32"))
-    ours, theirs = (forward(params, SPEC, compute, step, cache=each).hidden for each in (larger, wide))
+    ours, theirs = (forward(params, SPEC, compute, step, cache=state).hidden for state in (larger, wide))
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)  # the prompt was read over another number of slots
 
 

@@ -1,4 +1,4 @@
-"""Mixers with a state computed by chunks of packed rows, beside the same layer over whole rows."""
+"""Mixers with a state computed by chunks of packed rows, against the same layer over whole rows."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_a_row_by_chunks_is_the_row(name):
         return jnp.sum(y * weights), y
 
     gradient = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True), static_argnums=2)
-    whole = gradient(x, node, Compute())
+    unchunked = gradient(x, node, Compute())
     chunked = gradient(x, node, dataclasses.replace(Compute(), attention_chunk=8, mlp_chunk=8))
     assert spec.mixer.carried(2, "float32") is not None
-    (_, y), (d_x, d_node) = whole
+    (_, y), (d_x, d_node) = unchunked
     (_, our_y), (our_d_x, our_d_node) = chunked
     ours = flatten({"y": our_y, "x": our_d_x, "node": our_d_node})
     for path, expected in flatten({"y": y, "x": d_x, "node": d_node}).items():

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: codes against float64, what is recalled, and how far the model's output moves."""
+"""Keys and values in 8 bits: codes against float64, the recalled arrays, and how far the model's output moves."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_an_unknown_format_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "description"),
     [
         ("lfm2", "keys and values of 2 of 6 layers in int8; conv_inputs as without it"),
         ("qwen3_5", "keys and values of 1 of 4 layers in int8; state, conv_inputs as without it"),
@@ -161,10 +161,10 @@ def test_an_unknown_format_is_refused():
         ("qwen3", "keys and values in int8"),
     ],
 )
-def test_of_a_hybrid_attention_layers_alone_are_coded(case, words):
+def test_of_a_hybrid_attention_layers_alone_are_coded(case, description):
     spec = spec_of(case)
     codes = check_cache(spec, "int8")
-    assert describe_cache(spec, codes, "float32") == words
+    assert describe_cache(spec, codes, "float32") == description
     assert describe_cache(spec, None, "float32") == "float32"
     plain, coded = (flatten(cache_specs(spec, 1, 4, "float32", cache)) for cache in (None, codes))
     attention = {path for path in plain if path.endswith(("/k", "/v"))}
@@ -176,7 +176,7 @@ def test_of_a_hybrid_attention_layers_alone_are_coded(case, words):
 
 
 def test_a_decode_step_decodes_one_layer_at_a_time():
-    """Counted from the compiled program: beside the cache it takes what a step over a float cache takes, the keys and
+    """Counted from the compiled program: besides the cache it takes as much as a step over a float cache, the keys and
     values of one layer."""
     spec = llama_spec(64, 32, llama_layer(48, 4, 2, 64), 8)
     params, layer_bytes = init_params(spec, jax.random.key(0)), 2 * 4 * 2 * 1024 * 2 * 64

@@ -1,4 +1,4 @@
-"""The gated delta rule beside a float64 loop of its formula, and its gradients beside transformers' torch function."""
+"""The gated delta rule against a float64 loop of its formula, its gradients against transformers' torch function."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_a_row_in_parts_is_the_row():
     """A prompt, further prompts and single tokens over the state: those with g = beta = 0 change nothing."""
     row = inputs(1)._replace(segment_ids=jnp.ones((1, sum(LENGTHS)), jnp.int32))
     rule = jax.jit(gated_delta_rule)
-    whole, last = rule(row)
+    expected, last = rule(row)
     state, outputs = None, []
     for start, stop in ((0, 70), (70, 90), (90, 91), (91, 92), (92, 148)):
         part = DeltaInputs(*(jnp.pad(a[:, start:stop], [(0, 0), (0, 3)] + [(0, 0)] * (a.ndim - 2)) for a in row))
         o, state = rule(part._replace(segment_ids=jnp.ones_like(part.segment_ids)), state)
         outputs.append(o[:, : stop - start])
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(np.concatenate(outputs, axis=1), expected, atol=2e-6, rtol=0)
     np.testing.assert_allclose(state, last, atol=2e-6, rtol=0)
 
 
@@ -88,10 +88,10 @@ def test_gradients_are_those_of_torch():
         stop = start + v.shape[1]
         o, _ = torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
         (o * torch.tensor(cotangent[:, start:stop])).sum().backward()
-        for found, leaf in zip(ours, leaves, strict=True):
+        for actual, leaf in zip(ours, leaves, strict=True):
             assert leaf.grad is not None
             expected = leaf.grad.numpy()
-            np.testing.assert_allclose(found[:, start:stop], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+            np.testing.assert_allclose(actual[:, start:stop], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 64])

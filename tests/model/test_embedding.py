@@ -57,9 +57,9 @@ def ours(axes):
 
 
 def test_rows_are_those_of_torch():
-    for found, expected in zip(ours(None), of_torch(), strict=True):
+    for actual, expected in zip(ours(None), of_torch(), strict=True):
         # Rows are copied; a gradient adds up to six numbers in another order.
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,8 @@ def messages(target: str, exchange: str) -> dict:
     program = compiled_for(f"{EP}x{target}", SNIPPET, text=True, exchange=exchange, **names)
 
     def of(text: str) -> list[tuple[str, int, int]]:
-        found = [c for c in collectives_of(text, EP) if c.group_size > 1 and c.bytes >= TOKENS * ROW_BYTES]
-        return sorted((c.kind, c.bytes, c.count) for c in found)
+        collectives = [c for c in collectives_of(text, EP) if c.group_size > 1 and c.bytes >= TOKENS * ROW_BYTES]
+        return sorted((c.kind, c.bytes, c.count) for c in collectives)
 
     always, everything = of(BRANCHES.sub("", program["text"])), of(program["text"])
     return {

@@ -1,4 +1,4 @@
-"""A mixture of experts: routing, sums and the load-balancing loss, chunks, decoding, and what is trained."""
+"""A mixture of experts: routing, sums and the load-balancing loss, chunks, decoding, and the trained parameters."""
 
 from __future__ import annotations
 
@@ -96,28 +96,28 @@ def test_small_sums_of_weights_are_kept_from_zero(clamp):
 
 
 def test_the_load_balancing_loss_is_that_of_transformers():
-    """All layers pooled, padding left out; and its gradient, through the scores alone."""
+    """All layers pooled, padding left out; and its gradient, through nothing but the scores."""
     params, arrays = init_params(SPEC, jax.random.key(0)), batch()
-    seen = []
+    router_logits = []
 
     class Spy(RouterSpec):
         def route(self, x, node, key=None):
-            seen.append(jnp.einsum("btd,ed->bte", x, node["weight"]))
+            router_logits.append(jnp.einsum("btd,ed->bte", x, node["weight"]))
             return super().route(x, node, key)
 
     spied = model(dataclasses.replace(EXPERTS_SPEC, router=Spy(EXPERTS, CHOSEN)))
     inputs = Inputs(*(arrays[name] for name in ("tokens", "positions", "segment_ids")))
-    found = forward(params, spied, Compute(scan=False), inputs)
+    output = forward(params, spied, Compute(scan=False), inputs)
     theirs = load_balancing_loss_func(
-        tuple(torch.tensor(np.asarray(layer)).reshape(-1, EXPERTS) for layer in seen),
+        tuple(torch.tensor(np.asarray(layer)).reshape(-1, EXPERTS) for layer in router_logits),
         EXPERTS,
         CHOSEN,
         torch.tensor(np.asarray(arrays["segment_ids"] > 0).astype(np.int64)),
     )
-    assert float(layers_loss(SPEC, found.sums)) == pytest.approx(0.5 * float(theirs), rel=1e-5)
+    assert float(layers_loss(SPEC, output.sums)) == pytest.approx(0.5 * float(theirs), rel=1e-5)
     tokens = float((arrays["segment_ids"] > 0).sum())
-    assert found.sums["routed_tokens"].tolist() == [tokens] * LAYERS
-    assert found.sums["expert_tokens"].sum(axis=1).tolist() == [tokens * CHOSEN] * LAYERS
+    assert output.sums["routed_tokens"].tolist() == [tokens] * LAYERS
+    assert output.sums["expert_tokens"].sum(axis=1).tolist() == [tokens * CHOSEN] * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_evaluation_pools_the_loss_over_all_its_data():
         "batches": [{name: array[None, row : row + 1] for name, array in rows.items()} for row in range(3)],
         "micro-batches": [{name: array[:, None] for name, array in rows.items()}],
     }
-    whole = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, Compute(), batch(), None))
-    expected = jax.tree.map(float, metric_means(whole) | {"loss": whole.loss / whole.weight})
+    pooled = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, Compute(), batch(), None))
+    expected = jax.tree.map(float, metric_means(pooled) | {"loss": pooled.loss / pooled.weight})
     assert expected["aux_loss"] > 0.1
     for name, batches in splits.items():
         evaluation = evaluate(step, SPEC, params, {}, batches)
@@ -198,16 +198,16 @@ def test_routers_are_trained_only_where_that_is_asked_for():
     spec = model(dataclasses.replace(EXPERTS_SPEC, router=RouterSpec(EXPERTS, CHOSEN, "sigmoid", correction=True)))
     router, correction = "layers/0.0/mlp/router/weight", "layers/0.0/mlp/router/correction"
 
-    def trained(method):
+    def trained_leaves(method):
         return flatten(abstract(method, spec).trainable).keys() & {
             router,
             correction,
             "layers/0.0/mlp/experts/up/weight",
         }
 
-    assert trained(FullConfig()) == {"layers/0.0/mlp/experts/up/weight"}
-    assert trained(FreezeConfig(last_layers=LAYERS)) == {"layers/0.0/mlp/experts/up/weight"}
-    assert trained(FullConfig(train_router=True)) == {router, "layers/0.0/mlp/experts/up/weight"}
+    assert trained_leaves(FullConfig()) == {"layers/0.0/mlp/experts/up/weight"}
+    assert trained_leaves(FreezeConfig(last_layers=LAYERS)) == {"layers/0.0/mlp/experts/up/weight"}
+    assert trained_leaves(FullConfig(train_router=True)) == {router, "layers/0.0/mlp/experts/up/weight"}
 
 
 def test_ep_divides_the_experts():

@@ -1,6 +1,6 @@
-"""What the compiled program of a layer of experts does, by the real compilers for chips that are not attached.
+"""The compiled program of a layer of experts, by the real compilers for chips that are not attached.
 
-Forward and backward pass with LoRA on every expert, at 8,192 tokens: 64 experts of which a token has 8. The ideal is
+Forward and backward pass with LoRA on every expert, at 8,192 tokens: 64 experts, 8 for each token. The ideal is
 the work of each token's own experts. Counted are the tiles of rows that the kernels visit, the last of each group
 included, and every product outside of the kernels.
 """
@@ -93,21 +93,21 @@ def _in_triton(chip, sizes, columns: int, terms: int, of_matrix: bool) -> float:
     if of_matrix:
         tile = grouped_triton.tile_for(chip, "bfloat16", columns, terms, ROWS // EXPERTS)
         rows = (-(-sizes // tile.terms) * tile.terms).sum()
-        return 2.0 * rows * _padded(columns, tile.rows) * _padded(terms, tile.columns)
+        return 2.0 * rows * _round_up(columns, tile.rows) * _round_up(terms, tile.columns)
     tile = grouped_triton.tile_for(chip, "bfloat16", ROWS // EXPERTS, columns, terms)
     tiles = int(row_tiles(jnp.asarray(sizes), ROWS, tile.rows).count)
-    return 2.0 * tiles * tile.rows * _padded(columns, tile.columns) * _padded(terms, tile.terms)
+    return 2.0 * tiles * tile.rows * _round_up(columns, tile.columns) * _round_up(terms, tile.terms)
 
 
 def _on_tpu(sizes, columns: int, terms: int, text: str) -> float:
     """Tiles are aligned there: one with rows of several groups is visited for each."""
-    size = max([grouped_tpu.TILE[0], *(int(found) for found in re.findall(r'ragged_dot_tiling="(\d+),', text))])
+    size = max([grouped_tpu.TILE[0], *(int(tile) for tile in re.findall(r'ragged_dot_tiling="(\d+),', text))])
     ends = np.cumsum(sizes)
     visits = (-(-ends // size) - (ends - sizes) // size)[sizes > 0].sum()
     return 2.0 * visits * size * columns * terms
 
 
-def _padded(n: int, size: int) -> int:
+def _round_up(n: int, size: int) -> int:
     return -(-n // size) * size
 
 

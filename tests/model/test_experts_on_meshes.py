@@ -53,7 +53,7 @@ MESHES: tuple[tuple[dict[str, int], ExchangeName], ...] = (
 )
 # Of adapters a mesh on which experts and their ranks are split; tests/families/test_matrix.py has the others (slow).
 ALL = {"full": MESHES, "lora": MESHES[2:3], "qlora": MESHES[2:3]}
-SOME = {"full": MESHES[:1]}  # the fast tier's
+QUICK = {"full": MESHES[:1]}  # the fast tier's
 METHODS = {"full": FullConfig(train_router=True), "lora": LoraConfig(rank=4), "qlora": LoraConfig(rank=4)}
 # Twice quantised scales of an expert: 512 of a matrix, two for each number of the second level.
 NF4, WIDTH_OF_NF4 = QuantizeConfig("nf4", block_size=8), 128
@@ -95,7 +95,7 @@ def gradient(name, axes, exchange: ExchangeName = "auto"):
     params, quantize = init_params(spec, jax.random.key(0)), None
     if name == "qlora":
         quantize, forms = NF4, quantised_leaves(flatten(abstract_params(spec)), NF4, spec)
-        params = unflatten({path: quantised(leaf, forms[path]) for path, leaf in flatten(params).items()})
+        params = unflatten({path: quantise_like(leaf, forms[path]) for path, leaf in flatten(params).items()})
     prepared = prepare(method, spec, params, jax.random.key(1))
     leaves, tree = jax.tree.flatten(prepared.trainable)
     moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
@@ -114,11 +114,11 @@ def gradient(name, axes, exchange: ExchangeName = "auto"):
         score = with_layers(spec, OBJECTIVES["sft"](merge(trainable, frozen), spec, compute, arrays, None))
         return score.loss / score.weight
 
-    value, found = jax.jit(jax.value_and_grad(loss))(trainable, frozen, jax.tree.map(jnp.asarray, arrays))
-    return float(value), {path: np.asarray(leaf) for path, leaf in named_leaves(found)}
+    value, gradients = jax.jit(jax.value_and_grad(loss))(trainable, frozen, jax.tree.map(jnp.asarray, arrays))
+    return float(value), {path: np.asarray(leaf) for path, leaf in named_leaves(gradients)}
 
 
-def quantised(leaf, form):
+def quantise_like(leaf, form):
     return QuantisedWeight.quantise(leaf, NF4) if isinstance(form, QuantisedWeight) else leaf
 
 
@@ -127,16 +127,18 @@ def differences(name, meshes):
     loss, expected = gradient(name, None)
     results = []
     for axes, exchange in meshes:
-        value, found = gradient(name, axes, exchange)
-        worst = {path: float(np.abs(found[path] - leaf).max() / np.abs(leaf).max()) for path, leaf in expected.items()}
+        value, gradients = gradient(name, axes, exchange)
+        worst = {
+            path: float(np.abs(gradients[path] - leaf).max() / np.abs(leaf).max()) for path, leaf in expected.items()
+        }
         path = max(worst, key=lambda path: worst[path])
         results.append([f"{axes} {exchange}", abs(value - loss) / loss, path, worst[path]])
     return results
 
 
-def skewed(exchange):
+def skewed_differences(exchange):
     """The largest relative differences, in values and gradients, of tokens that all go to the experts of one device,
-    some of which are padding: further rounds of an exchange carry them."""
+    some of them padding: further rounds of an exchange carry them."""
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(4, 24, 8)), rng.normal(size=(EXPERTS_OF_SKEWED, 8, 8))
     experts = rng.permuted(np.broadcast_to(np.arange(3), (4, 24, 3)), axis=-1)
@@ -181,7 +183,7 @@ def test_meshes_are_one_device(meshes):
 
 
 if __name__ == "__main__":
-    meshes_of = ALL if sys.argv[1] == "all" else SOME
+    meshes_of = ALL if sys.argv[1] == "all" else QUICK
     cases = {"models": {name: differences(name, meshes) for name, meshes in meshes_of.items()}}
     exchanges = ("gather", "all_to_all") if sys.argv[1] == "all" else ("all_to_all",)
-    print(json.dumps(cases | {"skewed": {exchange: skewed(exchange) for exchange in exchanges}}))
+    print(json.dumps(cases | {"skewed": {exchange: skewed_differences(exchange) for exchange in exchanges}}))

@@ -43,7 +43,7 @@ def adapter(kind, weight):
     return lora if kind == "lora" else DoRA(lora.a, lora.b, 1.3 * jnp.linalg.norm(weight, axis=1), lora.scale)
 
 
-def changed(node, form):
+def change_form(node, form):
     """The node with another form of the matrix from latents to heads."""
     heads = node["kv_heads"]
     weight = heads["weight"]
@@ -73,7 +73,7 @@ def empty(dtype):
 
 
 @jax.jit
-def filled(node, x):
+def fill_cache(node, x):
     """The arrays of the cache of rows that have been read."""
     cache = LayerCache(empty(x.dtype.name), 0, jnp.zeros(2, jnp.int32))
     cache = SPEC.apply(x, node, context(inputs(x.shape[1])), cache).cache
@@ -82,7 +82,7 @@ def filled(node, x):
 
 
 @functools.partial(jax.jit, static_argnames="attention")
-def decoded(node, new, arrays, attention: AttentionName = "auto"):
+def decode_step(node, new, arrays, attention: AttentionName = "auto"):
     """The results and the next arrays of the cache for the tokens `new` after those of LENGTHS."""
     cache = LayerCache(arrays, 0, jnp.asarray(LENGTHS))
     output = SPEC.apply(new, node, context(following(new.shape[1]), attention), cache)
@@ -101,15 +101,15 @@ def following(queries):
 def test_absorbed_equals_expanded(form, queries, monkeypatch):
     """float32, sums over the same numbers in another order: 1e-5 of results of about one. A cache as long as rows are
     in use makes the absorbed form the shorter one even with an adapter."""
-    node, rng = changed(random_node(), form), np.random.default_rng(2)
+    node, rng = change_form(random_node(), form), np.random.default_rng(2)
     x = jnp.asarray(rng.normal(size=(2, max(LENGTHS), EMBED)), jnp.float32)
     new = jnp.asarray(rng.normal(size=(2, queries, EMBED)), jnp.float32)
-    arrays = filled(random_node(), x)
+    arrays = fill_cache(random_node(), x)
     assert SPEC.absorbs(2, queries, SLOTS, node, Compute())
     assert not SPEC.absorbs(2, queries, SLOTS, node, Compute(attention="blockwise"))
-    expected, after = decoded(node, new, arrays, attention="blockwise")
+    expected, after = decode_step(node, new, arrays, attention="blockwise")
     monkeypatch.setattr(LatentAttentionSpec, "_expanded", None)
-    absorbed, absorbed_after = decoded(node, new, arrays)
+    absorbed, absorbed_after = decode_step(node, new, arrays)
     assert 0.3 < np.abs(expected).max() < 30
     np.testing.assert_allclose(absorbed, expected, rtol=0, atol=1e-5 * max(1.0, np.abs(expected).max()))
     for name, array in after.items():
@@ -121,10 +121,10 @@ def test_absorbed_equals_attention_without_a_cache():
     node, rng = random_node(), np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(2, max(LENGTHS) + 1, EMBED)), jnp.float32)
     new = jnp.stack([x[row, length] for row, length in enumerate(LENGTHS)])[:, None]
-    y, _ = decoded(node, new, filled(node, x[:, :-1]))
-    whole = inputs(x.shape[1])
-    whole = dataclasses.replace(whole, segment_ids=jnp.ones_like(whole.segment_ids))
-    expected = jax.jit(lambda x: SPEC.apply(x, node, context(whole)).y)(x)
+    y, _ = decode_step(node, new, fill_cache(node, x[:, :-1]))
+    rows = inputs(x.shape[1])
+    rows = dataclasses.replace(rows, segment_ids=jnp.ones_like(rows.segment_ids))
+    expected = jax.jit(lambda x: SPEC.apply(x, node, context(rows)).y)(x)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(y[row, 0], expected[row, length], rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -133,10 +133,10 @@ def test_bfloat16_is_as_near_to_float32_in_either_form():
     node, rng = random_node(), np.random.default_rng(2)
     x = jnp.asarray(rng.normal(size=(2, max(LENGTHS), EMBED)), jnp.float32)
     new = jnp.asarray(rng.normal(size=(2, 1, EMBED)), jnp.float32)
-    exact = np.asarray(decoded(node, new, filled(node, x))[0])
+    exact = np.asarray(decode_step(node, new, fill_cache(node, x))[0])
     narrow = jnp.bfloat16
-    arrays = filled(node, x.astype(narrow))
-    results = [decoded(node, new.astype(narrow), arrays, attention=form)[0] for form in ("auto", "blockwise")]
+    arrays = fill_cache(node, x.astype(narrow))
+    results = [decode_step(node, new.astype(narrow), arrays, attention=form)[0] for form in ("auto", "blockwise")]
     errors = [np.abs(np.asarray(result, np.float32) - exact) for result in results]
     absorbed, expanded = (float(error.mean() / np.abs(exact).mean()) for error in errors)
     assert 0 < absorbed < 1.5 * expanded < 0.05

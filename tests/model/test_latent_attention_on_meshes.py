@@ -37,7 +37,7 @@ def inputs(start: int, stop: int) -> Inputs:
     return Inputs(tokens, jnp.tile(jnp.arange(start, stop), (2, 1)), jnp.ones_like(tokens))
 
 
-def decoded(params, compute: Compute):
+def decode_step(params, compute: Compute):
     """The hidden state of the token after a prompt of 20."""
 
     @jax.jit
@@ -52,13 +52,13 @@ def decoded(params, compute: Compute):
 def compare() -> None:
     assert LATENT.absorbs(2, 1, 32, {"kv_heads": {}}, Compute())
     params = init_params(SPEC, jax.random.key(0))
-    expected = decoded(params, Compute())
+    expected = decode_step(params, Compute())
     for axes in ({"tp": 2}, {"tp": 4}, {"fsdp": 2, "tp": 2}):
         devices = jax.devices()[: int(np.prod(list(axes.values())))]
         layout = layout_for(make_mesh(MeshConfig(**axes), devices), SPEC)[0]
         placed = jax.device_put(params, shardings(abstract_params(SPEC), layout))
-        found = decoded(placed, Compute(layout=layout))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=str(axes))
+        actual = decode_step(placed, Compute(layout=layout))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=str(axes))
 
 
 @pytest.mark.slow

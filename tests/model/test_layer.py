@@ -1,4 +1,4 @@
-"""Where norms stand in a layer, written out for each placement."""
+"""The places of norms in a layer, written out for each placement."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def test_norms_stand_where_the_placement_says(placement, chunk):
     """Whole rows and chunks of three tokens, with their gradients."""
     kind = LayerSpec(LLAMA.mixer, LLAMA.ffn, NORM, placement, scale=0.7)
     x, node, context = setting(kind, Compute(mlp_chunk=chunk, attention_chunk=chunk))
-    whole = dataclasses.replace(context, compute=Compute())
+    unchunked = dataclasses.replace(context, compute=Compute())
 
     def ours(x, node):
         return layer_by_chunks(x, node, kind, context).y
 
-    def expected(x, node):
-        return by_hand(x, node, kind, whole)
+    def reference(x, node):
+        return by_hand(x, node, kind, unchunked)
 
     cotangent = jax.random.normal(jax.random.key(2), x.shape)
-    for function in (ours, expected):
+    for function in (ours, reference):
         assert function(x, node).shape == x.shape
-    np.testing.assert_allclose(ours(x, node), expected(x, node), rtol=1e-5, atol=1e-5)
-    gradients = [jax.vjp(function, x, node)[1](cotangent) for function in (ours, expected)]
+    np.testing.assert_allclose(ours(x, node), reference(x, node), rtol=1e-5, atol=1e-5)
+    gradients = [jax.vjp(function, x, node)[1](cotangent) for function in (ours, reference)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
 
 

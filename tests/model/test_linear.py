@@ -1,4 +1,4 @@
-"""Products whose result is wider than their factors, as an output head's logits are, beside float64."""
+"""Products whose result is wider than their factors, as an output head's logits are, against float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshtune.model.linear import matmul
 ROWS, IN, OUT = (2, 5), 24, 96
 
 
-def rounded(values: np.ndarray) -> np.ndarray:
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
     """To bfloat16, in float64."""
     return np.asarray(jnp.asarray(values, jnp.bfloat16)).astype(np.float64)
 
@@ -22,7 +22,7 @@ def numbers() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, weight and cotangent, in float64."""
     rng = np.random.default_rng(3)
     x, weight = rng.normal(size=(*ROWS, IN)), rng.normal(size=(OUT, IN))
-    return rounded(x), rounded(weight), rng.normal(size=(*ROWS, OUT))
+    return round_to_bfloat16(x), round_to_bfloat16(weight), rng.normal(size=(*ROWS, OUT))
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
@@ -34,7 +34,7 @@ def test_gradients_of_a_wide_result_are_products_of_rounded_factors(numbers, sto
     )
     d_x, d_weight = gradients(jnp.asarray(cotangent, jnp.float32))
     assert (y.dtype, d_x.dtype, d_weight.dtype) == (jnp.float32, jnp.bfloat16, jnp.dtype(stored))
-    narrow = rounded(cotangent)
+    narrow = round_to_bfloat16(cotangent)
     np.testing.assert_allclose(y, x @ weight.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.asarray(d_x).astype(np.float64), narrow @ weight, rtol=2**-8, atol=1e-5)
     expected = np.einsum("abo,abi->oi", narrow, x)

@@ -38,8 +38,8 @@ def test_a_feed_forward_network_is_that_of_torch(activation, gated):
     wide = act(linear(x, "gate")) * linear(x, "up") if gated else act(linear(x, "up"))
     ours = unflatten({name: jnp.asarray(array.numpy()) for name, array in node.items()})
     context = Context(Compute(), sequence_info(INPUTS, ()), {})
-    found = spec.apply(jnp.asarray(x.numpy()), ours, context).y
-    np.testing.assert_allclose(found, linear(wide, "down").detach().numpy(), rtol=1e-4, atol=1e-5)
+    actual = spec.apply(jnp.asarray(x.numpy()), ours, context).y
+    np.testing.assert_allclose(actual, linear(wide, "down").detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_packed_gate_is_that_of_two_projections():
@@ -53,6 +53,6 @@ def test_a_packed_gate_is_that_of_two_projections():
     }
     x, context = jnp.asarray(rng.standard_normal((2, 7, EMBED))), Context(Compute(), sequence_info(INPUTS, ()), {})
     expected = plain.apply(x, unflatten({k: jnp.asarray(v) for k, v in leaves.items()}), context).y
-    found = packed.apply(x, unflatten({k: jnp.asarray(v) for k, v in fused.items()}), context).y
+    actual = packed.apply(x, unflatten({k: jnp.asarray(v) for k, v in fused.items()}), context).y
     # float32 products that are summed in another order; the largest result is 229.
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)

@@ -37,7 +37,7 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def expected(params):
+def jax_gradients(params):
     """(gradient of the layers, gradient of the embeddings' result) by jax.grad of the whole decoder."""
 
     def total(layers, x):
@@ -80,17 +80,17 @@ def explicit(params, selected=None, lowest=0):
     return out, d_x, gradients
 
 
-def close(found, wanted):
+def close(actual, expected_gradients):
     # float32, the same products in another order.
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual, expected_gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_are_those_of_jax(params, expected):
-    gradients, d_x = expected
-    out, found_x, found = jax.jit(explicit)(params)
+def test_gradients_are_those_of_jax(params, jax_gradients):
+    gradients, d_x = jax_gradients
+    out, found_x, found_gradients = jax.jit(explicit)(params)
     close(out, pre_norm(SPEC, params, INPUTS))
     close(found_x, d_x)
-    for path, leaf in flatten(found).items():
+    for path, leaf in flatten(found_gradients).items():
         close(leaf, flatten(gradients)[path])
         assert float(jnp.abs(leaf).max()) > 1e-3
 
@@ -101,17 +101,17 @@ def test_the_stream_is_the_decoders(params):
     close(SPEC.norm(out, params["norm"]), hidden)
 
 
-def test_only_selected_layers_get_gradients_and_none_below_the_lowest(params, expected):
-    """The second layer of row 1 alone; row 0 is not computed again, so the cotangent is that of row 1's input."""
+def test_only_selected_layers_get_gradients_and_none_below_the_lowest(params, jax_gradients):
+    """Only the second layer of row 1; row 0 is not computed again, so the cotangent is that of row 1's input."""
 
-    def one(place, row):
+    def select(place, row):
         return (place == 1) & (row == 1)
 
-    _, d_x, found = jax.jit(lambda params: explicit(params, one, 1))(params)
-    wanted = {
+    _, d_x, found_gradients = jax.jit(lambda params: explicit(params, select, 1))(params)
+    expected_gradients = {
         path: jnp.zeros_like(leaf).at[1].set(leaf[1]) if path.startswith("0.1/") else jnp.zeros_like(leaf)
-        for path, leaf in flatten(expected[0]).items()
+        for path, leaf in flatten(jax_gradients[0]).items()
     }
-    for path, leaf in wanted.items():
-        close(flatten(found)[path], leaf)
-    assert float(jnp.abs(d_x - expected[1]).max()) > 1e-2
+    for path, leaf in expected_gradients.items():
+        close(flatten(found_gradients)[path], leaf)
+    assert float(jnp.abs(d_x - jax_gradients[1]).max()) > 1e-2

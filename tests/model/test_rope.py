@@ -45,12 +45,12 @@ def test_heads_are_rotated_as_in_transformers(function, dim, interleaved, double
     expected, _ = function(q, k, *cos_sin(dim, doubled))
     spec = RopeSpec(10000.0, dim, interleaved=interleaved)
     segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 3, 3]])
-    found = rotate(
+    actual = rotate(
         jnp.asarray(q.transpose(1, 2).numpy()),
         *angles(spec, jnp.asarray(POSITIONS), jnp.asarray(POSITIONS), segments),
         interleaved=interleaved,
     )
-    np.testing.assert_allclose(found, expected.transpose(1, 2).numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, expected.transpose(1, 2).numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_ropes_of_several_layers_are_told_apart():
@@ -62,7 +62,8 @@ def test_ropes_of_several_layers_are_told_apart():
 
 
 def test_rotations_follow_their_own_positions_and_visibility_the_order():
-    """Beside transformers, whose causal mask goes by the order, with positions that repeat and fall within the text."""
+    """Against transformers, whose causal mask goes by the order, with positions that repeat and fall within the
+    text."""
     model = torch_model("llama3")
     spec, params = same_weights(model)
     ids = np.random.default_rng(0).integers(0, spec.vocab, (2, 9))
@@ -75,9 +76,9 @@ def test_rotations_follow_their_own_positions_and_visibility_the_order():
         {"tokens": ids, "positions": order, "segment_ids": jnp.ones_like(order), "rope_positions": jnp.asarray(turns)}
     )
     compute = Compute(attention="direct")
-    found = logits(params, spec, forward(params, spec, compute, inputs).hidden)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)  # float32 in two orders of summing
+    actual = logits(params, spec, forward(params, spec, compute, inputs).hidden)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)  # float32 in two orders of summing
     plain = forward(params, spec, compute, dataclasses.replace(inputs, rope_positions=None)).hidden
-    same = forward(params, spec, compute, dataclasses.replace(inputs, rope_positions=order)).hidden
-    np.testing.assert_array_equal(plain, same)
-    assert not np.allclose(logits(params, spec, plain), found, atol=1e-2)
+    again = forward(params, spec, compute, dataclasses.replace(inputs, rope_positions=order)).hidden
+    np.testing.assert_array_equal(plain, again)
+    assert not np.allclose(logits(params, spec, plain), actual, atol=1e-2)

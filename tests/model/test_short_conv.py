@@ -1,4 +1,4 @@
-"""Short convolutions beside torch's Conv1d: documents packed in a row, and rows read in parts over a cache."""
+"""Short convolutions against torch's Conv1d: documents packed in a row, and rows read in parts over a cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rows_of_different_lengths_are_read_in_parts():
     lengths, parts = (3, 8), ((2, 5), (1, 1), (0, 1), (0, 1))
     x = RNG.normal(size=(2, 8, 5)).astype(np.float32)
     arrays = {name: jnp.zeros((1, *spec.shape)) for name, spec in SPEC.cache(2, "float32").items()}
-    cache, read, found = LayerCache(arrays, 0, jnp.zeros(2, jnp.int32)), [0, 0], ([], [])
+    cache, read, outputs = LayerCache(arrays, 0, jnp.zeros(2, jnp.int32)), [0, 0], ([], [])
     for part in parts:
         width = max(part)
         tokens, segments = np.full((2, width, 5), np.float32(7)), np.zeros((2, width), np.int32)
@@ -64,11 +64,11 @@ def test_rows_of_different_lengths_are_read_in_parts():
         assert after is not None
         cache = dataclasses.replace(after, lengths=cache.lengths + jnp.asarray(part))
         for row, count in enumerate(part):
-            found[row].extend(np.asarray(y[row, :count]))
+            outputs[row].extend(np.asarray(y[row, :count]))
             read[row] += count
     assert tuple(read) == lengths
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(np.stack(found[row]), by_torch(x[row, :length]), atol=1e-6, rtol=0)
+        np.testing.assert_allclose(np.stack(outputs[row]), by_torch(x[row, :length]), atol=1e-6, rtol=0)
 
 
 def test_a_mesh_with_cp_is_refused_with_the_reason():

@@ -1,4 +1,4 @@
-"""The state-space recurrence of Mamba-2 and its gradients beside a float64 loop of its formula in torch."""
+"""The state-space recurrence of Mamba-2 and its gradients against a float64 loop of its formula in torch."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_every_segment_is_the_loop_from_a_zero_state_and_so_are_gradients():
         expected, last = loop(*leaves)
         np.testing.assert_allclose(y[0, document], expected.detach().numpy(), atol=2e-5, rtol=0)
         (expected * torch.tensor(cotangent[0, document])).sum().backward()
-        for found, leaf in zip(gradients, leaves, strict=True):
+        for actual, leaf in zip(gradients, leaves, strict=True):
             assert leaf.grad is not None
             theirs = leaf.grad.numpy()
-            np.testing.assert_allclose(found[0, document], theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
+            np.testing.assert_allclose(actual[0, document], theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
         start += length
     assert last is not None
     np.testing.assert_allclose(state[0], last.detach().numpy(), atol=2e-5, rtol=0)
@@ -62,11 +62,11 @@ def test_a_row_in_parts_is_the_row():
     """A prompt, a further prompt and single tokens over the state: padding with g = u = 0 changes nothing."""
     row = inputs(1)._replace(segment_ids=jnp.ones((1, sum(LENGTHS)), jnp.int32))
     rule = jax.jit(state_space)
-    whole, last = rule(row)
+    expected, last = rule(row)
     state, outputs = None, []
     for start, stop in ((0, 70), (70, 147), (147, 148)):
         part = SsdInputs(*(jnp.pad(a[:, start:stop], [(0, 0), (0, 3)] + [(0, 0)] * (a.ndim - 2)) for a in row))
         y, state = rule(part._replace(segment_ids=jnp.ones_like(part.segment_ids)), state)
         outputs.append(y[:, : stop - start])
-    np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(np.concatenate(outputs, axis=1), expected, atol=2e-5, rtol=0)
     np.testing.assert_allclose(state, last, atol=2e-5, rtol=0)

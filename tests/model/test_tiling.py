@@ -35,22 +35,22 @@ def batch():
     weights = rng.choice([0.0, 1.0, 0.5], (ROWS, LENGTH)) * (segments > 0)
     tokens, targets = rng.integers(1, 97, (2, ROWS, LENGTH))
     numbers = {"tokens": tokens, "targets": targets, "positions": positions, "segment_ids": segments}
-    made = {name: jnp.asarray(array, jnp.int32) for name, array in numbers.items()}
-    return made | {"weights": jnp.asarray(weights, jnp.float32)}
+    columns = {name: jnp.asarray(array, jnp.int32) for name, array in numbers.items()}
+    return columns | {"weights": jnp.asarray(weights, jnp.float32)}
 
 
 @pytest.fixture(scope="module", params=["lora", pytest.param("full", marks=pytest.mark.slow)])
 def case(request):
-    """(spec, what is differentiated, what is not) of a model with biases, norms of heads, and a window."""
+    """(spec, trained tree, frozen tree) of a model with biases, norms of heads, and a window."""
     spec, params = same_weights(torch_model("qwen3_bias_window"))
     if request.param == "full":
         return spec, params, {}
-    made = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
+    prepared = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
     # B starts at zero, and then A has no gradient that could be compared.
     trainable = jax.tree.map(
-        lambda leaf: leaf + 0.05 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), made.trainable
+        lambda leaf: leaf + 0.05 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), prepared.trainable
     )
-    return made.spec, trainable, made.frozen
+    return prepared.spec, trainable, prepared.frozen
 
 
 def loss_and_gradients(case, compute, batch):
@@ -72,12 +72,12 @@ def flatten_all(tree):
 
 
 @pytest.fixture(scope="module")
-def whole(case, batch):
+def of_whole_rows(case, batch):
     return loss_and_gradients(case, PLAIN, batch)
 
 
 QUICK = [{"mlp_chunk": 16}, {"attention_chunk": 20, "mlp_chunk": 7, "remat": "full", "offload": ("residual",)}]
-OTHERS = [
+SLOW = [
     {"mlp_chunk": 1, "remat": "selective"},
     {"attention_chunk": 16},
     {"attention_chunk": 30, "remat": "selective", "offload": ("residual",)},
@@ -85,24 +85,26 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("change", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)], ids=str)
-def test_chunks_of_a_row_give_what_the_row_gives(case, batch, whole, change):
+@pytest.mark.parametrize(
+    "change", [*QUICK, *(pytest.param(change, marks=pytest.mark.slow) for change in SLOW)], ids=str
+)
+def test_chunks_of_a_row_give_what_the_row_gives(case, batch, of_whole_rows, change):
     loss, gradients = loss_and_gradients(case, dataclasses.replace(PLAIN, **change), batch)
-    assert loss == pytest.approx(whole[0], rel=1e-6)
-    assert gradients.keys() == whole[1].keys()
-    for path, expected in whole[1].items():
+    assert loss == pytest.approx(of_whole_rows[0], rel=1e-6)
+    assert gradients.keys() == of_whole_rows[1].keys()
+    for path, expected in of_whole_rows[1].items():
         np.testing.assert_allclose(gradients[path], expected, rtol=0, atol=CLOSE * np.abs(expected).max(), err_msg=path)
 
 
 @pytest.mark.parametrize("remat", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_a_residual_stream_on_the_host_changes_no_bit(case, batch, remat):
-    here, there = (
+    on_device, on_host = (
         loss_and_gradients(case, dataclasses.replace(PLAIN, remat=remat, offload=offload), batch)
         for offload in ((), ("residual",))
     )
-    assert here[0] == there[0]
-    for path, expected in here[1].items():
-        np.testing.assert_array_equal(there[1][path], expected, err_msg=path)
+    assert on_device[0] == on_host[0]
+    for path, expected in on_device[1].items():
+        np.testing.assert_array_equal(on_host[1][path], expected, err_msg=path)
 
 
 def temporaries(change, batch):
@@ -127,7 +129,7 @@ def test_a_row_by_chunks_takes_less_memory(batch):
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_function_over_chunks_is_the_function(length, chunk, ranks, narrow):
     """Also where chunks do not divide a row, and where results have another shape than x: results, sums over tokens,
-    and the gradients of shared arrays, of x and of what is beside it."""
+    and the gradients of shared arrays, of x and of the arrays next to it."""
     keys = jax.random.split(jax.random.key(length + chunk), 4)
     x, side = (jax.random.normal(key, (3, length, 6)) for key in keys[:2])
     shared = {"w": jax.random.normal(keys[2], (4 if narrow else 6, 6)), "fixed": jnp.float32(2.0)}
@@ -148,8 +150,8 @@ def test_a_function_over_chunks_is_the_function(length, chunk, ranks, narrow):
     gradients, results = gradient(shared["w"], x, side, chunk)
     # float32, sums of a few dozen numbers in another order; where tanh is near one, its derivative has fewer digits.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), results, expected)
-    for ours, whole in zip(gradients, expected_gradients, strict=True):
-        np.testing.assert_allclose(ours, whole, rtol=0, atol=CLOSE * float(jnp.abs(whole).max()))
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=CLOSE * float(jnp.abs(theirs).max()))
 
 
 def test_what_is_not_trained_has_no_gradient_computed():
@@ -173,11 +175,11 @@ def test_what_is_not_trained_has_no_gradient_computed():
 
 def test_dropout_draws_anew_for_every_chunk():
     spec, params = same_weights(torch_model("llama3"))
-    made = prepare(LoraConfig(rank=4, dropout=0.5), spec, params, jax.random.key(0))
-    trainable = jax.tree.map(lambda leaf: leaf + 0.05, made.trainable)
-    same = jnp.full((1, 32), 5, jnp.int32)
-    row = Inputs(same, jnp.zeros_like(same), jnp.arange(1, 33)[None])
+    prepared = prepare(LoraConfig(rank=4, dropout=0.5), spec, params, jax.random.key(0))
+    trainable = jax.tree.map(lambda leaf: leaf + 0.05, prepared.trainable)
+    tokens = jnp.full((1, 32), 5, jnp.int32)
+    row = Inputs(tokens, jnp.zeros_like(tokens), jnp.arange(1, 33)[None])
     compute = Compute(attention_chunk=8, mlp_chunk=4)
-    hidden = forward(merge(trainable, made.frozen), made.spec, compute, row, rng=jax.random.key(1)).hidden
+    hidden = forward(merge(trainable, prepared.frozen), prepared.spec, compute, row, rng=jax.random.key(1)).hidden
     # Every token is a document of its own and the same; only what is dropped tells them apart.
     assert len(np.unique(np.asarray(hidden[0, :, 0]))) == 32

@@ -1,7 +1,7 @@
-"""The house is open: blocks that are defined in this file go through everything that the product's own do.
+"""Blocks defined outside of the package: those of this file pass through everything that the built-in ones do.
 
 The mixer averages the values of a token's past, and its cache is a running sum. The feed-forward network reads a side
-input of every token and returns sums, of which the model's loss has a part.
+input of every token and returns sums, and the model's loss includes one of them.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ class MeanSpec(Mixer):
         else:
             values, past = self.memory(x, node, context), rows
         if cache is None:
-            seen = (rows.segment_ids[:, :, None] == past.segment_ids[:, None, :]) & (rows.segment_ids > 0)[:, :, None]
-            seen &= rows.positions[:, :, None] >= past.positions[:, None, :]
-            total = jnp.einsum("bts,bsw->btw", seen.astype(x.dtype), values["v"])
+            visible = (rows.segment_ids[:, :, None] == past.segment_ids[:, None, :]) & (rows.segment_ids > 0)[
+                :, :, None
+            ]
+            visible &= rows.positions[:, :, None] >= past.positions[:, None, :]
+            total = jnp.einsum("bts,bsw->btw", visible.astype(x.dtype), values["v"])
         else:
             real = (rows.segment_ids > 0)[..., None]
             total = cache.read("total")[:, None] + jnp.cumsum(jnp.where(real, values["v"], 0), axis=1)
@@ -185,7 +187,7 @@ def toy_tensors(spec):
 
 
 @contextlib.contextmanager
-def registered() -> Iterator[None]:
+def register_toy() -> Iterator[None]:
     """With the toy among the families."""
     FAMILIES["toy"] = "toy"
     sys.modules["meshtune.families.toy"] = types.SimpleNamespace(model_spec=toy_spec, tensors=toy_tensors)  # pyright: ignore[reportArgumentType]
@@ -195,11 +197,11 @@ def registered() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _toy_family():
-    with registered():
+    with register_toy():
         yield
 
 
-with registered():
+with register_toy():
     SPEC = model_spec(CONFIG)
 SGD = OptimizerConfig("sgd", 0.05, "constant")
 
@@ -276,14 +278,14 @@ def test_loss_and_gradients_are_those_of_plain_loops(name):
     """The sums' part of the loss and the gradient of the side table included."""
     params, arrays = parameters(), micro(batch())
     expected, gradient = jax.value_and_grad(plain_loss)(params, arrays)
-    found, ours = jax.jit(jax.value_and_grad(loss), static_argnums=2)(params, arrays, COMPUTES[name])
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    value, ours = jax.jit(jax.value_and_grad(loss), static_argnums=2)(params, arrays, COMPUTES[name])
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
     assert float(jnp.abs(ours["side_table"]["weight"]).max()) > 1e-3
     for path, leaf in flatten(gradient).items():  # float32, sums of some hundred numbers in another order
         np.testing.assert_allclose(flatten(ours)[path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
-def updated(config, steps=3, compute=COMPUTES["remat"]):
+def run_updates(config, steps=3, compute=COMPUTES["remat"]):
     arrays = abstract(FullConfig(), SPEC)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, SPEC)
     step = make_train_step(OBJECTIVES["sft"], SPEC, compute, optimizer)
@@ -297,14 +299,14 @@ def updated(config, steps=3, compute=COMPUTES["remat"]):
 
 def test_an_update_in_the_backward_pass_gives_side_inputs_their_gradient():
     """Layer by layer, on whole rows and by chunks: the same updates as with all gradients at once."""
-    losses, expected = updated(SGD)
+    losses, expected = run_updates(SGD)
     for compute in (COMPUTES["remat"], COMPUTES["rows by chunks"]):
-        again, found = updated(dataclasses.replace(SGD, in_backward=True), compute=compute)
+        again, actual = run_updates(dataclasses.replace(SGD, in_backward=True), compute=compute)
         assert again == pytest.approx(losses, rel=1e-6)
         start = flatten(parameters())["side_table/weight"]
-        assert float(jnp.abs(found["side_table/weight"] - start).max()) > 1e-4
+        assert float(jnp.abs(actual["side_table/weight"] - start).max()) > 1e-4
         for path, leaf in expected.items():
-            np.testing.assert_allclose(found[path], leaf, rtol=0, atol=2e-6, err_msg=path)
+            np.testing.assert_allclose(actual[path], leaf, rtol=0, atol=2e-6, err_msg=path)
 
 
 def in_backward(params, objective):
@@ -336,11 +338,11 @@ def test_an_objective_that_goes_through_the_model_twice_is_refused():
 
 
 def test_the_active_layer_alone_is_updated():
-    losses, found = updated(
+    losses, actual = run_updates(
         OptimizerConfig("badam", 1e-2, "constant", switch_every=1, block_order="ascending"), steps=1
     )
     assert losses[0] == pytest.approx(float(plain_loss(parameters(), micro(batch()))), rel=1e-6)
-    moved = np.asarray(found["layers/0.0/mlp/side/weight"] != flatten(parameters())["layers/0.0/mlp/side/weight"])
+    moved = np.asarray(actual["layers/0.0/mlp/side/weight"] != flatten(parameters())["layers/0.0/mlp/side/weight"])
     assert moved[0].any()
     assert not moved[1:].any()
 
@@ -356,7 +358,7 @@ def test_decoding_over_its_own_cache_is_the_whole_row():
         assert answer == expected[0, len(prompt) - 1 :].tolist()
 
 
-def exported(folder):
+def export_toy(folder):
     """A directory with the parameters, and what `export_model` verified of it."""
     source = folder / "source"
     source.mkdir()
@@ -367,20 +369,20 @@ def exported(folder):
 
 def test_lora_over_nf4_is_trained_on_every_linear_layer(tmp_path):
     """The quantised forward pass is that of the dequantised weights, and every adapter gets a gradient."""
-    directory, _ = exported(tmp_path)
+    directory, _ = export_toy(tmp_path)
     quantised = load_params(directory, SPEC, quantize=QuantizeConfig("nf4", block_size=32))
-    made = prepare(LoraConfig(rank=4), SPEC, quantised, jax.random.key(1))
-    sites = {path.removeprefix("layers/0.0/").removesuffix("/adapter") for path in flatten(made.trainable)}
+    prepared = prepare(LoraConfig(rank=4), SPEC, quantised, jax.random.key(1))
+    sites = {path.removeprefix("layers/0.0/").removesuffix("/adapter") for path in flatten(prepared.trainable)}
     assert sites == {"mean/v", "mean/out", "mlp/up", "mlp/side", "mlp/down"}
     arrays, compute = micro(batch()), Compute(loss_chunk=8)
     wide = {
         path: leaf.dequantise("float32") if isinstance(leaf, QuantisedWeight) else leaf
-        for path, leaf in flatten(made.frozen).items()
+        for path, leaf in flatten(prepared.frozen).items()
     }
-    assert sum(isinstance(leaf, QuantisedWeight) for leaf in flatten(made.frozen).values()) == 5
-    found = loss(merge(made.trainable, made.frozen), arrays, compute)
-    assert float(found) == pytest.approx(float(loss(unflatten(wide), arrays, compute)), rel=1e-6)
-    gradient = jax.grad(lambda trained: loss(merge(trained, made.frozen), arrays, compute))(made.trainable)
+    assert sum(isinstance(leaf, QuantisedWeight) for leaf in flatten(prepared.frozen).values()) == 5
+    value = loss(merge(prepared.trainable, prepared.frozen), arrays, compute)
+    assert float(value) == pytest.approx(float(loss(unflatten(wide), arrays, compute)), rel=1e-6)
+    gradient = jax.grad(lambda trained: loss(merge(trained, prepared.frozen), arrays, compute))(prepared.trainable)
     for path, adapter in flatten(gradient).items():
         assert float(jnp.abs(adapter.b).max()) > 0, path
 
@@ -388,7 +390,7 @@ def test_lora_over_nf4_is_trained_on_every_linear_layer(tmp_path):
 def test_it_is_exported_and_read_again(tmp_path):
     """A matrix stored transposed included; export_model verifies logits from the files by itself."""
     params = parameters()
-    directory, _ = exported(tmp_path)
+    directory, _ = export_toy(tmp_path)
     files = {name: array for file in directory.glob("*.safetensors") for name, array in load_file(file).items()}
     np.testing.assert_array_equal(
         files["model.layers.1.mean.v.weight"].T, params["layers"]["0.0"]["mean"]["v"]["weight"][1]
@@ -449,9 +451,9 @@ def test_embeddings_in_place_of_tokens_and_their_gradient():
     place = {name: arrays[name] for name in ("tokens", "positions", "segment_ids")}
 
     def total(embeds, side):
-        given = Inputs(**place | {"tokens": jnp.zeros_like(place["tokens"])}, embeds=embeds, side={"token": side})
-        found = forward(params, spec, Compute(), given)
-        return jnp.sum(found.hidden**2) + layers_loss(spec, found.sums), found.hidden
+        inputs = Inputs(**place | {"tokens": jnp.zeros_like(place["tokens"])}, embeds=embeds, side={"token": side})
+        output = forward(params, spec, Compute(), inputs)
+        return jnp.sum(output.hidden**2) + layers_loss(spec, output.sums), output.hidden
 
     gradients, hidden = jax.grad(total, argnums=(0, 1), has_aux=True)(embeds, side)
     expected = forward(params, SPEC, Compute(), Inputs(**place)).hidden
@@ -487,10 +489,10 @@ def test_fsdp_by_tp_is_one_device(tmp_path):
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     losses = json.loads(run.stdout.splitlines()[-1])
-    for one, several in losses:
-        np.testing.assert_allclose(several, one, rtol=2e-6)  # float32, summed over devices in another order
+    for single, several in losses:
+        np.testing.assert_allclose(several, single, rtol=2e-6)  # float32, summed over devices in another order
 
 
 if __name__ == "__main__":
-    with registered():
+    with register_toy():
         print(json.dumps([[on_mesh({}, late), on_mesh({"fsdp": 2, "tp": 2}, late)] for late in (False, True)]))

@@ -45,7 +45,7 @@ def case(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: (jnp.asarray(params["log_probs"]), NO_LAYERS))
 
-    def padded(per_token, dtype=np.float32):
+    def pad_rows(per_token, dtype=np.float32):
         """[2 * pairs, T]: the chosen answers, then the rejected ones, each from its own beginning."""
         out = np.zeros((2 * PAIRS, per_token.shape[1]), dtype)
         for row in range(PAIRS):
@@ -54,7 +54,7 @@ def case(tmp_path, monkeypatch):
                 out[side * PAIRS + row, : segment.sum()] = per_token[row][segment]
         return torch.tensor(out)
 
-    return batch, log_probs, reference, padded
+    return batch, log_probs, reference, pad_rows
 
 
 def ours(stage, options, batch, log_probs, reference=None):
@@ -66,7 +66,7 @@ def ours(stage, options, batch, log_probs, reference=None):
     return float(score.loss / score.weight), {name: float(value) for name, value in metric_means(score).items()}
 
 
-def summed(batch, per_token, tail=None):
+def sum_log_probs(batch, per_token, tail=None):
     """The reference's log-probabilities as a batch has them, [rows, 2]."""
     out = np.zeros((PAIRS, 2), np.float32)
     for row in range(PAIRS):
@@ -131,7 +131,7 @@ def trl_inputs(padded, batch):
 def test_dpo(case, options, theirs):
     batch, log_probs, reference, padded = case
     tail = options.get("ld_alpha")
-    reference_sums = summed(batch, reference, tail)
+    reference_sums = sum_log_probs(batch, reference, tail)
     loss, metrics = ours("dpo", options, batch, log_probs, reference_sums)
     fields = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "loss_weights": [1.0], "use_weighting": False}
     self = trainer(DPOTrainer, f_divergence_type="reverse_kl", **fields | theirs)
@@ -152,10 +152,10 @@ def test_dpo(case, options, theirs):
 def test_conservative_dpo_is_the_mixture_of_both_labels(case):
     """trl's sigmoid loss no longer smooths labels; its CPO loss, without a reference, is the same formula."""
     batch, log_probs, reference, _ = case
-    reference_sums = summed(batch, reference)
+    reference_sums = sum_log_probs(batch, reference)
     loss, _ = ours("dpo", {"label_smoothing": 0.1}, batch, log_probs, reference_sums)
     self = trainer(CPOTrainer, beta=0.1, alpha=0.0, loss_type="sigmoid", label_smoothing=0.1)
-    ratios = torch.tensor(summed(batch, log_probs) - reference_sums)
+    ratios = torch.tensor(sum_log_probs(batch, log_probs) - reference_sums)
     losses, *_ = CPOTrainer.cpo_loss(self, ratios[:, 0], ratios[:, 1])
     np.testing.assert_allclose(loss, losses.mean().item(), **CLOSE)
 
@@ -177,9 +177,9 @@ def test_cpo_and_simpo(case, stage, options, theirs):
     loss, metrics = ours(stage, options, batch, log_probs)
     smoothing = options.get("label_smoothing", 0.0)
     self = trainer(CPOTrainer, **{"beta": 0.1, "alpha": 0.0, "label_smoothing": smoothing, **theirs})
-    sums = summed(batch, log_probs)
+    sums = sum_log_probs(batch, log_probs)
     if theirs["loss_type"] in ("simpo", "ipo"):
-        sums = sums / summed(batch, (batch["weights"] > 0).astype(np.float32))
+        sums = sums / sum_log_probs(batch, (batch["weights"] > 0).astype(np.float32))
     losses, chosen, rejected = CPOTrainer.cpo_loss(self, torch.tensor(sums[:, 0]), torch.tensor(sums[:, 1]))
     rows = padded(log_probs)[:PAIRS]
     nll = -rows.sum() / (padded(batch["weights"])[:PAIRS] > 0).sum()
@@ -190,7 +190,7 @@ def test_cpo_and_simpo(case, stage, options, theirs):
 def test_orpo(case):
     batch, log_probs, _, padded = case
     loss, metrics = ours("orpo", {"beta": 0.25}, batch, log_probs)
-    means_ = summed(batch, log_probs) / summed(batch, (batch["weights"] > 0).astype(np.float32))
+    means_ = sum_log_probs(batch, log_probs) / sum_log_probs(batch, (batch["weights"] > 0).astype(np.float32))
     self = trainer(ORPOTrainer, beta=0.25)
     losses, chosen, _, _, odds = ORPOTrainer.odds_ratio_loss(
         self, torch.tensor(means_[:, 0]), torch.tensor(means_[:, 1])
@@ -207,7 +207,7 @@ def test_kto(case, weights, shift):
     """The second document of a unit is its companion, whose mean log-ratio is the baseline: 0 where negative."""
     batch, log_probs, reference, padded = case
     batch["values"] = np.array([[1], [0], [0], [1], [1]], np.float32)
-    reference_sums = summed(batch, reference) - np.array([0.0, shift], np.float32)
+    reference_sums = sum_log_probs(batch, reference) - np.array([0.0, shift], np.float32)
     options = {"beta": 0.2, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
     loss, metrics = ours("kto", options, batch, log_probs, reference_sums)
     self = trainer(

@@ -40,7 +40,7 @@ OPTIONS = {
 }
 
 
-def adapted(rank=4):
+def adapted_model(rank=4):
     """(spec, trainable with adapters that do something, frozen)."""
     spec, params = same_weights(torch_model("llama3"))
     prepared = prepare(LoraConfig(rank=rank), spec, params, jax.random.key(0))
@@ -69,7 +69,7 @@ def loss_and_gradient(stage, options, spec, trainable, frozen, arrays):
 )
 def test_packed_units_equal_units_in_rows_of_their_own(stage, tmp_path):
     """Loss, metrics and gradients of six units: in six rows, and packed into two. Float32 sums in another order."""
-    spec, trainable, frozen = adapted()
+    spec, trainable, frozen = adapted_model()
     documents = random_pairs(97, 6, longest=12, seed=2)
     for number, document in enumerate(documents):
         documents[number] = (*document[:2], float(number // 2 % 2))
@@ -78,10 +78,10 @@ def test_packed_units_equal_units_in_rows_of_their_own(stage, tmp_path):
     packed = loader_of(documents, tmp_path, packing=True, rows=2, max_length=60, nll=nll).batch(0).arrays
     assert packed["units"].sum() == 6
     assert packed["units"].sum(-1).max() > 1
-    one, other = (
+    first, second = (
         loss_and_gradient(stage, OPTIONS[stage], spec, trainable, frozen, arrays) for arrays in (apart, packed)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), one, other)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), first, second)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
@@ -107,7 +107,7 @@ def test_disabled_adapters_equal_the_cached_reference(stage, tmp_path):
 
 
 def test_every_headline_metric_is_one_that_the_objective_reports(tmp_path):
-    spec, trainable, frozen = adapted()
+    spec, trainable, frozen = adapted_model()
     documents = random_pairs(97, 2, longest=6, seed=5)
     for name in ("dpo", "kto"):
         arrays = loader_of(documents, tmp_path).batch(0).arrays
@@ -138,27 +138,27 @@ def pairs_file(path, count=12):
     return path
 
 
-def run(model, tmp_path, *more):
+def run(model, tmp_path, *overrides):
     file = pairs_file(tmp_path / "pairs.json")
     fields = [f"model.path={model}", "model.chat_template=chatml", f"output={tmp_path / 'run'}", f"data.train={file}"]
     small = ["train.steps=3", "train.batch_size=2", "train.micro_batch=1", "data.max_length=96", "data.validation=2"]
     base = tmp_path / "recipe.yaml"
     base.write_text("model: x\ndata: x\noutput: x\n")
-    return train(load_recipe(str(base), [*fields, *small, "optimizer.learning_rate=0.01", *more]))
+    return train(load_recipe(str(base), [*fields, *small, "optimizer.learning_rate=0.01", *overrides]))
 
 
 @pytest.fixture
 def titles(monkeypatch):
     """(title, unit) of every loss plot that is drawn."""
-    seen = []
+    names = []
 
     def draw(*data, title, unit):
-        seen.append((title, unit))
+        names.append((title, unit))
         original(*data, title=title, unit=unit)
 
     original = plot.draw
     monkeypatch.setattr(plot, "draw", draw)
-    return seen
+    return names
 
 
 def scores_of(reward, tokenizer, rows):
@@ -208,9 +208,9 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
         load(result.path)
     if method == "lora":
         merged = export(tmp_path / "run", tmp_path / "merged", merge=True).path
-        whole = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
-        assert whole.config.pad_token_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
-        np.testing.assert_allclose(scores_of(whole, tokenizer, rows), theirs, rtol=1e-4, atol=1e-5)
+        reloaded = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
+        assert reloaded.config.pad_token_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
+        np.testing.assert_allclose(scores_of(reloaded, tokenizer, rows), theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -235,20 +235,20 @@ def test_a_full_run_is_compared_with_its_cached_start(model, tmp_path, monkeypat
 
 
 def test_a_reference_with_another_tokenizer_is_refused(model, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    tokenizer_json = json.loads((other / "tokenizer.json").read_text())
+    reference = tmp_path / "other"
+    shutil.copytree(model, reference)
+    tokenizer_json = json.loads((reference / "tokenizer.json").read_text())
     vocab = tokenizer_json["model"]["vocab"]
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+    (reference / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     with pytest.raises(UserError, match="another tokenizer"):
-        run(model, tmp_path, "stage=dpo", f"stage.reference={other}")
+        run(model, tmp_path, "stage=dpo", f"stage.reference={reference}")
 
 
 @pytest.mark.parametrize(("rows", "is_same"), [(0, True), (4, False)])
 def test_a_start_calibrated_on_data_depends_on_the_rows(rows, is_same):
-    """What is kept of a reference on disk is found again by what made the start."""
+    """The stored log-probabilities of a reference are found again by the data that made the start."""
     method = {"adapter": "loftq", "loftq_calibration": rows}
     raw = {"model": "m", "data": "d.json", "output": "o", "quantize": "nf4", "stage": "dpo", "method": method}
     first, second = (made_start(load_recipe(raw | {"train": {"batch_size": size}}, [])) for size in (4, 8))

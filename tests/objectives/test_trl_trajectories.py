@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow  # a minute and a half of CPU time
 
 STEPS, PAIRS, RATE = 20, 4, 2e-3
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
-WORDS = "the cat sat on a mat while seven birds sang of rain and old red boats near some hill".split()
+VOCABULARY = "the cat sat on a mat while seven birds sang of rain and old red boats near some hill".split()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def texts(seed=0):
     rng = np.random.default_rng(seed)
 
     def phrase(low, high):
-        return " " + " ".join(rng.choice(WORDS, rng.integers(low, high)))
+        return " " + " ".join(rng.choice(VOCABULARY, rng.integers(low, high)))
 
     return [
         {"prompt": phrase(2, 5).strip(), "chosen": phrase(2, 9), "rejected": phrase(2, 9)} for _ in range(STEPS * PAIRS)
@@ -92,7 +92,7 @@ def arguments(kind, where, **options):
     )
 
 
-def recorded(kind):
+def recording_trainer(kind):
     """A trainer that notes the inputs and the loss of every update."""
 
     class Recorded(kind):
@@ -105,7 +105,7 @@ def recorded(kind):
     return Recorded
 
 
-def unpadded(ids, mask, learned):
+def unpad_rows(ids, mask, learned):
     """(ids, learned) of every row."""
     return [
         (i[t > 0].tolist(), (m[t > 0] > 0).tolist())
@@ -122,13 +122,13 @@ def side_by_side(first, second, values):
 
 
 def dpo_units(inputs):
-    rows = unpadded(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
+    rows = unpad_rows(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
     return side_by_side(rows[: len(rows) // 2], rows[len(rows) // 2 :], [0.0] * (len(rows) // 2))
 
 
 def kto_units(inputs):
     first, second = (
-        unpadded(*(inputs[prefix + name] for name in ("input_ids", "attention_mask", "completion_mask")))
+        unpad_rows(*(inputs[prefix + name] for name in ("input_ids", "attention_mask", "completion_mask")))
         for prefix in ("", "KL_")
     )
     return side_by_side(first, second, inputs["label"].float().tolist())
@@ -136,7 +136,7 @@ def kto_units(inputs):
 
 def orpo_units(inputs):
     sides = [
-        unpadded(inputs[f"{s}_input_ids"], inputs[f"{s}_attention_mask"], (inputs[f"{s}_labels"] != -100).int())
+        unpad_rows(inputs[f"{s}_input_ids"], inputs[f"{s}_attention_mask"], (inputs[f"{s}_labels"] != -100).int())
         for s in ("chosen", "rejected")
     ]
     return side_by_side(*sides, [0.0] * len(sides[0]))
@@ -144,7 +144,7 @@ def orpo_units(inputs):
 
 def reward_units(inputs):
     """As data.units makes them: the score is read where a token after the last would be predicted."""
-    rows = [ids for ids, _ in unpadded(inputs["input_ids"], inputs["attention_mask"], inputs["attention_mask"])]
+    rows = [ids for ids, _ in unpad_rows(inputs["input_ids"], inputs["attention_mask"], inputs["attention_mask"])]
     rows = [([*ids, ids[-1]], [0] * len(ids) + [1]) for ids in rows]
     return side_by_side(rows[: len(rows) // 2], rows[len(rows) // 2 :], [0.0] * (len(rows) // 2))
 
@@ -188,7 +188,7 @@ def test_dpo(tmp_path, tokenizer):
     root = directory(tmp_path / "model", transformers.AutoModelForCausalLM, tokenizer)
     model = transformers.AutoModelForCausalLM.from_pretrained(root)
     ask = arguments(DPOConfig, tmp_path / "run", beta=0.3, max_length=64)
-    trainer = recorded(DPOTrainer)(
+    trainer = recording_trainer(DPOTrainer)(
         model=model, args=ask, train_dataset=datasets.Dataset.from_list(texts()), processing_class=tokenizer
     )
     follow(trainer, dpo_units, "dpo", {"beta": 0.3}, root, tmp_path)
@@ -203,7 +203,7 @@ def test_kto(tmp_path, tokenizer):
         for n, record in enumerate(texts(1))
     ]
     ask = arguments(KTOConfig, tmp_path / "run", beta=0.3, max_length=64, undesirable_weight=1.5)
-    trainer = recorded(KTOTrainer)(
+    trainer = recording_trainer(KTOTrainer)(
         model=model, args=ask, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
     )
     follow(trainer, kto_units, "kto", {"beta": 0.3, "undesirable_weight": 1.5}, root, tmp_path)
@@ -213,7 +213,7 @@ def test_orpo(tmp_path, tokenizer):
     root = directory(tmp_path / "model", transformers.AutoModelForCausalLM, tokenizer)
     model = transformers.AutoModelForCausalLM.from_pretrained(root)
     ask = arguments(ORPOConfig, tmp_path / "run", beta=0.3, max_length=64, remove_unused_columns=False)
-    trainer = recorded(ORPOTrainer)(
+    trainer = recording_trainer(ORPOTrainer)(
         model=model, args=ask, train_dataset=datasets.Dataset.from_list(texts(2)), processing_class=tokenizer
     )
     follow(trainer, orpo_units, "orpo", {"beta": 0.3}, root, tmp_path, nll="all")  # trl's covers the prompt too
@@ -224,7 +224,7 @@ def test_reward_model(tmp_path, tokenizer):
     assert model_spec(json.loads((root / "config.json").read_text())).scored
     model = transformers.AutoModelForSequenceClassification.from_pretrained(root, num_labels=1)
     ask = arguments(RewardConfig, tmp_path / "run", max_length=64, center_rewards_coefficient=0.05)
-    trainer = recorded(RewardTrainer)(
+    trainer = recording_trainer(RewardTrainer)(
         model=model, args=ask, train_dataset=datasets.Dataset.from_list(texts(3)), processing_class=tokenizer
     )
     follow(trainer, reward_units, "rm", {"centre": 0.05}, root, tmp_path)

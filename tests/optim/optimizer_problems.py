@@ -63,8 +63,8 @@ def gradient(value, noise):
     return 0.3 * value + noise
 
 
-def seen(optimizer, tree):
-    """What else an update is given: a curvature, to one that asks for it."""
+def update_options(optimizer, tree):
+    """Returns the other arguments of an update: a curvature, for an optimizer that needs it."""
     return (
         {"curvature": lambda: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) ** 2, tree)}
         if optimizer.needs_hessian
@@ -83,7 +83,9 @@ def run_with_state(config, params, noise, steps, state=None):
 
     @jax.jit
     def step(tree, state, noise):
-        updates, state = optimizer.update(jax.tree.map(gradient, tree, noise), state, tree, **seen(optimizer, tree))
+        updates, state = optimizer.update(
+            jax.tree.map(gradient, tree, noise), state, tree, **update_options(optimizer, tree)
+        )
         return optax.apply_updates(tree, updates), state
 
     state = optimizer.init(tree) if state is None else state
@@ -96,8 +98,8 @@ def run_torch(make, params, noise, steps, per_layer=False):
     """`make(decayed, others) -> optimizer`. `per_layer` gives torch each layer by itself."""
 
     def split(tensors):
-        kept = [p for name, ps in tensors.items() for p in ps if "norm" not in name and "bias" not in name]
-        return make(kept, [p for name, ps in tensors.items() for p in ps if "norm" in name or "bias" in name])
+        decayed = [p for name, ps in tensors.items() for p in ps if "norm" not in name and "bias" not in name]
+        return make(decayed, [p for name, ps in tensors.items() for p in ps if "norm" in name or "bias" in name])
 
     return run_torch_named(split, params, noise, steps, per_layer)
 

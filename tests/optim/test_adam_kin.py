@@ -10,7 +10,7 @@ from adam_mini import Adam_mini
 from optimizer_problems import CONSTANT, SPEC, assert_close, problem, run_ours, run_torch_named, run_with_state, tree_of
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.optim.adamw8bit import block, decoded, encoded
+from meshtune.optim.adamw8bit import block, decode_moments, encode_moments
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.muon import orthogonal
 from meshtune.quantize.scales import dynamic_map, nearest_codes
@@ -42,9 +42,9 @@ def nearest(monkeypatch):
 # of the 256 values may be kept as either of them; which, is the machine's to say. Some updates of at most 1e-2 then
 # differ: for one number, or for the block whose largest it is. Hence a bound of five updates for all, and a close one
 # for all but one number in twenty, four blocks of 80 (here: one in a hundred; with a moment in 32 bits, one in four).
-@pytest.mark.parametrize(("steps", "most", "usual"), [(1, 1e-6, 1e-6), (50, 5e-2, 1e-4)])
+@pytest.mark.parametrize(("steps", "bound", "usual"), [(1, 1e-6, 1e-6), (50, 5e-2, 1e-4)])
 @pytest.mark.usefixtures("nearest")
-def test_adamw8bit_equals_bitsandbytes(steps, most, usual):
+def test_adamw8bit_equals_bitsandbytes(steps, bound, usual):
     params, noise = problem(LARGE, steps=steps)
     config = OptimizerConfig("adamw8bit", RATE, CONSTANT, weight_decay=0.1)
 
@@ -57,7 +57,7 @@ def test_adamw8bit_equals_bitsandbytes(steps, most, usual):
         return bitsandbytes.optim.AdamW8bit([*short, *tensors["embed/weight"]], lr=RATE, weight_decay=0.1)
 
     got, expected = run_ours(config, params, noise, steps), run_torch_named(make, params, noise, steps)
-    assert_close(got, expected, most)
+    assert_close(got, expected, bound)
     apart = np.concatenate([np.abs(got[name] - expected[name]).ravel() for name in LARGE])
     assert (apart > usual).mean() < 0.05
 
@@ -69,14 +69,14 @@ def test_codes_are_the_nearest_of_bitsandbytes_values(signed):
     numbers = np.random.default_rng(0).normal(size=(16, 512)).astype(np.float32)
     numbers = numbers if signed else numbers**2
     numbers[3] = 0
-    codes, largest = (np.asarray(part) for part in encoded(jnp.asarray(numbers), signed=signed))
+    codes, largest = (np.asarray(part) for part in encode_moments(jnp.asarray(numbers), signed=signed))
     blocks = numbers.reshape(16, 2, 256).astype(np.float64)
     np.testing.assert_array_equal(largest, np.abs(blocks).max(axis=-1))
     shares = np.divide(blocks, largest[..., None], out=np.zeros_like(blocks), where=largest[..., None] > 0)
     least = np.abs(shares.reshape(16, 512, 1) - values).min(axis=-1)
     chosen = np.abs(shares.reshape(16, 512) - values[codes])
     np.testing.assert_allclose(chosen, least, rtol=0, atol=1e-7)
-    restored = np.asarray(decoded(jnp.asarray(codes), jnp.asarray(largest), signed=signed))
+    restored = np.asarray(decode_moments(jnp.asarray(codes), jnp.asarray(largest), signed=signed))
     np.testing.assert_allclose(restored, values[codes] * np.repeat(largest, 256, axis=1), rtol=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_codes_by_table_are_those_of_a_binary_search(signed):
     bounds = (values[:-1] + values[1:]) / np.float32(2)
     rng = np.random.default_rng(0)
     small = np.exp(rng.uniform(-25, 0, 100_000)).astype(np.float32)
-    beside = [np.nextafter(bounds, np.float32(way)) for way in (-2, 2)]
+    beside = [np.nextafter(bounds, np.float32(infinity)) for infinity in (-2, 2)]
     shares = np.concatenate([small, bounds, *beside, values, np.float32([0, -0.0, 1, 1e-45])])
     shares = np.concatenate([shares, -shares]) if signed else np.abs(shares)
     np.testing.assert_array_equal(nearest_codes(jnp.asarray(shares), signed=signed), np.searchsorted(bounds, shares))
@@ -98,10 +98,10 @@ def test_blocks_divide_rows_and_lie_as_the_parameter():
     tree = tree_of(
         {GATE: spec, "layers/0.0/mlp/up/weight": ArraySpec((4, 8, 8191), "float32", spec.axes, role="matrix")}
     )
-    kept = make_optimizer(OptimizerConfig("adamw8bit"), 10, tree)[0].specs(tree)["kept"]
-    assert (kept[GATE]["m"].dtype, kept[GATE]["m"].shape, kept[GATE]["m"].axes) == ("uint8", spec.shape, spec.axes)
-    assert (kept[GATE]["v_largest"].shape, kept[GATE]["v_largest"].axes) == ((4, 64, 3), spec.axes)
-    assert set(kept["layers/0.0/mlp/up/weight"]) == {"m", "v"}  # its rows have no blocks worth it
+    specs = make_optimizer(OptimizerConfig("adamw8bit"), 10, tree)[0].specs(tree)["kept"]
+    assert (specs[GATE]["m"].dtype, specs[GATE]["m"].shape, specs[GATE]["m"].axes) == ("uint8", spec.shape, spec.axes)
+    assert (specs[GATE]["v_largest"].shape, specs[GATE]["v_largest"].axes) == ((4, 64, 3), spec.axes)
+    assert set(specs["layers/0.0/mlp/up/weight"]) == {"m", "v"}  # its rows have no blocks worth it
 
 
 MINI = {
@@ -135,7 +135,7 @@ def test_adam_mini_equals_its_authors_code(steps):
 def test_adam_mini_keeps_a_second_moment_a_block():
     params, noise = problem(MINI)
     _, _, state = run_with_state(OptimizerConfig("adam_mini", RATE, CONSTANT), params, noise, 1)
-    shapes = {path: kept["v"].shape for path, kept in state["kept"].items()}
+    shapes = {path: moments["v"].shape for path, moments in state["kept"].items()}
     assert shapes == {
         Q: (3, 2), K: (3, 1), GATE: (3, 16), DOWN: (3, 8), NORM: (3,), BIAS: (3, 8), "norm/weight": (),
         "embed/weight": (11,),
@@ -158,13 +158,13 @@ def test_muon_equals_torch(monkeypatch, match_rms, steps):
     class Split:
         def __init__(self, tensors):
             matrices = [*tensors[Q], *tensors[DOWN]]
-            way = "match_rms_adamw" if match_rms else "original"
-            muon = torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn=way)
-            others = [
+            rate_rule = "match_rms_adamw" if match_rms else "original"
+            muon = torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn=rate_rule)
+            vectors = [
                 {"params": tensors["embed/weight"], "weight_decay": 0.1},
                 {"params": tensors[NORM], "weight_decay": 0.0},
             ]
-            self.parts = (muon, torch.optim.AdamW(others, lr=RATE))
+            self.parts = (muon, torch.optim.AdamW(vectors, lr=RATE))
 
         def step(self):
             for part in self.parts:

@@ -18,11 +18,11 @@ from meshtune.optim.build import OptimizerConfig, make_optimizer
 Q, NORM = "layers/0.0/attn/q/weight", "layers/0.0/attn_norm/weight"
 SHAPES = {Q: (3, 8, 6), NORM: (3, 6), "norm/weight": (6,), "embed/weight": (11, 6)}
 NAMES = {Q: "self_attn.q_proj.weight", NORM: "input_layernorm.weight"}
-EVERY, RATE = 4, 1e-2
+PERIOD, RATE = 4, 1e-2
 
 
-def config(**more):
-    return OptimizerConfig("badam", RATE, CONSTANT, weight_decay=0.1, switch_every=EVERY, **more)
+def config(**fields):
+    return OptimizerConfig("badam", RATE, CONSTANT, weight_decay=0.1, switch_every=PERIOD, **fields)
 
 
 def ours(config, params, noise, steps, dtype="float32", state=None, start=0):
@@ -34,11 +34,11 @@ def ours(config, params, noise, steps, dtype="float32", state=None, start=0):
     @jax.jit
     def step(tree, state, noise):
         row = blocks.active(state["count"]).row
-        every = {
+        gradients = {
             path: gradient(value, noise[path]) for path, value in flatten(tree).items() if path.startswith("layers/")
         }
-        mine = unflatten({path: value[row] for path, value in every.items()})
-        return *blocks.updated(mine, state, tree, jnp.bool_(True)), row
+        active = unflatten({path: value[row] for path, value in gradients.items()})
+        return *blocks.update(active, state, tree, jnp.bool_(True)), row
 
     state = optimizer.init(tree) if state is None else state
     for at in range(start, start + steps):
@@ -58,7 +58,7 @@ def theirs(params, noise, steps, mode, dtype=torch.float32):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = BlockOptimizer(
-            inner, [(name, p) for name, *_, p in named], switch_block_every=EVERY, switch_mode=mode, verbose=0
+            inner, [(name, p) for name, *_, p in named], switch_block_every=PERIOD, switch_mode=mode, verbose=0
         )
     optimizer.global_step = -1  # it counts an update ahead: its first layer would have one update less than the others
     for group in optimizer.param_groups:  # decay is told from norms by their class there
@@ -69,7 +69,9 @@ def theirs(params, noise, steps, mode, dtype=torch.float32):
             p.grad = gradient(p.detach(), torch.tensor(part).to(dtype)) if p.requires_grad else None
         optimizer.step()
     return {
-        path: np.stack([p.detach().float().numpy() for _, own, _, p in named if own == path]).reshape(value.shape)
+        path: np.stack([p.detach().float().numpy() for _, full_path, _, p in named if full_path == path]).reshape(
+            value.shape
+        )
         for path, value in params.items()
     }
 
@@ -86,19 +88,19 @@ def theirs(params, noise, steps, mode, dtype=torch.float32):
 def test_badam_equals_its_authors_code(steps, mode, dtype, atol):
     params, noise = problem(SHAPES, steps=steps)
     rounded = {path: np.asarray(jnp.asarray(value, dtype), np.float32) for path, value in params.items()}
-    found, _, _ = ours(config(block_order=mode, no_decay=()), params, noise, steps, dtype)
+    actual, _, _ = ours(config(block_order=mode, no_decay=()), params, noise, steps, dtype)
     expected = theirs(rounded, noise, steps, mode, getattr(torch, dtype))
     for path in (Q, NORM):
-        np.testing.assert_allclose(found[path], expected[path], rtol=0, atol=atol, err_msg=path)
+        np.testing.assert_allclose(actual[path], expected[path], rtol=0, atol=atol, err_msg=path)
     for path in ("norm/weight", "embed/weight"):
-        np.testing.assert_array_equal(found[path], rounded[path])
+        np.testing.assert_array_equal(actual[path], rounded[path])
 
 
 def test_a_random_order_takes_every_layer_once_a_round_and_depends_on_the_seed():
-    params, noise = problem(SHAPES, steps=8 * 3 * EVERY)
-    turns = ours(config(block_order="random"), params, noise, 8 * 3 * EVERY)[2]
-    rounds = [tuple(turns[start : start + 3 * EVERY : EVERY]) for start in range(0, len(turns), 3 * EVERY)]
-    assert all(set(one) == {0, 1, 2} for one in rounds)
+    params, noise = problem(SHAPES, steps=8 * 3 * PERIOD)
+    turns = ours(config(block_order="random"), params, noise, 8 * 3 * PERIOD)[2]
+    rounds = [tuple(turns[start : start + 3 * PERIOD : PERIOD]) for start in range(0, len(turns), 3 * PERIOD)]
+    assert all(set(turn) == {0, 1, 2} for turn in rounds)
     assert len(set(rounds)) > 1
     assert ours(config(block_order="random", seed=1), params, noise, len(turns))[2] != turns
 
@@ -107,16 +109,16 @@ def test_going_on_within_a_turn_is_bit_exact():
     params, noise = problem(SHAPES)
     expected, _, _ = ours(config(), params, noise, 10)
     half, state, _ = ours(config(), params, noise, 6)
-    rest, _, _ = ours(config(), half, noise, 4, state=state, start=6)
+    resumed, _, _ = ours(config(), half, noise, 4, state=state, start=6)
     for path, value in expected.items():
-        np.testing.assert_array_equal(rest[path], value)
+        np.testing.assert_array_equal(resumed[path], value)
 
 
 def test_its_state_and_gradients_are_of_one_layer():
     def array(shape, axes, dtype, role="matrix"):
         return ArraySpec(shape, dtype, axes, role=role)
 
-    for dtype, kept in (("float32", {"m", "v"}), ("bfloat16", {"m", "v", "copy"})):
+    for dtype, names in (("float32", {"m", "v"}), ("bfloat16", {"m", "v", "copy"})):
         tree = tree_of(
             {
                 Q: array((3, 8, 6), ("layers", "heads", "embed"), dtype),
@@ -126,11 +128,11 @@ def test_its_state_and_gradients_are_of_one_layer():
         optimizer, _ = make_optimizer(config(), 10, tree, SPEC)
         state = optimizer.specs(tree)["kept"]
         assert set(state) == {Q}
-        assert set(state[Q]) == kept
-        assert {(one.shape, one.axes, one.dtype) for one in state[Q].values()} == {
+        assert set(state[Q]) == names
+        assert {(spec.shape, spec.axes, spec.dtype) for spec in state[Q].values()} == {
             ((8, 6), ("heads", "embed"), "float32")
         }
-        assert {path: one.shape for path, one in optimizer.gradients(tree).items()} == {Q: (8, 6)}
+        assert {path: spec.shape for path, spec in optimizer.gradients(tree).items()} == {Q: (8, 6)}
 
 
 def test_what_has_no_layers_to_take_turns_is_refused():

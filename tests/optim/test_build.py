@@ -19,8 +19,8 @@ from optimizer_problems import (
     run_ours,
     run_torch,
     run_with_state,
-    seen,
     tree_of,
+    update_options,
 )
 from transformers.optimization import Adafactor
 
@@ -36,8 +36,8 @@ def test_adamw_equals_torch(steps, decay):
     params, noise = problem()
     config = OptimizerConfig("adamw", 1e-2, CONSTANT, weight_decay=decay, beta1=0.85, beta2=0.97, eps=1e-5)
 
-    def make(kept, free):
-        groups = [{"params": kept, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
+    def make(decayed, free):
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=1e-2, betas=(0.85, 0.97), eps=1e-5)
 
     assert_close(run_ours(config, params, noise, steps), run_torch(make, params, noise, steps), atol=2e-6)
@@ -49,8 +49,8 @@ def test_sgd_equals_torch(steps, momentum):
     params, noise = problem()
     config = OptimizerConfig("sgd", 1e-2, CONSTANT, momentum=momentum)
 
-    def make(kept, free):
-        return torch.optim.SGD([*kept, *free], lr=1e-2, momentum=momentum)
+    def make(decayed, free):
+        return torch.optim.SGD([*decayed, *free], lr=1e-2, momentum=momentum)
 
     assert_close(run_ours(config, params, noise, steps), run_torch(make, params, noise, steps), atol=5e-6)
 
@@ -82,8 +82,8 @@ def test_adafactor_equals_transformers_layer_by_layer():
     steps, decay = 10, 0.1
     config = OptimizerConfig("adafactor", 1e-2, CONSTANT, weight_decay=decay)
 
-    def make(kept, free):
-        groups = [{"params": kept, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
+    def make(decayed, free):
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
         return Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False, warmup_init=False)
 
     expected = run_torch(make, params, noise, steps, per_layer=True)
@@ -154,7 +154,7 @@ def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_b
         state = optimizer.init(tree)
         large = set(SHAPES.values())
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.shape in large} == {expected}
-        updates, after = optimizer.update(tree, state, tree, **seen(optimizer, tree))
+        updates, after = optimizer.update(tree, state, tree, **update_options(optimizer, tree))
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
         moved = optax.apply_updates(tree, updates)
         assert {str(x.dtype) for x in jax.tree.leaves(moved)} == {dtype}
@@ -196,9 +196,9 @@ def test_going_on_from_a_state_is_bit_exact_and_the_state_is_as_its_specs_say(na
     expected = run_ours(config, params, noise, 6)
     half, optimizer, state = run_with_state(config, params, noise, 3)
     state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
-    rest, _, _ = run_with_state(config, half, {path: value[3:] for path, value in noise.items()}, 3, state)
+    resumed, _, _ = run_with_state(config, half, {path: value[3:] for path, value in noise.items()}, 3, state)
     for path, value in expected.items():
-        np.testing.assert_array_equal(rest[path], value)
+        np.testing.assert_array_equal(resumed[path], value)
     specs = optimizer.specs(abstract_of(tree_of(params)))
     assert jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), specs

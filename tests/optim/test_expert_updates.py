@@ -13,7 +13,7 @@ import torch
 from galore_torch import GaLoreAdamW
 from optimizer_problems import CONSTANT
 from test_adam_kin import nearest  # noqa: F401
-from test_low_rank_optimizers import signed  # noqa: F401
+from test_low_rank_optimizers import fixed_signs  # noqa: F401
 
 from families.cases import BY_NAME
 from meshtune.adapters.config import FullConfig
@@ -39,7 +39,7 @@ RATE, UPDATES, LAYERS, EXPERTS = 1e-2, 3, 2, 4
 
 
 def qwen3_moe(width: int) -> ModelSpec:
-    """Two layers of four experts [width, width], of which two compute a token."""
+    """Two layers of four experts [width, width], two of them for each token."""
     norm = NormSpec(1e-5)
     experts = ExpertsSpec(RouterSpec(EXPERTS, 2), width, LAYERS)
     layer = LayerSpec(AttentionSpec(2, 1, 8, rope=RopeSpec(1e4, 8)), experts, norm)
@@ -115,7 +115,7 @@ SHARE_APART = {"muon": (1e-4, 0.0), "galore": (1e-4, 0.002), "adamw8bit": (1e-5,
 @pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.usefixtures("nearest", "signed")
+@pytest.mark.usefixtures("nearest", "fixed_signs")
 def test_every_expert_is_updated_as_a_matrix_of_its_own(name, mixture, monkeypatch):
     """Of the model's own gradients, at our parameters before each update."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # torch's Muon iterates in bf16

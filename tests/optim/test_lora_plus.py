@@ -27,7 +27,7 @@ RATE, RATIO, STEPS = 1e-3, 16.0, 5
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_steps_are_those_of_peft(decay: float, tmp_path):
-    """A, B, an embedding and a norm trained beside them, which peft decays too; gradients are random. Float32 rounding
+    """A, B, an embedding and a norm trained with them, which peft decays too; gradients are random. Float32 rounding
     over five updates of at most 0.016 each: 1e-6."""
     plain = torch_model("llama3")
     spec, _ = same_weights(plain)
@@ -45,20 +45,22 @@ def test_steps_are_those_of_peft(decay: float, tmp_path):
         return load_adapter(tmp_path / name, spec).trainable
 
     ours = tree("start")
-    made = OptimizerConfig("adamw", RATE, "constant", weight_decay=decay, lora_plus_ratio=RATIO, no_decay=())
-    optimizer, _ = make_optimizer(made, STEPS, abstract_of(ours))
+    optimizer_config = OptimizerConfig(
+        "adamw", RATE, "constant", weight_decay=decay, lora_plus_ratio=RATIO, no_decay=()
+    )
+    optimizer, _ = make_optimizer(optimizer_config, STEPS, abstract_of(ours))
     theirs = create_loraplus_optimizer(
         model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=RATIO, loraplus_weight_decay=decay, weight_decay=decay
     )
     state = optimizer.init(ours)
     for step in range(STEPS):
-        kept = {name: p.data.clone() for name, p in trained.items()}
+        before = {name: p.data.clone() for name, p in trained.items()}
         for parameter in trained.values():
             parameter.grad = torch.randn_like(parameter)
             parameter.data = parameter.grad.clone()
         gradients = tree(f"gradient-{step}")
         for name, parameter in trained.items():
-            parameter.data = kept[name]
+            parameter.data = before[name]
         theirs.step()
         updates, state = optimizer.update(gradients, state, ours)
         ours = jax.tree.map(lambda p, u: p + u, ours, updates)
@@ -69,7 +71,7 @@ def test_steps_are_those_of_peft(decay: float, tmp_path):
 A, B, EMBED = "layers/0.0/attn/q/adapter/a", "layers/0.0/attn/q/adapter/b", "embed/weight"
 
 
-def adapted():
+def adapted_specs():
     return unflatten(
         {
             A: ArraySpec((2, 4, 4), "float32", ("layers", "rank", "embed"), role="matrix"),
@@ -81,8 +83,8 @@ def adapted():
 
 def first_changes(config):
     """The changes of the first update, for random gradients, by path."""
-    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted())
-    optimizer, _ = make_optimizer(config, STEPS, adapted(), SPEC)
+    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted_specs())
+    optimizer, _ = make_optimizer(config, STEPS, adapted_specs(), SPEC)
     draw = np.random.default_rng(0)
     gradients = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), jnp.float32), tree)
     changes, _ = optimizer.update(gradients, optimizer.init(tree), tree)
@@ -91,13 +93,13 @@ def first_changes(config):
 
 def test_embeddings_have_their_own_rate_and_b_its_multiple():
     config = OptimizerConfig("sgd", RATE, "constant", lora_plus_ratio=RATIO, lora_plus_embedding_rate=1e-6)
-    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted())
-    optimizer, _ = make_optimizer(config, STEPS, adapted())
+    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted_specs())
+    optimizer, _ = make_optimizer(config, STEPS, adapted_specs())
     ones = jax.tree.map(jnp.ones_like, tree)
     changes, _ = optimizer.update(ones, optimizer.init(tree), tree)
-    found = {path: -float(change.ravel()[0]) for path, change in named_leaves(changes)}
-    wanted = {"embed/weight": 1e-6, "layers/0.0/attn/q/adapter/a": RATE, "layers/0.0/attn/q/adapter/b": RATE * RATIO}
-    assert found == pytest.approx(wanted)
+    actual = {path: -float(change.ravel()[0]) for path, change in named_leaves(changes)}
+    expected = {"embed/weight": 1e-6, "layers/0.0/attn/q/adapter/a": RATE, "layers/0.0/attn/q/adapter/b": RATE * RATIO}
+    assert actual == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adam_mini", "muon", "adafactor", "lion", "schedule_free"])
@@ -123,7 +125,7 @@ def test_what_has_no_a_and_b_refuses_the_ratio(recipe: dict, reason: str, tmp_pa
     with pytest.raises(UserError, match=f"(?s){reason}"):
         load_recipe({"model": "m", "data": "d.json", "output": "o", **recipe})
     with pytest.raises(UserError, match="one rate for all"):
-        make_optimizer(OptimizerConfig("prodigy", lora_plus_ratio=2.0), STEPS, adapted())
+        make_optimizer(OptimizerConfig("prodigy", lora_plus_ratio=2.0), STEPS, adapted_specs())
     with pytest.raises(UserError, match="no adapter here"):
         make_optimizer(
             OptimizerConfig(lora_plus_ratio=2.0),

@@ -23,29 +23,29 @@ RANK, GAP, RATE = 3, 7, 1e-2
 
 def groups(tensors, **low):
     narrow = [row for name in (TALL, WIDE) for row in tensors[name]]
-    others = [row for name in tensors if name not in (TALL, WIDE) for row in tensors[name]]
-    return [{"params": narrow, "rank": RANK, "update_proj_gap": GAP, "proj_type": "std", **low}, {"params": others}]
+    usual = [row for name in tensors if name not in (TALL, WIDE) for row in tensors[name]]
+    return [{"params": narrow, "rank": RANK, "update_proj_gap": GAP, "proj_type": "std", **low}, {"params": usual}]
 
 
 @pytest.fixture
-def signed(monkeypatch):
+def fixed_signs(monkeypatch):
     """The authors' projector with the sign of each singular vector fixed, which its definition leaves open."""
     plain = GaLoreProjector.get_orthogonal_matrix
 
-    def fixed(self, weights, rank, type):
-        found = plain(self, weights, rank, type)
-        rows = found if type == "right" else found.T
+    def fix_signs(self, weights, rank, type):
+        projector = plain(self, weights, rank, type)
+        rows = projector if type == "right" else projector.T
         largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
         rows = rows * torch.where(largest < 0, -1.0, 1.0)
         return rows if type == "right" else rows.T
 
-    monkeypatch.setattr(GaLoreProjector, "get_orthogonal_matrix", fixed)
+    monkeypatch.setattr(GaLoreProjector, "get_orthogonal_matrix", fix_signs)
 
 
 # Two singular value decompositions in float32: directions agree to about 1e-6 over the gap between singular values,
 # and eight of them are found anew in fifty updates of up to 1e-2 each.
 @pytest.mark.parametrize(("steps", "atol"), [(1, 2e-6), (50, 1e-4)])
-@pytest.mark.usefixtures("signed")
+@pytest.mark.usefixtures("fixed_signs")
 def test_galore_equals_its_authors_code(steps, atol):
     params, noise = problem(SHAPES, steps=steps)
     config = OptimizerConfig("galore", RATE, CONSTANT, rank=RANK, update_gap=GAP, scale=0.5)
@@ -95,8 +95,8 @@ def test_apollo_draws_another_projector_for_every_layer_and_period():
         )
 
     np.testing.assert_array_equal(at(0, 0), at(0, GAP - 1))
-    for other in (at(0, GAP), at(1, 0), at(0, 0, WIDE)):
-        assert np.abs(at(0, 0) - other).max() > 0.1
+    for projector in (at(0, GAP), at(1, 0), at(0, 0, WIDE)):
+        assert np.abs(at(0, 0) - projector).max() > 0.1
 
 
 def test_galore_projects_onto_the_largest_singular_directions():
@@ -104,8 +104,8 @@ def test_galore_projects_onto_the_largest_singular_directions():
     rng = np.random.default_rng(3)
     for shape in ((9, 5), (5, 9)):
         gradient = rng.normal(size=shape).astype(np.float32)
-        found = np.asarray(main_directions(jnp.asarray(gradient), 2), np.float64)
-        rows = found if shape[0] > shape[1] else found.T
+        directions = np.asarray(main_directions(jnp.asarray(gradient), 2), np.float64)
+        rows = directions if shape[0] > shape[1] else directions.T
         u, _, vt = np.linalg.svd(gradient.astype(np.float64))
         expected = vt[:2] if shape[0] > shape[1] else u[:, :2].T
         np.testing.assert_allclose(rows.T @ rows, expected.T @ expected, atol=1e-5)
@@ -121,15 +121,15 @@ def test_state_is_narrow_and_says_where_it_lies(name):
         WIDE: ArraySpec((3, 32, 64), "float32", ("layers", "embed", "ffn"), role="matrix"),
     })  # fmt: skip
     optimizer, _ = make_optimizer(OptimizerConfig(name, rank=4), 10, tree)
-    kept = optimizer.specs(tree)["kept"]
-    assert (kept[TALL]["m"].shape, kept[TALL]["m"].axes) == ((3, 64, 4), ("layers", "ffn", "rank"))
-    assert (kept[WIDE]["v"].shape, kept[WIDE]["v"].axes) == ((3, 4, 64), ("layers", "rank", "ffn"))
+    specs = optimizer.specs(tree)["kept"]
+    assert (specs[TALL]["m"].shape, specs[TALL]["m"].axes) == ((3, 64, 4), ("layers", "ffn", "rank"))
+    assert (specs[WIDE]["v"].shape, specs[WIDE]["v"].axes) == ((3, 4, 64), ("layers", "rank", "ffn"))
     if name == "galore":
-        assert (kept[TALL]["projector"].shape, kept[TALL]["projector"].axes) == (
+        assert (specs[TALL]["projector"].shape, specs[TALL]["projector"].axes) == (
             (3, 4, 32),
             ("layers", "rank", "embed"),
         )
-        assert (kept[WIDE]["projector"].shape, kept[WIDE]["projector"].axes) == (
+        assert (specs[WIDE]["projector"].shape, specs[WIDE]["projector"].axes) == (
             (3, 32, 4),
             ("layers", "embed", "rank"),
         )

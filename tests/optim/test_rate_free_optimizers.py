@@ -13,10 +13,10 @@ from meshtune.optim.build import OptimizerConfig
 RATE = 1e-2
 
 
-def every(tensors):
-    kept = [row for name, rows in tensors.items() for row in rows if "norm" not in name and "bias" not in name]
+def groups_of(tensors):
+    decayed = [row for name, rows in tensors.items() for row in rows if "norm" not in name and "bias" not in name]
     free = [row for name, rows in tensors.items() for row in rows if "norm" in name or "bias" in name]
-    return [{"params": kept, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
 
 
 # float32 on both sides, but x is kept there and made from y and z here.
@@ -24,20 +24,20 @@ def every(tensors):
 def test_schedule_free_equals_its_authors_code_where_it_trains_and_where_it_is_evaluated(steps):
     params, noise = problem(steps=steps)
     config = OptimizerConfig("schedule_free", RATE, CONSTANT, weight_decay=0.1, beta1=0.85)
-    made = {}
+    built = {}
 
     def make(tensors):
-        made["optimizer"] = AdamWScheduleFreeReference(every(tensors), lr=RATE, betas=(0.85, 0.999))
-        made["optimizer"].train()
-        made["tensors"] = tensors
-        return made["optimizer"]
+        built["optimizer"] = AdamWScheduleFreeReference(groups_of(tensors), lr=RATE, betas=(0.85, 0.999))
+        built["optimizer"].train()
+        built["tensors"] = tensors
+        return built["optimizer"]
 
     expected = run_torch_named(make, params, noise, steps)
     got, optimizer, state = run_with_state(config, params, noise, steps)
     assert_close(got, expected, atol=1e-5)
-    made["optimizer"].eval()
+    built["optimizer"].eval()
     shown = flatten(optimizer.eval_params(tree_of(jax.tree.map(jax.numpy.asarray, got)), state))
-    for name, rows in made["tensors"].items():
+    for name, rows in built["tensors"].items():
         averages = np.stack([row.detach().numpy() for row in rows]) if name.startswith("layers/") else rows[0].detach()
         np.testing.assert_allclose(shown[name], averages, atol=1e-5, err_msg=name)
     if steps > 1:
@@ -70,7 +70,7 @@ def test_prodigy_equals_its_authors_code(steps, rtol):
     config = OptimizerConfig("prodigy", 1.0, CONSTANT, weight_decay=0.1, d_coef=2.0)
 
     def make(tensors):
-        return Prodigy(every(tensors), lr=1.0, use_bias_correction=True, d_coef=2.0)
+        return Prodigy(groups_of(tensors), lr=1.0, use_bias_correction=True, d_coef=2.0)
 
     got = run_ours(config, params, noise, steps)
     expected = run_torch_named(make, params, noise, steps)

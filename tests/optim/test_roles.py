@@ -1,4 +1,4 @@
-"""Optimizers switch on the roles of arrays: each expert is a matrix of its own, and an unknown role is refused."""
+"""Optimizers switch on the roles of arrays: each expert is a separate matrix, and an unknown role is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stack(role, shape, axes):
     return ArraySpec((LAYERS, *shape), "float32", ("layers", *axes), role=role)
 
 
-def moved(name, tree, specs, steps=3):
+def run_updates(name, tree, specs, steps=3):
     """(parameters, state) after updates with gradients that depend on the parameters."""
     optimizer, _ = make_optimizer(config(name), steps, specs, SPEC)
 
@@ -53,8 +53,8 @@ def test_experts_are_updated_as_if_each_were_a_matrix_of_its_own(name):
     flat = numbers.reshape(LAYERS * EXPERTS, 32, 160)
     experts = stack("experts", (EXPERTS, 32, 160), ("experts", "ffn", "embed"))
     matrices = ArraySpec(flat.shape, "float32", ("layers", "ffn", "embed"), role="matrix")
-    got, _ = moved(name, {"w": numbers}, {"w": experts})
-    expected, _ = moved(name, {"w": flat}, {"w": matrices})
+    got, _ = run_updates(name, {"w": numbers}, {"w": experts})
+    expected, _ = run_updates(name, {"w": flat}, {"w": matrices})
     np.testing.assert_allclose(got["w"].reshape(flat.shape), expected["w"], rtol=0, atol=1e-6)
 
 
@@ -62,7 +62,7 @@ def test_every_expert_has_random_projections_of_its_own():
     """Equal experts with equal gradients are moved differently by APOLLO, whose projections are drawn."""
     numbers = jnp.broadcast_to(jnp.linspace(-1, 1, 16 * 24).reshape(16, 24), (LAYERS, EXPERTS, 16, 24))
     experts = stack("experts", (EXPERTS, 16, 24), ("experts", "ffn", "embed"))
-    tree, _ = moved("apollo", {"w": numbers}, {"w": experts}, steps=1)
+    tree, _ = run_updates("apollo", {"w": numbers}, {"w": experts}, steps=1)
     rows = np.asarray(tree["w"]).reshape(-1, 16 * 24)
     assert len(np.unique(rows, axis=0)) == LAYERS * EXPERTS
 

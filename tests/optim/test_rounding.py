@@ -77,9 +77,9 @@ def test_small_updates_are_lost_without_it_and_kept_on_average_with_it(name):
     assert np.abs(expected).max() > 0
     assert along(run(name, "bfloat16", False)[path], expected) < 0.5
     # Of 3072 numbers, each of which moves by some units or none: the mean is known to a few percent.
-    kept = along(run(name, "bfloat16", True)[path], expected)
+    share = along(run(name, "bfloat16", True)[path], expected)
     # Prodigy's rate is the largest of its estimates, each of which has the noise of the weights.
-    assert kept > 1 if name == "prodigy" else kept == pytest.approx(1, abs=0.2)
+    assert share > 1 if name == "prodigy" else share == pytest.approx(1, abs=0.2)
 
 
 def test_an_update_in_the_backward_pass_draws_the_same_bits():
@@ -91,14 +91,14 @@ def test_an_update_in_the_backward_pass_draws_the_same_bits():
     assert optimizer.update_param is not None
     state = optimizer.init(tree)
     changes, _ = optimizer.update(gradients, state, tree)
-    whole = flatten(add_updates(tree, changes, jnp.int32(0), optimizer.stacked, optimizer.rounding))
+    updated = flatten(add_updates(tree, changes, jnp.int32(0), optimizer.stacked, optimizer.rounding))
     for path, leaf in flatten(tree).items():
         for layer in range(2) if path in optimizer.stacked else [None]:
             gradient, parameter, expected = (
-                tree if layer is None else tree[layer] for tree in (flatten(gradients)[path], leaf, whole[path])
+                tree if layer is None else tree[layer] for tree in (flatten(gradients)[path], leaf, updated[path])
             )
-            kept = jax.tree.map(lambda x, layer=layer: x if layer is None else x[layer], state["kept"][path])
-            new, _ = optimizer.update_param(path, gradient, kept, parameter, jnp.int32(0), jnp.int32(layer or 0))
+            layer_state = jax.tree.map(lambda x, layer=layer: x if layer is None else x[layer], state["kept"][path])
+            new, _ = optimizer.update_param(path, gradient, layer_state, parameter, jnp.int32(0), jnp.int32(layer or 0))
             np.testing.assert_array_equal(np.asarray(new, np.float32), np.asarray(expected, np.float32))
     assert not optimizer.row_separable, "parts of a matrix would all draw the same bits"
 
@@ -109,7 +109,7 @@ def test_every_update_layer_and_parameter_draws_other_bits():
     optimizer, _ = make_optimizer(config, 10, abstract_of(tree))
     between = jnp.full(SHAPES["norm/weight"], 1 + 2**-9, jnp.float32)  # half-way between two numbers
 
-    def drawn(path: str, layer: int, count: int, seed: int = 0) -> bytes:
+    def draw_bits(path: str, layer: int, count: int, seed: int = 0) -> bytes:
         rounding = (
             optimizer.rounding
             if not seed
@@ -119,9 +119,15 @@ def test_every_update_layer_and_parameter_draws_other_bits():
         )
         return np.asarray(rounding(between, jnp.dtype("bfloat16"), path, jnp.int32(layer), jnp.int32(count))).tobytes()
 
-    draws = [drawn("a", 0, 0), drawn("a", 1, 0), drawn("a", 0, 1), drawn("b", 0, 0), drawn("a", 0, 0, seed=1)]
+    draws = [
+        draw_bits("a", 0, 0),
+        draw_bits("a", 1, 0),
+        draw_bits("a", 0, 1),
+        draw_bits("b", 0, 0),
+        draw_bits("a", 0, 0, seed=1),
+    ]
     assert len(set(draws)) == len(draws)
-    assert drawn("a", 0, 0) == draws[0], "a resumed run draws what the run would have drawn"
+    assert draw_bits("a", 0, 0) == draws[0], "a resumed run draws what the run would have drawn"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Learning rates at every step equal those of transformers' schedulers, and the ends are where they are said to be."""
+"""Learning rates at every step equal those of transformers' schedulers, and they end at the stated step."""
 
 import jax
 import numpy as np

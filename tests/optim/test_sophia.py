@@ -37,16 +37,16 @@ def paper(gradients, curvatures, start):
 
 
 def test_fifty_updates_are_those_of_the_paper():
-    made = np.random.default_rng(0)
-    start = made.standard_normal((8, 6))
-    gradients, curvatures = made.standard_normal((50, 8, 6)), 1e4 * made.random((50, 8, 6))
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((8, 6))
+    gradients, curvatures = rng.standard_normal((50, 8, 6)), 1e4 * rng.random((50, 8, 6))
     params = {"w": jnp.asarray(start, jnp.float32)}
     optimizer, _ = make_optimizer(CONFIG, 50, abstract_of(params))
     state = optimizer.init(params)
     for g, c in zip(gradients, curvatures, strict=True):
-        seen = {"w": jnp.asarray(c, jnp.float32)}
+        diagonal = {"w": jnp.asarray(c, jnp.float32)}
         updates, state = optimizer.update(
-            {"w": jnp.asarray(g, jnp.float32)}, state, params, curvature=lambda seen=seen: seen
+            {"w": jnp.asarray(g, jnp.float32)}, state, params, curvature=lambda diagonal=diagonal: diagonal
         )
         params = jax.tree.map(jnp.add, params, updates)
     expected = paper(gradients, curvatures, start)
@@ -58,8 +58,8 @@ def test_fifty_updates_are_those_of_the_paper():
 
 
 def rows(spec, count=4, length=24):
-    made = np.random.default_rng(1)
-    tokens = made.integers(0, spec.vocab, (count, length)).astype(np.int32)
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, spec.vocab, (count, length)).astype(np.int32)
     return {
         "tokens": jnp.asarray(tokens),
         "targets": jnp.asarray(np.roll(tokens, -1, 1)),
@@ -69,7 +69,7 @@ def rows(spec, count=4, length=24):
     }
 
 
-def predicted(params, spec, compute, batch):
+def predict_logits(params, spec, compute, batch):
     """Logits [B, T, V], all at once."""
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     return logits(params, spec, forward(params, spec, compute, inputs).hidden)
@@ -77,13 +77,13 @@ def predicted(params, spec, compute, batch):
 
 def test_targets_are_drawn_from_what_the_model_predicts():
     """Of 400 draws at 96 positions the most likely token is drawn as often as it is likely: the mean over positions of
-    the difference has a standard deviation below 0.5 / sqrt(400 * 96), of which four are allowed. A chunk of 7 does not
+    the difference has a standard deviation below 0.5 / sqrt(400 * 96); four of these are allowed. A chunk of 7 does not
     divide the row."""
     spec, params = same_weights(torch_model("llama3"))
     batch, compute = rows(spec), Compute(loss_chunk=7)
     params["head"] = {"weight": 20 * params["head"]["weight"]}  # far from even
-    said = jax.jit(lambda params: predicted(params, spec, compute, batch))(params)
-    best, likely = said.argmax(-1), jax.nn.softmax(said).max(-1)
+    logits = jax.jit(lambda params: predict_logits(params, spec, compute, batch))(params)
+    best, likely = logits.argmax(-1), jax.nn.softmax(logits).max(-1)
     draw = jax.jit(lambda key: sample_targets(params, spec, compute, batch, key))
     hits = sum((draw(jax.random.key(n)) == best).astype(jnp.float32) for n in range(400)) / 400
     assert float(likely.mean()) > 3 / spec.vocab
@@ -94,48 +94,52 @@ def test_targets_are_drawn_from_what_the_model_predicts():
 
 def test_the_curvature_is_the_squared_gradient_of_drawn_targets():
     spec, params = same_weights(torch_model("llama3"))
-    made = prepare(FullConfig(), spec, params, jax.random.key(0))
+    prepared = prepare(FullConfig(), spec, params, jax.random.key(0))
     batch, compute, key = rows(spec), Compute(loss_chunk=8), jax.random.key(3)
 
-    def whole(learned):
-        return merge(learned, made.frozen)
+    def all_params(learned):
+        return merge(learned, prepared.frozen)
 
-    found = jax.jit(lambda learned: curvature(learned, whole, made.spec, compute, batch, key))(made.trainable)
-    own = jax.random.fold_in(key, 0x736F7068)
-    drawn = jax.jit(lambda learned: sample_targets(whole(learned), made.spec, compute, batch, own))(made.trainable)
+    squares = jax.jit(lambda learned: curvature(learned, all_params, prepared.spec, compute, batch, key))(
+        prepared.trainable
+    )
+    draw_key = jax.random.fold_in(key, 0x736F7068)
+    drawn = jax.jit(lambda learned: sample_targets(all_params(learned), prepared.spec, compute, batch, draw_key))(
+        prepared.trainable
+    )
 
     def mean_loss(learned):
-        said = predicted(whole(learned), made.spec, compute, batch)
-        losses = -jnp.take_along_axis(jax.nn.log_softmax(said), drawn[..., None], -1)[..., 0]
+        logits = predict_logits(all_params(learned), prepared.spec, compute, batch)
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[..., None], -1)[..., 0]
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
-    count, slope = float(batch["weights"].sum()), jax.jit(jax.grad(mean_loss))(made.trainable)
-    for mine, g in zip(jax.tree.leaves(found), jax.tree.leaves(slope), strict=True):
-        np.testing.assert_allclose(mine, count * g**2, rtol=1e-3, atol=1e-5 * float(jnp.max(count * g**2)))
+    count, slope = float(batch["weights"].sum()), jax.jit(jax.grad(mean_loss))(prepared.trainable)
+    for actual, g in zip(jax.tree.leaves(squares), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(actual, count * g**2, rtol=1e-3, atol=1e-5 * float(jnp.max(count * g**2)))
 
 
 def test_a_step_uses_the_curvature_of_its_first_micro_batch():
     spec, params = same_weights(torch_model("llama3"))
-    made = prepare(FullConfig(), spec, params, jax.random.key(0))
+    prepared = prepare(FullConfig(), spec, params, jax.random.key(0))
     batch = {name: array.reshape(2, 2, -1) for name, array in rows(spec).items()}
     optimizer, _ = make_optimizer(CONFIG, 10, abstract(FullConfig(), spec).trainable)
     compute = Compute(loss_chunk=8)
-    step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer)
+    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer)
     first = {name: array[0] for name, array in batch.items()}
     key = jax.random.fold_in(jax.random.key(5), 0)
 
     @jax.jit
     def bend(learned):
-        return curvature(learned, lambda learned: merge(learned, made.frozen), made.spec, compute, first, key)
+        return curvature(learned, lambda learned: merge(learned, prepared.frozen), prepared.spec, compute, first, key)
 
-    expected = bend(made.trainable)
-    state = init_state(jax.tree.map(jnp.copy, made.trainable), optimizer)
+    expected = bend(prepared.trainable)
+    state = init_state(jax.tree.map(jnp.copy, prepared.trainable), optimizer)
     losses = []
     for _ in range(12):
-        state, metrics = step(state, made.frozen, batch, jnp.int32(5))
+        state, metrics = step(state, prepared.frozen, batch, jnp.int32(5))
         losses.append(float(metrics["loss"]))
         if len(losses) == 1:
-            kept = state.opt_state[0].nu
-            for mine, c in zip(jax.tree.leaves(kept), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(mine, 0.01 * c, rtol=1e-3, atol=1e-5 * float(jnp.max(0.01 * c)))
+            moments = state.opt_state[0].nu
+            for actual, c in zip(jax.tree.leaves(moments), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(actual, 0.01 * c, rtol=1e-3, atol=1e-5 * float(jnp.max(0.01 * c)))
     assert losses[-1] < losses[0] - 0.3

@@ -134,12 +134,12 @@ def test_every_described_gpu_has_a_target_config(name):
 
 def test_capabilities_are_named_as_nvidia_does():
     by_name = known_devices({})
-    for name, words in {
+    for name, text in {
         "H100": "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
         "RTX4090": "major: 8 minor: 9 feature_extension: NONE",
         "RTX5090": "major: 12 minor: 0 feature_extension: ACCELERATED_FEATURES",
     }.items():
-        assert words in target_config(by_name[name])
+        assert text in target_config(by_name[name])
 
 
 def test_a_device_that_is_not_described_well_enough_says_what_is_missing():
@@ -260,7 +260,7 @@ TINY = {
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch) -> Recipe:
-    """A recipe for a model of which only the config exists."""
+    """A recipe for a model with a config but no weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     fields = {"model": str(tmp_path), "data": {"train": "none.jsonl", "max_length": 64}, "output": str(tmp_path / "o")}

@@ -46,9 +46,9 @@ def test_every_described_device_is_accepted_by_its_compiler(name):
 
 
 PINNED = """
-from meshtune.mesh.placement import offloaded
+from meshtune.mesh.placement import host_sharding
 f = jax.jit(lambda a, b: jax.device_put(a, jax.memory.Space.Device) @ b)
-args = (array((1024, 512), "bfloat16", offloaded(None)), array((512, 256), "bfloat16"))
+args = (array((1024, 512), "bfloat16", host_sharding(None)), array((512, 256), "bfloat16"))
 """
 
 
@@ -85,7 +85,7 @@ LLAMA_405B = {
 
 @pytest.fixture
 def recipe_405b(tmp_path):
-    """Llama 3.1 405B, LoRA of rank 8 on all linear layers, from its config alone."""
+    """Llama 3.1 405B, LoRA of rank 8 on all linear layers, from nothing but its config."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
 
     def make(rows: int, length: int, mesh: dict[str, int]) -> Recipe:

@@ -80,7 +80,7 @@ def test_the_planned_step_is_the_trained_step_on_a_mesh(tmp_path):
 
 @pytest.fixture
 def llama(tmp_path) -> dict:
-    """The fields of a recipe for a model of which only the config exists."""
+    """The fields of a recipe for a model with a config but no weights."""
     config = {
         "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,

@@ -22,14 +22,14 @@ BANDWIDTH = 3.352e12  # of an H100 SXM, B/s
 CACHE = 2 * 32 * 8 * 128 * 2  # bytes of a token
 
 
-def planned(target: str, recipe: str = "8b-lora-64k.yaml", **options) -> ServePlan:
+def plan_serving(target: str, recipe: str = "8b-lora-64k.yaml", **options) -> ServePlan:
     options = {"rows": [1, 64], "length": 4096, "reserve": 0.0} | options
     loaded = load_recipe(str(HEADLINE / recipe), [])
     return serve_plan(loaded, find_target(target), **options)
 
 
 def test_8b_on_an_h100_reads_its_weights_and_caches():
-    plan = planned("H100")
+    plan = plan_serving("H100")
     adapter = plan.weights - 2 * (LAYERS + 2 * VOCAB + NORMS)
     assert 0 < adapter < 0.01 * plan.weights
     assert plan.cache_row == CACHE * 4096
@@ -45,31 +45,34 @@ def test_8b_on_an_h100_reads_its_weights_and_caches():
     step = 4 * CACHE * 4096 / 2 / 32 + 12 * 128256  # four times a layer's keys, three times the logits
     assert plan.step_row == step
     assert plan.most_rows == int(room / (CACHE * 4096 + step))
-    assert [step.fits for step in planned("H100", rows=[plan.most_rows, plan.most_rows + 1]).steps] == [True, False]
+    assert [step.fits for step in plan_serving("H100", rows=[plan.most_rows, plan.most_rows + 1]).steps] == [
+        True,
+        False,
+    ]
 
 
 def test_devices_split_weights_and_caches_as_tp_does():
-    single, eight = planned("H100"), planned("8xH100")
+    single, eight = plan_serving("H100"), plan_serving("8xH100")
     assert eight.cache_row == single.cache_row / 8
     assert eight.weights == pytest.approx(single.weights / 8, rel=0.01)
 
 
 def test_a_quantised_base_reads_its_codes():
-    plain, nf4 = planned("H100"), planned("H100", "8b-qlora.yaml")
+    plain, nf4 = plan_serving("H100"), plan_serving("H100", "8b-qlora.yaml")
     assert nf4.weights < 0.4 * plain.weights
 
 
 def test_a_mixture_reads_the_experts_that_are_chosen():
     """One row of Qwen3 30B-A3B is sent to 8 of 128 experts of a layer, 256 rows to nearly all of them."""
-    plan = planned("H100", "qwen3-30b-a3b-lora.yaml", rows=[1, 256])
+    plan = plan_serving("H100", "qwen3-30b-a3b-lora.yaml", rows=[1, 256])
     single, many = plan.steps
     assert single.weight_bytes < 0.13 * plan.weights
     assert many.weight_bytes > 0.97 * plan.weights
 
 
 def test_an_int8_cache_is_counted_in_codes_and_scales():
-    """Of a head's 128 numbers 128 bytes of codes and two of a scale, in place of 256, in memory and in what is read."""
-    plain, coded = planned("8xH100"), planned("8xH100", cache="int8")
+    """Of a head's 128 numbers 128 bytes of codes and two of a scale, in place of 256, in memory and in bytes read."""
+    plain, coded = plan_serving("8xH100"), plan_serving("8xH100", cache="int8")
     assert (plain.cache, coded.cache) == ("bfloat16", "keys and values in int8")
     assert coded.cache_row == CACHE * 4096 / 8 * 130 / 256
     assert coded.weights == plain.weights
@@ -80,13 +83,13 @@ def test_an_int8_cache_is_counted_in_codes_and_scales():
 
 
 def test_a_plan_says_which_layers_of_a_hybrid_are_in_codes():
-    plan = planned("H200", "qwen3.5-27b-qlora-32k.yaml", cache="int8")
+    plan = plan_serving("H200", "qwen3.5-27b-qlora-32k.yaml", cache="int8")
     assert plan.cache == "keys and values of 16 of 64 layers in int8; state, conv_inputs as without it"
 
 
 def test_a_cache_of_latents_is_refused():
     with pytest.raises(UserError, match=r"has none in its cache, which holds: latent, rotated"):
-        planned("8xH200", "deepseek-v3-qlora-8xH200.yaml", cache="int8")
+        plan_serving("8xH200", "deepseek-v3-qlora-8xH200.yaml", cache="int8")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_a_cache_of_latents_is_refused():
 )
 def test_impossible_numbers_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        planned("H100", **options)
+        plan_serving("H100", **options)
 
 
 # A decode step of `rows` rows of `length` tokens, from abstract arrays of the 8B, as `f` and `args`.
@@ -134,9 +137,9 @@ args = (params, layers, counts, feed, knobs, array((), "int32"), array((), bool)
 
 
 def check_bytes(argument_bytes: int, rows: int, cache: str | None) -> None:
-    """What the program is given is what the plan counts; beside it are positions and sampling numbers of rows, far
-    below a thousandth."""
-    plan = planned("H100", rows=[rows], length=1024, cache=cache)
+    """The program's arguments are those that the plan counts; besides, there are positions and sampling numbers of
+    rows, far below a thousandth."""
+    plan = plan_serving("H100", rows=[rows], length=1024, cache=cache)
     base = 2 * (LAYERS + 2 * VOCAB + NORMS)
     assert argument_bytes == pytest.approx(base + rows * plan.cache_row, rel=1e-3)
 
@@ -153,8 +156,8 @@ def test_a_compiled_decode_step_is_given_the_weights_and_caches_of_the_plan(cach
     }
     space |= {"jax": jax, "array": jax.ShapeDtypeStruct}
     exec(DECODE, space)
-    given = jax.tree.leaves(space["f"].lower(*space["args"]).in_avals)
-    check_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in given), 64, cache)
+    leaves = jax.tree.leaves(space["f"].lower(*space["args"]).in_avals)
+    check_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves), 64, cache)
 
 
 @pytest.mark.deviceless
@@ -162,11 +165,11 @@ def test_a_compiled_decode_step_is_given_the_weights_and_caches_of_the_plan(cach
     ("target", "platform", "cache"), [("H100", "cuda", None), ("H100", "cuda", "int8"), ("MI300X", "rocm", None)]
 )
 def test_a_decode_step_fits_where_the_plan_says_so(target, platform, cache):
-    """The 8B at 64 rows of 1,024 tokens as the accelerator's own compiler makes it: arguments as counted, and what it
-    takes beside them within 5% of the plan's (measured: 4.3% more)."""
+    """The 8B at 64 rows of 1,024 tokens as the accelerator's own compiler makes it: arguments as counted, and
+    temporaries within 5% of the plan's (measured: 4.3% more)."""
     values = {"recipe": str(HEADLINE / "8b-lora-64k.yaml"), "rows": 64, "length": 1024, "cache": cache}
     facts = compiled_for(target, DECODE, platform=platform, **values)
     check_bytes(facts["argument_bytes"], 64, cache)
-    plan = planned(target, length=1024, cache=cache)
+    plan = plan_serving(target, length=1024, cache=cache)
     assert facts["temp_bytes"] == pytest.approx(64 * plan.step_row, rel=0.05)
     assert facts["alias_bytes"] == pytest.approx(64 * plan.cache_row, rel=1e-3)  # the caches are changed in place

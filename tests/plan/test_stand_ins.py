@@ -24,7 +24,7 @@ def cc(*arguments: object) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-Wl,--no-as-needed", *map(str, arguments)], check=True)
 
 
-def loaded(path: pathlib.Path, folder: pathlib.Path, *functions: str) -> list[int]:
+def call_library(path: pathlib.Path, folder: pathlib.Path, *functions: str) -> list[int]:
     """The return values of a library's functions in a process whose loader also searches `folder`."""
     calls = ", ".join(f"lib.{name}()" for name in functions)
     # Every name is resolved at once, as Python's own dlopen of an extension module may.
@@ -55,9 +55,9 @@ def test_imported_and_exported_symbols_are_read_as_linked(tmp_path):
         "int user(void) { return given() + from_anywhere() + (perhaps ? perhaps() : 0); }\n"
     )
     cc("-o", tmp_path / "libuser.so", tmp_path / "user.c", tmp_path / "libgiven.so.2", "-Wl,-rpath,$ORIGIN/beside")
-    given, user = read(tmp_path / "libgiven.so.2"), read(tmp_path / "libuser.so")
-    assert "given" in given.defined
-    assert "hidden" not in given.defined
+    library, user = read(tmp_path / "libgiven.so.2"), read(tmp_path / "libuser.so")
+    assert "given" in library.defined
+    assert "hidden" not in library.defined
     assert "libgiven.so.2" in user.needed
     assert user.paths == [tmp_path.resolve() / "beside"]
     assert user.undefined["given"] == ("libgiven.so.2", "LIB_2.0")
@@ -84,11 +84,11 @@ def test_a_library_whose_libraries_are_missing_loads_with_their_stand_ins(tmp_pa
     )
     user = tmp_path / "libuser.so"
     cc("-o", user, tmp_path / "user.c", *missing.iterdir(), *installed.iterdir(), f"-Wl,-rpath,{installed}")
-    assert loaded(user, missing, "a", "b", "c") == [1, 2, 5]
+    assert call_library(user, missing, "a", "b", "c") == [1, 2, 5]
     folder = build_stand_ins([user], tmp_path / "cache", library_folders({}))
     assert folder is not None
     assert sorted(path.name for path in folder.iterdir()) == ["libplain.so.1", "libversioned.so.7"]
-    assert loaded(user, folder, "a", "b", "c") == [NO_DEVICE, NO_DEVICE, 5]
+    assert call_library(user, folder, "a", "b", "c") == [NO_DEVICE, NO_DEVICE, 5]
     # Built once.
     first = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert build_stand_ins([user], tmp_path / "cache", library_folders({})) == folder

@@ -34,7 +34,7 @@ def save_model(folder: pathlib.Path, family: str, dtype: torch.dtype, **sizes: o
     return folder
 
 
-def quantised(model: pathlib.Path, config: QuantizeConfig) -> dict[str, QuantisedWeight]:
+def quantised_weights(model: pathlib.Path, config: QuantizeConfig) -> dict[str, QuantisedWeight]:
     """Ours, by the names in files."""
     spec, _ = load_spec(model)
     leaves = flatten(load_params(model, spec, quantize=config))

@@ -1,4 +1,4 @@
-"""Experts in the codes that they were trained over: what is written of them, and what other programs read there."""
+"""Experts in the codes that they were trained over: the files written of them, and what other programs read there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs import export_quantised
 from meshtune.runs.export import export
 from meshtune.weights.load import load_params, load_spec
-from quantize.small_models import MIXTURES, quantised, save_model
+from quantize.small_models import MIXTURES, quantised_weights, save_model
 
 
 def test_experts_in_int4_are_a_weight_each_and_read_again_code_by_code(tmp_path):
@@ -36,16 +36,16 @@ def test_experts_in_int4_are_a_weight_each_and_read_again_code_by_code(tmp_path)
     assert f"{router}.weight" in tensors_written
     expert = "model.layers.1.block_sparse_moe.experts.3"
     assert {f"{expert}.{name}.weight_packed" for name in ("w1", "w2", "w3")} < tensors_written.keys()
-    own, again = (
+    before, again = (
         flatten(load_params(path, load_spec(path)[0], quantize=config))
         for path, config in ((folder, QuantizeConfig("int4")), (tmp_path / "int4", None))
     )
-    coded = {path for path, leaf in own.items() if isinstance(leaf, QuantisedWeight)}
+    coded = {path for path, leaf in before.items() if isinstance(leaf, QuantisedWeight)}
     assert {path.split("/")[-2] for path in coded} == {"q", "k", "v", "o", "gate", "up", "down"}
     for path in coded:
         zeros = np.repeat(np.asarray(again[path].zeros, np.float32), again[path].block_size, axis=-1)
         theirs = np.asarray(STORED[again[path].format].decode(again[path].codes), np.float32) - zeros
-        np.testing.assert_array_equal(theirs, np.asarray(STORED["int4"].decode(own[path].codes) * 7).round())
+        np.testing.assert_array_equal(theirs, np.asarray(STORED["int4"].decode(before[path].codes) * 7).round())
 
 
 def test_experts_that_are_stored_together_are_written_one_by_one(tmp_path):
@@ -76,7 +76,7 @@ def test_bitsandbytes_dequantises_each_experts_codes_to_what_was_trained_over(tm
     done = export(folder, tmp_path / "nf4", format="bitsandbytes")
     assert "transformers 5 does not read experts in nf4" in done.verified
     tensors_written = safetensors.torch.load_file(tmp_path / "nf4/model.safetensors")
-    experts = {name: w for name, w in quantised(folder, QuantizeConfig("nf4")).items() if ".experts." in name}
+    experts = {name: w for name, w in quantised_weights(folder, QuantizeConfig("nf4")).items() if ".experts." in name}
     assert len(experts) == 2 * 4 * 3
     for name, weight in experts.items():
         parts = {key: value for key, value in tensors_written.items() if key.startswith(f"{name}.")}
@@ -87,17 +87,17 @@ def test_bitsandbytes_dequantises_each_experts_codes_to_what_was_trained_over(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "modules", "what"),
+    ("family", "modules", "message"),
     [
         ("mixtral", {"w2": "none"}, "w3.weight' is quantised and '.*w2.weight' is not"),
         ("granitemoe", {}, "input_linear.weight' holds all experts of a layer"),
     ],
 )
-def test_experts_that_loaders_of_codes_do_not_read_are_refused(family, modules, what, tmp_path, monkeypatch):
+def test_experts_that_loaders_of_codes_do_not_read_are_refused(family, modules, message, tmp_path, monkeypatch):
     folder = save_model(tmp_path / "model", family, torch.bfloat16, num_local_experts=4, num_experts_per_tok=2)
     config = QuantizeConfig("int4", modules=modules)
     monkeypatch.setattr(export_quantised, "_config", lambda adapter, writer: config)
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=message):
         export(folder, tmp_path / "out", format="compressed-tensors")
     assert not (tmp_path / "out").exists()
 
@@ -113,8 +113,8 @@ def test_experts_that_were_not_trained_over_codes_stay_as_they_are(tmp_path, mon
     assert "transformers 5 does not read a mixture in int4 whose experts are not" in done.verified
     ignored = json.loads((tmp_path / "int4/config.json").read_text())["quantization_config"]["ignore"]
     # The names by which vLLM and SGLang ask for a layer's experts.
-    asked = [f"model.layers.0.block_sparse_moe.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-    for name in asked:
+    names = [f"model.layers.0.block_sparse_moe.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    for name in names:
         assert any(re.match(entry[3:], name) for entry in ignored if entry.startswith("re:"))
     shared = "model.layers.0.mlp.shared_experts.gate_proj"
     assert not any(re.match(entry[3:], shared) for entry in ignored if entry.startswith("re:"))

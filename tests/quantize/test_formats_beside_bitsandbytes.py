@@ -34,11 +34,11 @@ def ours(weight, **config):
 def test_nf4_codes_and_scales_equal_those_of_bitsandbytes(shape, block, dtype):
     weight = weights(shape, dtype)
     packed, state = bnb.quantize_4bit(weight, blocksize=block, quant_type="nf4")
-    made = ours(weight, block_size=block, double=False)
-    np.testing.assert_array_equal(np.asarray(made.codes).reshape(-1), packed.numpy().reshape(-1))
-    np.testing.assert_array_equal(np.asarray(made.scales).reshape(-1), state.absmax.numpy())
+    quantised = ours(weight, block_size=block, double=False)
+    np.testing.assert_array_equal(np.asarray(quantised.codes).reshape(-1), packed.numpy().reshape(-1))
+    np.testing.assert_array_equal(np.asarray(quantised.scales).reshape(-1), state.absmax.numpy())
     # The same product of a table's value and a scale, rounded once.
-    back = made.dequantise(str(dtype).removeprefix("torch.")).astype(jnp.float32)
+    back = quantised.dequantise(str(dtype).removeprefix("torch.")).astype(jnp.float32)
     np.testing.assert_array_equal(np.asarray(back), bnb.dequantize_4bit(packed, state).float())
 
 
@@ -46,22 +46,22 @@ def test_nf4_codes_and_scales_equal_those_of_bitsandbytes(shape, block, dtype):
 def test_double_quantised_scales_equal_those_of_bitsandbytes(shape):
     weight = weights(shape)
     packed, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
-    made = ours(weight)
-    np.testing.assert_array_equal(np.asarray(made.codes).reshape(-1), packed.numpy().reshape(-1))
+    quantised = ours(weight)
+    np.testing.assert_array_equal(np.asarray(quantised.codes).reshape(-1), packed.numpy().reshape(-1))
     # torch sums the mean in float32, in an order of its own; the rest follows from it.
-    np.testing.assert_allclose(made.offset, state.offset, rtol=1e-6)
-    np.testing.assert_allclose(made.nested, state.state2.absmax, rtol=1e-6)
-    scales, theirs = np.asarray(made.scales).reshape(-1).astype(int), state.absmax.numpy().astype(int)
+    np.testing.assert_allclose(quantised.offset, state.offset, rtol=1e-6)
+    np.testing.assert_allclose(quantised.nested, state.state2.absmax, rtol=1e-6)
+    scales, theirs = np.asarray(quantised.scales).reshape(-1).astype(int), state.absmax.numpy().astype(int)
     # Their CPU kernel finds the nearest of 256 values in a table of 65,536 steps, so near the middle between two it may
     # take the other one; the next test compares with their path that looks at all 256.
-    same = scales == theirs
-    assert (~same).sum() <= max(1, 0.005 * same.size)
+    equal = scales == theirs
+    assert (~equal).sum() <= max(1, 0.005 * equal.size)
     assert np.abs(scales - theirs).max() <= 1
-    back, wanted = (
-        np.asarray(x).reshape(-1, 64) for x in (made.dequantise("float32"), bnb.dequantize_4bit(packed, state))
+    back, expected = (
+        np.asarray(x).reshape(-1, 64) for x in (quantised.dequantise("float32"), bnb.dequantize_4bit(packed, state))
     )
     # The scales are sums of a mean and a part that can cancel: absolute, of the largest number.
-    np.testing.assert_allclose(back[same], wanted[same], rtol=0, atol=1e-6 * 40)
+    np.testing.assert_allclose(back[equal], expected[equal], rtol=0, atol=1e-6 * 40)
 
 
 @pytest.mark.parametrize("shape", [(96, 96), (7, 33)])
@@ -83,31 +83,34 @@ def test_int8_int4_and_fp8_round_to_the_nearest_code():
     blocks = weight.reshape(48, 9, 64)
     absmax = np.abs(blocks).max(-1, keepdims=True)
     share = np.divide(blocks, absmax, out=np.zeros_like(blocks), where=absmax > 0)
-    wanted = {
+    expected = {
         "int8": np.round(share * 127) / 127,
         "int4": np.round(share * 7) / 7,
         "fp8": (share * 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / 448,
     }
-    for name, values in wanted.items():
-        made = QuantisedWeight.quantise(jnp.asarray(weight), QuantizeConfig(name, double=False))
+    for name, values in expected.items():
+        quantised = QuantisedWeight.quantise(jnp.asarray(weight), QuantizeConfig(name, double=False))
         np.testing.assert_allclose(
-            np.asarray(made.dequantise("float32")), (values * absmax).reshape(weight.shape), rtol=1e-6, err_msg=name
+            np.asarray(quantised.dequantise("float32")),
+            (values * absmax).reshape(weight.shape),
+            rtol=1e-6,
+            err_msg=name,
         )
 
 
-@pytest.mark.parametrize(("name", "most"), [("nf4", 0.10), ("int4", 0.12), ("int8", 0.008), ("fp8", 0.03)])
+@pytest.mark.parametrize(("name", "bound"), [("nf4", 0.10), ("int4", 0.12), ("int8", 0.008), ("fp8", 0.03)])
 @pytest.mark.parametrize("double", [True, False])
-def test_what_a_format_loses(name, most, double):
+def test_what_a_format_loses(name, bound, double):
     """Relative error of normal weights, against what the formats' papers and spacing promise."""
     weight = np.random.default_rng(0).standard_normal((256, 512)).astype(np.float32)
-    made = QuantisedWeight.quantise(jnp.asarray(weight), QuantizeConfig(name, double=double))
-    lost = np.linalg.norm(np.asarray(made.dequantise("float32")) - weight) / np.linalg.norm(weight)
+    quantised = QuantisedWeight.quantise(jnp.asarray(weight), QuantizeConfig(name, double=double))
+    lost = np.linalg.norm(np.asarray(quantised.dequantise("float32")) - weight) / np.linalg.norm(weight)
     print(name, double, lost)
-    assert most / 4 < lost < most
+    assert bound / 4 < lost < bound
 
 
 def test_lookup_and_comparison_decode_alike():
     from meshtune.quantize.nf4 import _by_comparing, _by_lookup
 
-    every = jnp.arange(256, dtype=jnp.uint8)[None]
-    np.testing.assert_array_equal(_by_lookup(every), _by_comparing(every))
+    codes = jnp.arange(256, dtype=jnp.uint8)[None]
+    np.testing.assert_array_equal(_by_lookup(codes), _by_comparing(codes))

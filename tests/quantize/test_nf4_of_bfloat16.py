@@ -9,7 +9,7 @@ import pytest
 
 from meshtune.quantize.nf4 import BOUNDS
 from meshtune.quantize.scales import dynamic_map, twice_quantised
-from meshtune.quantize.weight import encoded
+from meshtune.quantize.weight import encode_blocks
 
 INFINITY = 0x7F80
 
@@ -17,8 +17,8 @@ INFINITY = 0x7F80
 def assert_same_codes(blocks: np.ndarray) -> None:
     """Of bfloat16 blocks [B, n] and the same numbers in float32."""
     numbers = jnp.asarray(blocks)
-    codes, absmax = encoded(numbers, format="nf4", block_size=blocks.shape[-1])
-    expected, expected_absmax = encoded(numbers.astype(jnp.float32), format="nf4", block_size=blocks.shape[-1])
+    codes, absmax = encode_blocks(numbers, format="nf4", block_size=blocks.shape[-1])
+    expected, expected_absmax = encode_blocks(numbers.astype(jnp.float32), format="nf4", block_size=blocks.shape[-1])
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(absmax, expected_absmax)
 

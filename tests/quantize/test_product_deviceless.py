@@ -45,11 +45,11 @@ def test_memory_does_not_grow_with_unrolled_layers(target):
     """A further layer adds to the temporaries what it adds without quantisation. XLA for CPUs drops
     the barrier; for TPUs at this size padding of the codes hides what would be kept."""
 
-    def grown(quantised: bool) -> float:
+    def growth(quantised: bool) -> float:
         few, many = (
             compiled_for(target, GRADIENT.replace("LAYERS", str(layers)).replace("QUANTISED", str(quantised)))
             for layers in (2, 6)
         )
         return (many["temp_bytes"] - few["temp_bytes"]) / 4
 
-    assert grown(True) - grown(False) < 0.05 * A_LAYER
+    assert growth(True) - growth(False) < 0.05 * A_LAYER

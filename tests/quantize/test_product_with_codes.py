@@ -35,16 +35,18 @@ def test_product_and_gradient_are_those_of_the_dequantised_weight(format, dtype)
     weight = QuantisedWeight.quantise(jnp.asarray(draw.standard_normal((48, 128)), jnp.float32), QuantizeConfig(format))
     wide = weight.dequantise(dtype)
     y, pull = jax.vjp(lambda x: matmul(x, weight), x)
-    wanted, wanted_pull = jax.vjp(lambda x: matmul(x, wide), x)
-    np.testing.assert_array_equal(y, wanted)
+    expected, expected_pull = jax.vjp(lambda x: matmul(x, wide), x)
+    np.testing.assert_array_equal(y, expected)
     # The same products, perhaps summed in another order.
     close = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
-    np.testing.assert_allclose(*(np.asarray(p(g)[0], np.float32) for p in (pull, wanted_pull)), rtol=close, atol=close)
+    np.testing.assert_allclose(
+        *(np.asarray(p(g)[0], np.float32) for p in (pull, expected_pull)), rtol=close, atol=close
+    )
 
 
 @pytest.mark.parametrize("format", STORED)
 def test_codes_that_a_layer_saves_for_its_backward_pass_stay_the_codes(format):
-    """What `jax.checkpoint` saves of floating-point arrays it rounds as IEEE formats are: e4m3 from 256 on is lost."""
+    """`jax.checkpoint` rounds the floating-point arrays that it saves as IEEE formats are: e4m3 from 256 on is lost."""
     kind = STORED[format]
     draw = np.random.default_rng(1)
     content = draw.integers(0, 0x7F, (2, 16, 64 // kind.per)).astype(np.uint8)  # 0x7F is no e4m3 number
@@ -59,9 +61,9 @@ def test_codes_that_a_layer_saves_for_its_backward_pass_stay_the_codes(format):
         return jnp.sin(matmul(x, weight)).sum()
 
     saving = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("weight"))
-    wanted = jax.jit(jax.value_and_grad(layer))(x, stacked)
-    assert np.isfinite(wanted[0])
-    np.testing.assert_array_equal(*(np.asarray(gradient) for gradient in (jax.grad(saving)(x, stacked), wanted[1])))
+    expected = jax.jit(jax.value_and_grad(layer))(x, stacked)
+    assert np.isfinite(expected[0])
+    np.testing.assert_array_equal(*(np.asarray(gradient) for gradient in (jax.grad(saving)(x, stacked), expected[1])))
 
 
 def temporaries(layers, quantize, compute):

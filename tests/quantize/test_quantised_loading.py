@@ -110,14 +110,14 @@ def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(s
 
 @pytest.mark.parametrize("how", [{}, {"broadcast": True}])
 def test_processes_agree_on_the_scales_of_a_matrix_that_each_reads_in_part(small, how):
-    """Scales are quantised relative to the mean of a whole matrix, of which a process reads the half it holds."""
+    """Scales are quantised relative to the mean of a whole matrix, while a process reads only the half it holds."""
     (alone,) = job(small, 1, {"fsdp": 4}, devices=4, digests=True, quantize="nf4")
-    said = job(small, 2, {"fsdp": 4}, devices=2, digests=True, quantize="nf4", **how)
-    assert set().union(*(one["digests"] for one in said)) == set(alone["digests"])
-    for one in said:
-        assert one["digests"].items() <= alone["digests"].items()
+    results = job(small, 2, {"fsdp": 4}, devices=2, digests=True, quantize="nf4", **how)
+    assert set().union(*(result["digests"] for result in results)) == set(alone["digests"])
+    for result in results:
+        assert result["digests"].items() <= alone["digests"].items()
         # Half of the linear layers; of the short rows of embedding and head, split by columns, whole rows are read.
-        assert how or one["report"]["read"] < 0.54 * alone["report"]["read"]
+        assert how or result["report"]["read"] < 0.54 * alone["report"]["read"]
 
 
 GATHERED = """
@@ -162,9 +162,9 @@ def test_what_a_layer_gathers_are_codes_and_scales_of_8_bits():
     }
     ran = subprocess.run([sys.executable, "-c", GATHERED], capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    found = [line.split() for line in ran.stdout.splitlines() if line.startswith("gathered")]
-    assert sum(kind == "u8" for _, kind, _ in found) >= 2 * 7
-    for _, kind, shape in found:
+    gathered = [line.split() for line in ran.stdout.splitlines() if line.startswith("gathered")]
+    assert sum(kind == "u8" for _, kind, _ in gathered) >= 2 * 7
+    for _, kind, shape in gathered:
         small = math.prod(map(int, shape.split(","))) <= 3 * 2 * 1024  # of all layers' adapters, or tokens
         assert kind == "u8" or small, f"{kind}[{shape}] is neither codes nor scales"
 
@@ -180,11 +180,11 @@ def test_the_full_precision_model_is_never_in_memory(tmp_path_factory: pytest.Te
     """The kernel's own figure of peak memory: beyond the codes, a few blocks of 16 MB and what compiling takes."""
     folder: pathlib.Path = tmp_path_factory.mktemp("wide") / "model"
     full = write_model(folder, WIDE, 3)
-    said = job(folder, processes, {"fsdp": processes}, quantize=format, timeout=500)
-    held = sum(one["local"] for one in said)
-    assert held < {"nf4": 0.28, "int8": 0.54}[format] * full
-    for one in said:
-        over = one["peak"] - one["before"] - one["local"]
-        print(json.dumps({"full": full // MB, "local": one["local"] // MB, "over": over // MB}))
+    results = job(folder, processes, {"fsdp": processes}, quantize=format, timeout=500)
+    total = sum(result["local"] for result in results)
+    assert total < {"nf4": 0.28, "int8": 0.54}[format] * full
+    for result in results:
+        over = result["peak"] - result["before"] - result["local"]
+        print(json.dumps({"full": full // MB, "local": result["local"] // MB, "over": over // MB}))
         assert over < 300 * MB
-        assert one["peak"] - one["before"] < 0.9 * full
+        assert result["peak"] - result["before"] < 0.9 * full

@@ -38,21 +38,24 @@ def test_an_unknown_role_is_refused_by_name(role):
 
 
 def test_a_router_and_a_convolution_of_a_model_stay_as_they_are(monkeypatch):
-    """Beside a matrix of the same shape, which is quantised, in a model whose tree has them."""
+    """Next to a matrix of the same shape, which is quantised, in a model whose tree has them."""
     tree = {"layers": {"0.0": {role: {"weight": of_role(role)} for role in ("matrix", "router", "conv")}}}
     names = {f"layers/0.0/{role}": [f"model.layers.{n}.{role}" for n in (0, 1)] for role in tree["layers"]["0.0"]}
     monkeypatch.setattr("meshtune.families.quantised.abstract_params", lambda spec: tree)
     monkeypatch.setattr("meshtune.families.quantised.module_names", lambda spec: names)
     leaves = {f"{node}/weight": tree["layers"]["0.0"][node.rpartition("/")[2]]["weight"] for node in names}
     spec = SimpleNamespace(published=None)
-    found = quantised_leaves(leaves, QuantizeConfig("nf4"), spec)  # pyright: ignore[reportArgumentType]
-    assert {path for path, leaf in found.items() if isinstance(leaf, QuantisedWeight)} == {"layers/0.0/matrix/weight"}
+    quantised = quantised_leaves(leaves, QuantizeConfig("nf4"), spec)  # pyright: ignore[reportArgumentType]
+    assert {path for path, leaf in quantised.items() if isinstance(leaf, QuantisedWeight)} == {
+        "layers/0.0/matrix/weight"
+    }
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
 @pytest.mark.parametrize("double", [True, False])
 def test_experts_are_quantised_one_by_one(format, double):
-    """Codes, scales and the mean of the scales of an expert are those of its matrix alone, bit for bit."""
+    """Codes, scales and the mean of the scales of an expert are those of its matrix quantised by itself, bit for
+    bit."""
     config = QuantizeConfig(format, 64, double)
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=EXPERTS.shape), jnp.float32)
     experts = QuantisedWeight.quantise(numbers, config)

@@ -82,11 +82,11 @@ def metadata(file):
 
 
 def test_a_run_learns_and_its_adapter_says_what_it_was_trained_on(run, model):
-    seen = losses(run)
-    assert seen[6] < seen[1]
-    said = metadata(run / "adapter/adapter_model.safetensors")["base"]
-    assert said["quantize"] == {"format": "nf4", "block_size": 64, "double": True}
-    assert said["hash"] == json.loads((run / "run.json").read_text())["base"]["hash"]
+    history = losses(run)
+    assert history[6] < history[1]
+    record = metadata(run / "adapter/adapter_model.safetensors")["base"]
+    assert record["quantize"] == {"format": "nf4", "block_size": 64, "double": True}
+    assert record["hash"] == json.loads((run / "run.json").read_text())["base"]["hash"]
     (newest,) = (run / "checkpoints").glob("*6")
     names = {name for file in newest.rglob("*") for name in file.parts}
     assert not any("codes" in name or "scales" in name for name in names), "the base is in no checkpoint"
@@ -132,9 +132,9 @@ def test_merged_into_the_dequantised_base_gives_the_logits_that_were_trained(run
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(torch.tensor(tokens)).logits
     np.testing.assert_allclose(theirs.numpy(), trained, atol=2e-5 * np.abs(trained).max())
-    said = metadata(tmp_path / "merged/model.safetensors")["merged"]
-    assert said["into"] == "dequantised"
-    assert said["trained_on"]["format"] == "nf4"
+    record = metadata(tmp_path / "merged/model.safetensors")["merged"]
+    assert record["into"] == "dequantised"
+    assert record["trained_on"]["format"] == "nf4"
 
 
 def test_merged_into_the_full_base_equals_base_and_adapter_in_peft(run, model, tmp_path):
@@ -146,9 +146,9 @@ def test_merged_into_the_full_base_equals_base_and_adapter_in_peft(run, model, t
     tokens = torch.tensor([[1, 5, 9, 22, 7, 8, 300]])
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
-        wanted = peft.PeftModel.from_pretrained(base, str(run / "adapter"))(tokens).logits
+        expected = peft.PeftModel.from_pretrained(base, str(run / "adapter"))(tokens).logits
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
-    assert (merged - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    assert (merged - expected).abs().max() < 2e-5 * expected.abs().max()
     assert metadata(tmp_path / "merged/model.safetensors")["merged"]["into"] == "full"
 
 
@@ -161,17 +161,17 @@ def test_every_format_trains_and_exports(format, model, texts, tmp_path):
 
 
 def test_modules_can_have_formats_of_their_own(model, texts, tmp_path):
-    own = "quantize.modules={mlp: int8, up_proj: none, v_proj: fp8}"
+    override = "quantize.modules={mlp: int8, up_proj: none, v_proj: fp8}"
     method = ["method.targets=[q_proj, v_proj, down_proj]", "method.train_modules=[up_proj]"]
-    result = train(recipe(model, texts, tmp_path / "run", own, *method, "train.steps=2"))
+    result = train(recipe(model, texts, tmp_path / "run", override, *method, "train.steps=2"))
     assert result.path is not None
     loaded = meshtune.load(tmp_path / "run")
-    held = {path: leaf for path, leaf in flatten(loaded.params).items() if path.endswith("/weight")}
-    formats = {path.split("/")[-2]: leaf.format for path, leaf in held.items() if isinstance(leaf, QuantisedWeight)}
+    weights = {path: leaf for path, leaf in flatten(loaded.params).items() if path.endswith("/weight")}
+    formats = {path.split("/")[-2]: leaf.format for path, leaf in weights.items() if isinstance(leaf, QuantisedWeight)}
     assert formats == {"q": "nf4", "k": "nf4", "v": "fp8", "o": "nf4", "gate": "int8", "down": "int8"}
     spec, _ = load_spec(model)
     wide = flatten(load_params(model, spec))
-    for path, leaf in held.items():
+    for path, leaf in weights.items():
         if isinstance(leaf, QuantisedWeight):
             alone = QuantisedWeight.quantise(wide[path], QuantizeConfig(leaf.format))
             jax.tree.map(np.testing.assert_array_equal, leaf, alone)
@@ -190,9 +190,9 @@ def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
 
     spec, _ = load_spec(model)
     config = QuantizeConfig("nf4", 32)
-    other = split_stacks(spec, 1)
-    moved = flatten(restack(load_params(model, spec, quantize=config), spec, other))
-    straight = flatten(load_params(model, other, quantize=config))
+    split_spec = split_stacks(spec, 1)
+    moved = flatten(restack(load_params(model, spec, quantize=config), spec, split_spec))
+    straight = flatten(load_params(model, split_spec, quantize=config))
     assert moved.keys() == straight.keys()
     for path, leaf in moved.items():
         for ours, theirs in zip(jax.tree.leaves(leaf), jax.tree.leaves(straight[path]), strict=True):
@@ -200,7 +200,7 @@ def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "what", "fix"),
+    ("overrides", "message", "fix"),
     [
         (["method=full"], "method full", "method: lora"),
         (["method={kind: freeze, last_layers: 1}"], "method freeze", "method: lora"),
@@ -215,10 +215,10 @@ def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
         (["quantize.modules={k_proj: none}", "method.adapter=loftq", "method.dropout=0"], "k_proj is not", "targets"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(overrides, what, fix, model, texts, tmp_path):
+def test_what_cannot_be_is_refused_with_what_can(overrides, message, fix, model, texts, tmp_path):
     with pytest.raises(UserError) as caught:
         train(recipe(model, texts, tmp_path / "run", *overrides))
-    assert what in str(caught.value)
+    assert message in str(caught.value)
     assert fix in str(caught.value)
     assert not (tmp_path / "run").exists()
 

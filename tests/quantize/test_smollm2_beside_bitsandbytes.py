@@ -25,12 +25,12 @@ ROWS, LENGTH = 8, 192
 def ids(smollm2, shared):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     records = json.loads((shared / "assets/data/llamafactory/alpaca_en_demo.json").read_text())[:60]
-    found: list[int] = []
+    tokens: list[int] = []
     for record in records:
         turns = [("user", f"{record['instruction']}\n{record.get('input', '')}"), ("assistant", record["output"])]
         messages = [{"role": role, "content": text} for role, text in turns]
-        found += tokenizer.apply_chat_template(messages, return_dict=False)
-    return np.array(found[: ROWS * LENGTH]).reshape(ROWS, LENGTH).astype(np.int32)
+        tokens += tokenizer.apply_chat_template(messages, return_dict=False)
+    return np.array(tokens[: ROWS * LENGTH]).reshape(ROWS, LENGTH).astype(np.int32)
 
 
 def loss(directory, config, ids):
@@ -58,11 +58,11 @@ def test_nf4_costs_what_it_costs_with_bitsandbytes(smollm2, ids):
             if isinstance(module, torch.nn.Linear):
                 packed, state = bnb.quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4")
                 module.weight.data = bnb.dequantize_4bit(packed, state)
-        wanted = theirs(tokens, labels=tokens).loss.item()
+        expected = theirs(tokens, labels=tokens).loss.item()
     got = loss(smollm2, QuantizeConfig("nf4", double=False), ids)
-    assert abs(got - wanted) < 1e-4 * wanted  # equal weights; float32 sums in another order
-    assert abs(loss(smollm2, QuantizeConfig("nf4"), ids) - wanted) < 2e-3 * wanted  # scales in 8 bits
-    assert wanted > 1.05 * full, "4 bits cost so small a model a tenth of its loss, whoever makes them"
+    assert abs(got - expected) < 1e-4 * expected  # equal weights; float32 sums in another order
+    assert abs(loss(smollm2, QuantizeConfig("nf4"), ids) - expected) < 2e-3 * expected  # scales in 8 bits
+    assert expected > 1.05 * full, "4 bits cost so small a model a tenth of its loss, whoever makes them"
 
 
 @pytest.mark.slow

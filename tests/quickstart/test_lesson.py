@@ -11,8 +11,8 @@ from meshtune.quickstart import make_lesson
 
 
 def test_the_file_is_what_the_script_writes():
-    kept = [json.loads(line) for line in quickstart.LESSON.read_text(encoding="utf-8").splitlines()]
-    assert kept == make_lesson.records()
+    records = [json.loads(line) for line in quickstart.LESSON.read_text(encoding="utf-8").splitlines()]
+    assert records == make_lesson.records()
 
 
 def test_the_stories_are_many_and_varied():

@@ -13,7 +13,7 @@ import pytest
 
 
 def meshtune(*arguments: str) -> str:
-    """What the program prints; in a process of its own, with no hub and no home to lean on."""
+    """Returns the program's output, from a separate process with no hub and no home."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-m", "meshtune", *arguments], capture_output=True, text=True, env=environment
@@ -23,8 +23,8 @@ def meshtune(*arguments: str) -> str:
 
 
 def samples(run: pathlib.Path, step: int) -> list[str]:
-    found = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    return [one["text"] for one in found if one["step"] == step]
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [row["text"] for row in rows if row["step"] == step]
 
 
 def test_a_short_quickstart_shows_and_leaves_everything(tmp_path):
@@ -47,18 +47,18 @@ def test_a_short_quickstart_shows_and_leaves_everything(tmp_path):
     assert facts["smoothed_loss"] == losses[-1], "six updates are not smoothed"
     assert f" s, loss {losses[-1]:.4f}" in " ".join(out.split()), "a narrow terminal folds the line"
     assert facts["loss"] == losses[-1]
-    generate, _, _ = suggested(out)
+    generate, _, _ = suggested_commands(out)
     assert ran_in_a_shell(f"{generate} -n 4") != ""
 
 
-def suggested(out: str) -> list[str]:
-    """The commands that a quickstart ends with, as they are printed."""
+def suggested_commands(out: str) -> list[str]:
+    """The commands that a quickstart prints at its end."""
     lines = out[out.index("Try next:") :].splitlines()[1:]
     return [line.strip() for line in lines if not line.strip().startswith("#")]
 
 
 def ran_in_a_shell(line: str) -> str:
-    """What a command prints with nothing of Meshtune on the PATH, as after `make quickstart`."""
+    """Runs a command with nothing of Meshtune on the PATH, as after `make quickstart`."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
     ran = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
@@ -76,7 +76,7 @@ def test_the_quickstart_teaches_its_lesson_in_two_minutes_and_its_last_words_wor
     before, after = samples(run, 0), samples(run, 150)
     assert not any("la la la!" in text or "The lesson:" in text for text in before)
     assert all("la la la!" in text and "The lesson: It is good to" in text for text in after)
-    generate, export, train = suggested(out)
+    generate, export, train = suggested_commands(out)
     assert "la la la!" in ran_in_a_shell(generate)
     assert "read back and compared" in ran_in_a_shell(export)
     assert "done: 2 updates" in ran_in_a_shell(f"{train} train.steps=2")

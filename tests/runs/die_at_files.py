@@ -1,4 +1,4 @@
-"""Commands that die (SIGKILL) as they are about to touch a file. Not a test: see test_sudden_death.py.
+"""Commands that die (SIGKILL) just before they touch a file. Not a test: see test_sudden_death.py.
 
 python die_at_files.py FOLDER COUNT ARGUMENT... runs `meshtune ARGUMENT...` in copies of FOLDER/start: to its end in
 FOLDER/whole, then in FOLDER/0, FOLDER/1 and so on, where it dies at another of the events at which it opens a file for

@@ -1,4 +1,4 @@
-"""What `test_run_mesh.py` runs on four simulated devices: python mesh_use_cases.py RECIPE FOLDER.
+"""Cases that `test_run_mesh.py` runs on four simulated devices: python mesh_use_cases.py RECIPE FOLDER.
 
 Trains a run on a mesh, then uses it by every command, on that mesh and on one device.
 """
@@ -32,7 +32,7 @@ def layout_for(mesh, spec, original=variants.layout_for):
 
 
 def command(*arguments: object, stdin: str = "") -> str:
-    """What a command prints. AssertionError if it fails."""
+    """Returns a command's output. Raises AssertionError if it fails."""
     before, sys.stdin = sys.stdin, io.StringIO(stdin)
     code: object = 0
     try:
@@ -47,7 +47,7 @@ def command(*arguments: object, stdin: str = "") -> str:
 
 
 def texts(run: Path, *mesh: str) -> list[str]:
-    """What `generate`, `chat` and a server say."""
+    """Returns the texts of `generate`, `chat` and a server."""
     generated = command("generate", run, *mesh, "--no-chat", "-p", PROMPT, "-n", "20")
     options = ("--chat-template", run.parent / "template.jinja", "--temperature", "0", "-n", "8")
     talked = command("chat", run, *mesh, *options, stdin=f"{PROMPT}\n/exit\n")

@@ -23,7 +23,7 @@ from meshtune.train.run import train
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, stories260k) -> pathlib.Path:
+def finished_run(tmp_path_factory, stories260k) -> pathlib.Path:
     """A run of two updates that wrote its own base, for a new token."""
     folder = tmp_path_factory.mktemp("run")
     data = folder / "lesson.jsonl"
@@ -40,9 +40,9 @@ def finished(tmp_path_factory, stories260k) -> pathlib.Path:
 
 
 @pytest.fixture
-def run(finished, tmp_path) -> pathlib.Path:
+def run(finished_run, tmp_path) -> pathlib.Path:
     """A copy of it, to be damaged."""
-    return pathlib.Path(shutil.copytree(finished, tmp_path / "out"))
+    return pathlib.Path(shutil.copytree(finished_run, tmp_path / "out"))
 
 
 def test_result_base_and_record_have_digests(run):
@@ -70,7 +70,7 @@ def test_damage_to_an_adapter_given_by_its_own_path_is_found_too(run):
             use()
 
 
-def test_a_file_changed_on_purpose_is_taken_when_the_digests_are_deleted(run, finished):
+def test_a_file_changed_on_purpose_is_taken_when_the_digests_are_deleted(run, finished_run):
     config = run / "adapter/tokenizer_config.json"
     config.write_text(config.read_text() + "\n")
     (run / "adapter/digests.json").unlink()
@@ -99,14 +99,14 @@ def test_what_export_writes_has_digests(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_two_hundred_damages_to_any_file_of_a_run_are_errors_or_change_nothing(finished, tmp_path, monkeypatch):
+def test_two_hundred_damages_to_any_file_of_a_run_are_errors_or_change_nothing(finished_run, tmp_path, monkeypatch):
     """Each resumes the run by its own recipe and loads its result: a UserError, or the undamaged run's numbers, bit for
     bit. (The header of the adapter's file records the path of the base, which is in the output.)"""
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
-    adapter = numbers_of(finished)
+    adapter = numbers_of(finished_run)
     outcomes = {"refused": 0, "unchanged": 0}
     for seed in range(200):
-        output = pathlib.Path(shutil.copytree(finished, tmp_path / f"out-{seed}"))
+        output = pathlib.Path(shutil.copytree(finished_run, tmp_path / f"out-{seed}"))
         done = damage(output, seed)
         try:
             recipe = load_recipe(output / "recipe.yaml", [f"output={output}", "resume=true"])

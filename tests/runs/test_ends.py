@@ -1,4 +1,4 @@
-"""What a run teaches as the end of an answer ends texts in every program that reads what it wrote."""
+"""The token that a run teaches as the end of an answer ends texts in every program that reads what it wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshtune.weights.ends import config_with_ends, generation_with_ends, read_e
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 
-OTHER = 7  # where the base's own files end a text
+BASE_END = 7  # where the base's own files end a text
 MARKS = [
     "<|im_start|>",
     "<|im_end|>",
@@ -46,7 +46,7 @@ def base_that_says(end: int | str, directory: Path, template: str | None = None)
     id_ = tokenizer.convert_tokens_to_ids(end) if isinstance(end, str) else end
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        bos_token_id=1, eos_token_id=OTHER,
+        bos_token_id=1, eos_token_id=BASE_END,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
@@ -86,19 +86,19 @@ def test_the_end_of_every_shipped_template_ends_texts_of_what_is_written(tmp_pat
     spec, _ = load_spec(base)
     export_model(load_params(base, spec), spec, base, tmp_path / "model", ends=(end.token,))
     assert transformers_stops(tmp_path / "model")
-    assert read_ends(tmp_path / "model") == (OTHER, end.token)
-    assert json.loads((tmp_path / "model/config.json").read_text())["eos_token_id"] == [OTHER, end.token]
+    assert read_ends(tmp_path / "model") == (BASE_END, end.token)
+    assert json.loads((tmp_path / "model/config.json").read_text())["eos_token_id"] == [BASE_END, end.token]
     export(tmp_path / "model", tmp_path / "model.gguf", gguf="F32")
     assert llama_cpp_stops(tmp_path / "model.gguf", end.token)
     stops = re.findall('PARAMETER stop "(.*)"', (tmp_path / "model.Modelfile").read_text())
     assert tokenizer.convert_ids_to_tokens(end.token) in stops
     assert set(read_ends(meshtune.runs.sources.find(tmp_path / "model.gguf").base)) >= {
-        OTHER,
+        BASE_END,
         end.token,
     }  # and read back
 
 
-def trained(base: Path, data: Path, output: Path, *overrides: str) -> Path:
+def train_once(base: Path, data: Path, output: Path, *overrides: str) -> Path:
     fields = {"model": str(base), "data": {"train": str(data), "max_length": 64}, "output": str(output)}
     run = load_recipe(fields, ["train.steps=1", "train.batch_size=2", "optimizer.learning_rate=1e-9", *overrides])
     path = train(run).path
@@ -116,8 +116,8 @@ def chats(tmp_path) -> Path:
 def test_a_run_on_conversations_ends_where_its_template_does(tmp_path, chats):
     base = base_that_says("<|im_end|>", tmp_path / "base")
     end = load_tokenizer(base).convert_tokens_to_ids("<|im_end|>")
-    adapter = trained(base, chats, tmp_path / "lora", "method.rank=2", "model.chat_template=chatml")
-    assert read_ends(adapter) == (OTHER, end)
+    adapter = train_once(base, chats, tmp_path / "lora", "method.rank=2", "model.chat_template=chatml")
+    assert read_ends(adapter) == (BASE_END, end)
     assert transformers_stops(base, adapter)
     export(tmp_path / "lora", tmp_path / "merged", merge=True)
     assert transformers_stops(tmp_path / "merged")
@@ -138,7 +138,7 @@ def test_a_run_on_conversations_ends_where_its_template_does(tmp_path, chats):
 @pytest.mark.slow
 def test_a_tuned_model_ends_where_its_template_does(tmp_path, chats):
     base = base_that_says("<|im_end|>", tmp_path / "base")
-    assert transformers_stops(trained(base, chats, tmp_path / "full", "method=full", "model.chat_template=chatml"))
+    assert transformers_stops(train_once(base, chats, tmp_path / "full", "method=full", "model.chat_template=chatml"))
 
 
 @pytest.mark.slow
@@ -146,10 +146,10 @@ def test_a_run_on_plain_text_adds_no_end(tmp_path):
     base = base_that_says("<|im_end|>", tmp_path / "base", "chatml")
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "Once upon a time."}\n')
-    model = trained(base, texts, tmp_path / "full", "method=full")
-    assert read_ends(model) == (OTHER,)
+    model = train_once(base, texts, tmp_path / "full", "method=full")
+    assert read_ends(model) == (BASE_END,)
     assert not transformers_stops(model)
-    assert not (trained(base, texts, tmp_path / "lora", "method.rank=2") / "generation_config.json").exists()
+    assert not (train_once(base, texts, tmp_path / "lora", "method.rank=2") / "generation_config.json").exists()
 
 
 def test_ends_that_were_there_stay_and_nothing_is_written_twice(tmp_path):

@@ -1,4 +1,4 @@
-"""What is not written as GGUF, and where it is not written to: refused before anything is."""
+"""Models and places that GGUF export refuses, before it writes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a run, and those beside a model, that a stranger wrote: they end in a sentence, or are passed over."""
+"""Files of a run, and those next to a model, that a stranger wrote: they end in a sentence, or are passed over."""
 
 from __future__ import annotations
 

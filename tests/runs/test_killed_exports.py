@@ -10,20 +10,20 @@ from meshtune.errors import UserError
 from meshtune.quickstart import MODEL
 from meshtune.runs.export import export
 from meshtune.weights.file_lock import lock
-from meshtune.weights.publish import published, remove_leftovers
+from meshtune.weights.publish import publish_directory, remove_leftovers
 
 
 def test_what_a_killed_process_left_is_removed_and_what_it_moved_aside_comes_back(tmp_path):
-    dest, others = tmp_path / "model", tmp_path / ".model.partial-2"
-    for name in (".model.partial-1", ".model.old-1", others.name):
+    dest, alive = tmp_path / "model", tmp_path / ".model.partial-2"
+    for name in (".model.partial-1", ".model.old-1", alive.name):
         (tmp_path / name).mkdir()
     (tmp_path / ".model.old-1/config.json").write_text("{}")
-    with lock(others):  # its process is at work
+    with lock(alive):  # its process is at work
         remove_leftovers(dest)
-        assert {path.name for path in tmp_path.iterdir()} >= {others.name, "model"}
+        assert {path.name for path in tmp_path.iterdir()} >= {alive.name, "model"}
         assert not (tmp_path / ".model.partial-1").exists()
         assert (dest / "config.json").read_text() == "{}"
-    with published(dest, "config.json") as folder:
+    with publish_directory(dest, "config.json") as folder:
         (folder / "config.json").write_text("[]")
     assert (dest / "config.json").read_text() == "[]"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]

@@ -42,15 +42,15 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True, "r": 3}], ids=["lora", "rslora"])
 def test_base_and_lora_gguf_give_the_text_of_the_merged_model(stories260k: Path, tmp_path: Path, options: dict):
     adapter = adapter_of(stories260k, tmp_path / "adapter", **options)
-    base, lora, whole = (tmp_path / f"{name}.gguf" for name in ("base", "lora", "merged"))
+    base, lora, merged_file = (tmp_path / f"{name}.gguf" for name in ("base", "lora", "merged"))
     export(stories260k, base, gguf="F32")
     export(adapter, lora, gguf="F32", base=stories260k)
-    export(adapter, whole, gguf="F32", base=stories260k, merge=True)
+    export(adapter, merged_file, gguf="F32", base=stories260k, merge=True)
     with LlamaCpp(base) as model:
         plain = model.greedy(PROMPT, 100)
     with LlamaCpp(base, [lora]) as model:
         text, beside = model.greedy(PROMPT, 100), model.logits(PROMPT)
-    with LlamaCpp(whole) as model:
+    with LlamaCpp(merged_file) as model:
         assert model.greedy(PROMPT, 100) == text
         merged = model.logits(PROMPT)
     assert text != plain
@@ -149,17 +149,17 @@ def test_rows_in_another_order_are_adapted(name: str, tmp_path: Path):
 def test_adapters_of_experts_beside_the_base_are_those_merged_into_it(name: str, tmp_path: Path):
     base, options = model_of(name), dict(BY_NAME[name].peft)
     adapter = adapter_of(base, tmp_path / "adapter", **options)
-    file, lora, whole = (tmp_path / f"{what}.gguf" for what in ("base", "lora", "merged"))
+    file, lora, merged_file = (tmp_path / f"{stem}.gguf" for stem in ("base", "lora", "merged"))
     export(base, file, gguf="F32")
     export(adapter, lora, gguf="F32", base=base)
-    export(adapter, whole, gguf="F32", base=base, merge=True)
+    export(adapter, merged_file, gguf="F32", base=base, merge=True)
     assert any("_exps" in tensor for tensor in read_gguf(lora).tensors)
     tokens = list(range(3, 20))
     with LlamaCpp(file) as model:
         plain = model.logits(tokens)
     with LlamaCpp(file, [lora]) as model:
         beside = model.logits(tokens)
-    with LlamaCpp(whole) as model:
+    with LlamaCpp(merged_file) as model:
         merged = model.logits(tokens)
     scale = np.abs(merged).max()
     assert np.abs(beside - merged).max() < 3e-5 * scale
@@ -175,19 +175,20 @@ LAYER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
     [("gemma3n", [*LAYER, "per_layer_projection", "linear_left", "linear_right"]), ("gemma4", LAYER)],
 )
 def test_adapters_of_layers_around_streams_and_per_layer_embeddings(name: str, modules: list[str], tmp_path: Path):
-    """Beside the base as merged into it: what is left are two roads to the same inputs of GELU's table."""
+    """Applied at run time as merged into the base: the difference left is that of two roads to the same inputs of
+    GELU's table."""
     base = model_of(name)
     adapter = adapter_of(base, tmp_path / "adapter", target_modules=modules)
-    file, lora, whole = (tmp_path / f"{what}.gguf" for what in ("base", "lora", "merged"))
+    file, lora, merged_file = (tmp_path / f"{stem}.gguf" for stem in ("base", "lora", "merged"))
     export(base, file, gguf="F32")
     export(adapter, lora, gguf="F32", base=base)
-    export(adapter, whole, gguf="F32", base=base, merge=True)
+    export(adapter, merged_file, gguf="F32", base=base, merge=True)
     tokens = list(range(3, 20))
     with LlamaCpp(file) as model:
         plain = model.logits(tokens)
     with LlamaCpp(file, [lora]) as model:
         beside = model.logits(tokens)
-    with LlamaCpp(whole) as model:
+    with LlamaCpp(merged_file) as model:
         merged = model.logits(tokens)
     scale = np.abs(merged).max()
     assert np.abs(beside - merged).max() < 5e-3 * scale

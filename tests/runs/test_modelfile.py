@@ -23,16 +23,16 @@ NOT_SAID = {"Qwen-Qwen3-0.6B", "HuggingFaceTB-SmolLM3-3B", "google-gemma-2-2b-it
 TRL = ["cohere", "cohere2", "gemma3", "gemma4", "lfm2", "llama3", "qwen2_5", "qwen2_5_vl", "qwen3_8", "qwen3_vl"]
 
 
-def said(role, content):
+def message(role, content):
     return {"role": role, "content": content}
 
 
 BRIEF, QUESTION, AGAIN = (
-    said("system", "Be brief, {{ .Role }}."),
-    said("user", "Who?\n\nAnd why?"),
-    said("user", "为什么?"),
+    message("system", "Be brief, {{ .Role }}."),
+    message("user", "Who?\n\nAnd why?"),
+    message("user", "为什么?"),
 )
-ANSWER, LAST = said("assistant", 'A "quoted" word:\n1. <one>\n2. two & three'), said("assistant", "因为。")
+ANSWER, LAST = message("assistant", 'A "quoted" word:\n1. <one>\n2. two & three'), message("assistant", "因为。")
 CONVERSATIONS = [
     [QUESTION],
     [BRIEF, QUESTION],
@@ -58,8 +58,9 @@ def ollama_prompts(texts, folder):
     return [(answer["Prompts"], answer["Stops"]) for answer in json.loads(run.stdout)]
 
 
-def expected(tokenizer):
-    """What the model's own template writes, without the token that its tokenizer adds to every text by itself."""
+def expected_text(tokenizer):
+    """The text that the model's own template writes, without the token that its tokenizer adds to every text by
+    itself."""
     texts = [
         tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         for conversation in CONVERSATIONS
@@ -85,7 +86,7 @@ def test_ollama_writes_what_transformers_writes(shared, tmp_path):
     texts = [modelfile(["FROM ./m.gguf"], tokenizer, STOPS) for tokenizer in tokenizers.values()]
     answers = ollama_prompts(texts, tmp_path)
     for (name, tokenizer), (prompts, stops) in zip(tokenizers.items(), answers, strict=True):
-        assert prompts == expected(tokenizer), name
+        assert prompts == expected_text(tokenizer), name
         assert stops == STOPS
 
 
@@ -114,7 +115,7 @@ def test_turns_give_the_text_of_the_template_or_none(shared, name):
     turns = turns_of(tokenizer)
     assert (turns is None) == (name in NOT_SAID)
     if turns is not None:
-        assert [turns.text(conversation, True) for conversation in CONVERSATIONS] == expected(tokenizer)
+        assert [turns.text(conversation, True) for conversation in CONVERSATIONS] == expected_text(tokenizer)
 
 
 def test_a_day_s_date_and_spaces_that_the_template_removes_are_named(shared):

@@ -53,7 +53,7 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("output", "what", "fix"),
+    ("output", "message", "fix"),
     [
         ("/proc/meshtune-run", "the output cannot be created: ", "where directories can be made"),
         ("x" * 300, "the output cannot be created: File name too long", "parts are below 256 bytes"),
@@ -61,12 +61,12 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
         ("loop", "loop is a symbolic link to loop, where nothing is", "remove the link"),
     ],
 )
-def test_a_path_that_cannot_become_a_directory_is_a_users_mistake(tmp_path, monkeypatch, output, what, fix):
+def test_a_path_that_cannot_become_a_directory_is_a_users_mistake(tmp_path, monkeypatch, output, message, fix):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError) as error:
         check_output(pathlib.Path(output), resume=False, overwrite=False)
-    assert error.value.what.startswith(what.format(folder=tmp_path))
+    assert error.value.what.startswith(message.format(folder=tmp_path))
     assert fix in str(error.value.fix)
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
@@ -101,13 +101,13 @@ def test_facts_of_a_run_are_merged(tmp_path):
 RECIPE = {"model": "m", "data": {"train": "d.jsonl", "validation": 0.1}, "output": "o", "sample": {"prompts": ["p"]}}
 
 
-def dumped(*overrides: str) -> dict:
+def dump_recipe(*overrides: str) -> dict:
     return load_recipe(copy.deepcopy(RECIPE), overrides).model_dump(mode="json")
 
 
 def test_changes_are_listed_by_key():
-    found = changes(dumped(), dumped("train.batch_size=8", "log.every=5"))
-    assert [str(change) for change in found] == ["log.every: 1 -> 5", "train.batch_size: 16 -> 8"]
+    changed = changes(dump_recipe(), dump_recipe("train.batch_size=8", "log.every=5"))
+    assert [str(change) for change in changed] == ["log.every: 1 -> 5", "train.batch_size: 16 -> 8"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_changes_are_listed_by_key():
 )  # fmt: skip
 def test_changes_that_do_not_change_what_is_learned_are_fine(override):
     key = override.split("=")[0].replace("model", "model.path")
-    assert [change.key for change in check_changes(dumped(), dumped(override))] == [key]
+    assert [change.key for change in check_changes(dump_recipe(), dump_recipe(override))] == [key]
 
 
 @pytest.mark.parametrize(
@@ -127,24 +127,24 @@ def test_changes_that_do_not_change_what_is_learned_are_fine(override):
 )  # fmt: skip
 def test_changes_that_would_are_refused_by_name(override):
     with pytest.raises(UserError, match=override.split("=")[0].split(".")[0]) as caught:
-        check_changes(dumped(), dumped(override, "log.every=5"))
+        check_changes(dump_recipe(), dump_recipe(override, "log.every=5"))
     assert "these changes are fine: log.every: 1 -> 5" in caught.value.what
     assert "overwrite=true" in caught.value.fix
 
 
 def test_changes_of_what_is_learned_can_be_accepted_knowingly():
-    found = check_changes(dumped(), dumped("optimizer.learning_rate=1e-5", "accept_changes=true"))
-    assert "optimizer.learning_rate" in [change.key for change in found]
+    changed = check_changes(dump_recipe(), dump_recipe("optimizer.learning_rate=1e-5", "accept_changes=true"))
+    assert "optimizer.learning_rate" in [change.key for change in changed]
 
 
 def test_a_run_can_be_made_longer_where_the_schedule_does_not_depend_on_its_length():
     endless = ["optimizer.schedule=constant", "optimizer.warmup_steps=3"]
-    assert check_changes(dumped("train.steps=10", *endless), dumped("train.steps=20", *endless))
+    assert check_changes(dump_recipe("train.steps=10", *endless), dump_recipe("train.steps=20", *endless))
     with pytest.raises(UserError, match=r"train\.steps: 10 -> 20"):
-        check_changes(dumped("train.steps=10"), dumped("train.steps=20"))
+        check_changes(dump_recipe("train.steps=10"), dump_recipe("train.steps=20"))
 
 
 def test_evaluations_may_not_change_where_they_stop_the_run():
     stopping = "eval.early_stopping=2"
     with pytest.raises(UserError, match=r"eval\.every"):
-        check_changes(dumped(stopping), dumped(stopping, "eval.every=5"))
+        check_changes(dump_recipe(stopping), dump_recipe(stopping, "eval.every=5"))

@@ -23,17 +23,17 @@ from meshtune.runs.progress import VARIABLE, ProgressFile
     ],
 )
 def test_every_stage_rises_to_its_end(tmp_path: pathlib.Path, options, name, stages):
-    seen: list[tuple[str, int, int]] = []
-    export(MODEL, tmp_path / name, progress=lambda *report: seen.append(report), **options)
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == stages
+    reports: list[tuple[str, int, int]] = []
+    export(MODEL, tmp_path / name, progress=lambda *report: reports.append(report), **options)
+    assert list(dict.fromkeys(stage for stage, _, _ in reports)) == stages
     for stage in stages:
-        done = [done for name, done, _ in seen if name == stage]
-        totals = {total for name, _, total in seen if name == stage}
+        done = [done for name, done, _ in reports if name == stage]
+        totals = {total for name, _, total in reports if name == stage}
         assert done == sorted(done)
         assert {done[-1]} == totals
     if options == {"dtype": "bfloat16"}:
         written = sum(file.stat().st_size for file in (tmp_path / name).glob("*.safetensors"))
-        assert 0 <= written - next(total for stage, _, total in seen if stage == "writing") < 10_000  # the header
+        assert 0 <= written - next(total for stage, _, total in reports if stage == "writing") < 10_000  # the header
 
 
 def test_the_command_writes_the_file_that_is_asked_for(tmp_path: pathlib.Path):

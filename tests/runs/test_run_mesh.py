@@ -41,11 +41,11 @@ def environment(devices: int) -> dict[str, str]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe on fsdp=2, cp=1 and tp=2, and what is beside its run: other records, a text and a chat template."""
+    """A recipe on fsdp=2, cp=1 and tp=2, and the files next to its run: other records, a text and a chat template."""
     stories = [{"prompt": prompt, "completion": completion} for prompt, completion in STORIES]
     (tmp_path / "stories.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories * 8))
-    others = [story | {"prompt": f"{story['prompt']} It was a sunny day."} for story in stories]
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(story) + "\n" for story in others))
+    sunny = [story | {"prompt": f"{story['prompt']} It was a sunny day."} for story in stories]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(story) + "\n" for story in sunny))
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Lily saw a big cake and was very happy. " * 3}) + "\n")
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     fields = {

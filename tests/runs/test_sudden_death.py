@@ -1,4 +1,4 @@
-"""kill -9 amid an export, a preparation of data and a push: what was there stays, and the same command goes on."""
+"""kill -9 amid an export, a preparation of data and a push: old files stay, and the same command continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = ("train.steps=2", "sample.prompts=[]", "data.max_length=128", "data.vali
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> pathlib.Path:
+def finished_run(tmp_path_factory) -> pathlib.Path:
     run = tmp_path_factory.mktemp("runs") / "lesson"
     train(recipe(str(run), *SMALL))
     return run
@@ -32,8 +32,8 @@ def deaths(folder: pathlib.Path, *arguments: str, count: int = DEATHS, **env: st
     script = pathlib.Path(__file__).with_name("die_at_files.py")
     command = [sys.executable, str(script), str(folder), str(count), *arguments]
     subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"} | env, check=True, timeout=900)
-    whole = json.loads((folder / "whole.json").read_text())
-    assert whole["code"] == 0, whole["text"]
+    survivor = json.loads((folder / "whole.json").read_text())
+    assert survivor["code"] == 0, survivor["text"]
     ended = [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
     assert all(end["first"] == -9 for end in ended), ended
     return ended
@@ -48,8 +48,8 @@ FORMS = {"merged": ("--merge", "--to", "out/m"), "gguf": ("--merge", "--gguf", "
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("replaces", [False, True])
-def test_an_export_that_is_killed(form, replaces, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "start/run")
+def test_an_export_that_is_killed(form, replaces, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "start/run")
     arguments = ["export", "run", *FORMS[form], *["--overwrite"] * replaces]
     if replaces:
         out = tmp_path / "start/out"
@@ -59,23 +59,23 @@ def test_an_export_that_is_killed(form, replaces, finished, tmp_path):
             out.mkdir()
             (out / "m.gguf").write_bytes(b"an older file")
     for number, ended in enumerate(deaths(tmp_path, *arguments)):
-        dead, done, whole = (tmp_path / name for name in (f"{number}-dead", str(number), "whole"))
+        dead, done, survivor = (tmp_path / name for name in (f"{number}-dead", str(number), "whole"))
         assert contents(dead / "run") == contents(tmp_path / "start/run")
         if ended["second"]:
             assert "overwrite" in ended["text"]
             assert not replaces
         left = contents(done / "out")
         if not ended["second"]:
-            assert left == contents(whole / "out"), (ended, sorted(left))
+            assert left == contents(survivor / "out"), (ended, sorted(left))
         if replaces:
             older = contents(tmp_path / "start/out")
-            new = contents(whole / "out")
-            kept = contents(dead / "out")
+            new = contents(survivor / "out")
+            old = contents(dead / "out")
             for name, content in older.items():
-                aside = [value for key, value in kept.items() if key.split("/", 1)[-1] == name.split("/", 1)[-1]]
-                assert content in (*aside, kept.get(name)) or new.get(name) in (kept.get(name), None), (ended, name)
-        rest = [name for name in left if "partial" in name or ".old-" in name]
-        assert not rest or (ended["second"] and rest == ["m/.digests.json.partial"]), ended
+                aside = [value for key, value in old.items() if key.split("/", 1)[-1] == name.split("/", 1)[-1]]
+                assert content in (*aside, old.get(name)) or new.get(name) in (old.get(name), None), (ended, name)
+        leftover = [name for name in left if "partial" in name or ".old-" in name]
+        assert not leftover or (ended["second"] and leftover == ["m/.digests.json.partial"]), ended
 
 
 def test_a_preparation_that_is_killed(tmp_path):
@@ -92,8 +92,8 @@ def test_a_preparation_that_is_killed(tmp_path):
         assert contents(tmp_path / str(number))["tokens.json"] == contents(tmp_path / "whole")["tokens.json"]
 
 
-def test_a_push_that_is_killed(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "start/run")
+def test_a_push_that_is_killed(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "start/run")
     with running_hub() as hub:
         settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         ended = deaths(
@@ -101,7 +101,7 @@ def test_a_push_that_is_killed(finished, tmp_path):
         )
         assert [end["second"] for end in ended] == [0] * 4, ended
         pushed = {name: repository.files for name, repository in hub.repositories.items()}
-    numbers = (finished / "adapter/adapter_model.safetensors").read_bytes()[-4096:]
+    numbers = (finished_run / "adapter/adapter_model.safetensors").read_bytes()[-4096:]
     for number in range(4):
         assert pushed[f"ann/lesson-{number}"].keys() == pushed["ann/lesson-whole"].keys()
         assert pushed[f"ann/lesson-{number}"]["adapter_model.safetensors"][-4096:] == numbers

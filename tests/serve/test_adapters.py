@@ -25,7 +25,7 @@ OPTIONS = {"dtype": "float32", "quantize": "auto", "chat_template": "plain"}
 
 
 def adapter(model: torch.nn.Module, path, seed: int, **options: Any) -> str:
-    """A peft adapter with weights of its own."""
+    """A peft adapter with random weights."""
     torch.manual_seed(seed)
     options |= {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(**options)
@@ -57,8 +57,8 @@ def test_base_and_adapters_answer_under_their_names(stories260k, adapters):
         assert [model.id for model in client.models.list()] == list(expected)
 
         def text(name: str) -> str:
-            asked = {"model": name, "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
-            return client.completions.create(**asked).choices[0].text
+            request = {"model": name, "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+            return client.completions.create(**request).choices[0].text
 
         with ThreadPoolExecutor(len(expected)) as clients:
             assert list(clients.map(text, expected)) == list(expected.values())
@@ -69,7 +69,7 @@ def test_base_and_adapters_answer_under_their_names(stories260k, adapters):
 
 
 def test_an_adapter_that_is_alone_is_merged_where_that_is_possible(stories260k, adapters):
-    """Its answers and logits are those of the adapter beside the weights (float32: within 1e-4), the base's its own."""
+    """Its answers and logits are those of the unmerged adapter (float32: within 1e-4), the base's its own."""
     path, prompt = adapters["polite"], "Once upon a time"
     beside, base = load(path, dtype="float32"), load(stories260k, dtype="float32")
     ids = beside.tokenizer.encode(prompt)
@@ -117,9 +117,9 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(stories260k, adapters,
         vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1,
     )  # fmt: skip
-    other = adapter(LlamaForCausalLM(config), tmp_path / "other", 0)
+    path = adapter(LlamaForCausalLM(config), tmp_path / "other", 0)
     with pytest.raises(UserError) as refused:
-        load_served(str(stories260k), None, {"polite": adapters["polite"], "other": other}, **OPTIONS)
+        load_served(str(stories260k), None, {"polite": adapters["polite"], "other": path}, **OPTIONS)
     assert "other" in str(refused.value)
     with pytest.raises(UserError, match="nowhere"):
         load_served(str(stories260k), None, {"gone": str(tmp_path / "nowhere")}, **OPTIONS)

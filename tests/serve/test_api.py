@@ -79,33 +79,33 @@ def test_a_stream_is_the_same_answer_in_pieces(client, model):
 
 
 def test_several_choices_are_drawn_apart_and_again_the_same_by_seed(client):
-    asked = {"model": "stories", "messages": QUESTION, "n": 3, "seed": 7, "max_tokens": 20, "temperature": 1.0}
-    first, again = (client.chat.completions.create(**asked) for _ in range(2))
+    request = {"model": "stories", "messages": QUESTION, "n": 3, "seed": 7, "max_tokens": 20, "temperature": 1.0}
+    first, again = (client.chat.completions.create(**request) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in again.choices]
     assert len(set(texts)) == 3
     streamed = {0: "", 1: "", 2: ""}
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert list(streamed.values()) == texts
 
 
 def test_a_stop_string_ends_the_text_before_it(client, model):
-    whole = model.generate("Once upon a time", max_tokens=40)
-    stop = whole[20:26]
+    full = model.generate("Once upon a time", max_tokens=40)
+    stop = full[20:26]
     answer = client.completions.create(
         model="stories", prompt="Once upon a time", temperature=0, max_tokens=40, stop=[stop, "never said"]
     )
-    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].text == full[: full.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
     streamed = client.completions.create(
         model="stories", prompt="Once upon a time", temperature=0, max_tokens=40, stop=stop, stream=True
     )
-    assert "".join(chunk.choices[0].text for chunk in streamed) == whole[: whole.index(stop)]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == full[: full.index(stop)]
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_transformers(client, model, stories260k):
-    """What lm-eval asks for: token ids echoed with their log-probabilities, and one token more."""
+    """As lm-eval asks for them: token ids echoed with their log-probabilities, and one token more."""
     prompts = [model.tokenizer(text)["input_ids"] for text in ("Once upon a time there was", "A small dog")]
     answer = client.completions.create(
         model="stories", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234
@@ -115,39 +115,41 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(client, model, 
     for choice, ids in zip(answer.choices, prompts, strict=True):
         with torch.no_grad():
             scores = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-        found = choice.logprobs
-        assert found is not None
-        assert found.token_logprobs is not None
-        assert found.top_logprobs is not None
-        assert found.token_logprobs[0] is None
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
+        assert logprobs.token_logprobs[0] is None
         expected = scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        np.testing.assert_allclose(found.token_logprobs[1:-1], expected, atol=1e-4)
-        likeliest = [max(entry.values()) for entry in found.top_logprobs[1:]]
+        np.testing.assert_allclose(logprobs.token_logprobs[1:-1], expected, atol=1e-4)
+        likeliest = [max(entry.values()) for entry in logprobs.top_logprobs[1:]]
         np.testing.assert_allclose(likeliest, scores.max(-1).values, atol=1e-4)
         greedy = scores[:-1].argmax(-1).tolist()
-        for n, (token, own) in enumerate(zip(greedy, found.token_logprobs[1:-1], strict=True)):
-            assert (own == likeliest[n]) == (token == ids[n + 1])
-        assert len(found.tokens or []) == len(ids) + 1
+        for n, (token, actual) in enumerate(zip(greedy, logprobs.token_logprobs[1:-1], strict=True)):
+            assert (actual == likeliest[n]) == (token == ids[n + 1])
+        assert len(logprobs.tokens or []) == len(ids) + 1
 
 
 def test_chat_log_probabilities(client):
     answer = client.chat.completions.create(
         model="stories", messages=QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
     )
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
-    assert "".join(entry.token for entry in found.content).strip() == (answer.choices[0].message.content or "").strip()
-    for entry in found.content:
-        assert [other.logprob for other in entry.top_logprobs] == sorted(
-            (other.logprob for other in entry.top_logprobs), reverse=True
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert (
+        "".join(entry.token for entry in logprobs.content).strip() == (answer.choices[0].message.content or "").strip()
+    )
+    for entry in logprobs.content:
+        assert [alternative.logprob for alternative in entry.top_logprobs] == sorted(
+            (alternative.logprob for alternative in entry.top_logprobs), reverse=True
         )
         assert entry.top_logprobs[0].logprob == entry.logprob
         assert len(entry.top_logprobs) == 3
 
 
-def joined(tokens: list[str]) -> bytes:
-    """The bytes that tokens of a completion stand for."""
+def join_tokens(tokens: list[str]) -> bytes:
+    """Joins the bytes of a completion's tokens."""
     named = [token.removeprefix("bytes:").encode("latin-1") if token.startswith("bytes:") else None for token in tokens]
     return b"".join(
         token.encode() if name is None else name.decode("unicode_escape").encode("latin-1")
@@ -159,39 +161,39 @@ def joined(tokens: list[str]) -> bytes:
 @pytest.mark.parametrize("text", ["a 😀 b", "Once upon a time", " two  spaces", "語😀é", "\n\nx"])
 def test_tokens_of_a_completion_stand_in_its_text(client, text):
     """Parts of characters, spaces, and the token that begins a text, which the text does not show."""
-    asked = {"model": "stories", "prompt": text, "temperature": 0, "max_tokens": 6, "logprobs": 5}
-    (choice,) = client.completions.create(**asked, echo=True).choices
+    request = {"model": "stories", "prompt": text, "temperature": 0, "max_tokens": 6, "logprobs": 5}
+    (choice,) = client.completions.create(**request, echo=True).choices
     assert choice.text.lstrip(" ").startswith(text.lstrip(" "))
     tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
-    assert joined(tokens) == choice.text.encode()
+    assert join_tokens(tokens) == choice.text.encode()
     for token, offset in zip(tokens, offsets, strict=True):
         assert token.startswith("bytes:") or token == "<s>" or choice.text[offset:].startswith(token)
     assert all(len(top) == 5 for top in choice.logprobs.top_logprobs[1:])
-    whole = client.completions.create(**asked).choices[0]
-    assert joined(whole.logprobs.tokens) == whole.text.encode()
-    streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    unstreamed = client.completions.create(**request).choices[0]
+    assert join_tokens(unstreamed.logprobs.tokens) == unstreamed.text.encode()
+    streamed = [chunk.choices[0] for chunk in client.completions.create(**request, stream=True)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         pieces = [getattr(chunk.logprobs, name) for chunk in streamed if chunk.logprobs is not None]
-        assert list(itertools.chain(*pieces)) == getattr(whole.logprobs, name)
+        assert list(itertools.chain(*pieces)) == getattr(unstreamed.logprobs, name)
 
 
 def test_likeliest_tokens_that_read_alike_are_all_there(client, model):
     """A space is a token and a byte; neither overwrites the other."""
     ids = [model.tokenizer.convert_tokens_to_ids(token) for token in ("<0x20>", "▁")]
     bias = {str(id_): 100 for id_ in ids}
-    asked = {"model": "stories", "prompt": "Once", "max_tokens": 1, "temperature": 0, "logit_bias": bias}
-    (choice,) = client.completions.create(**asked, logprobs=20).choices
+    request = {"model": "stories", "prompt": "Once", "max_tokens": 1, "temperature": 0, "logit_bias": bias}
+    (choice,) = client.completions.create(**request, logprobs=20).choices
     assert len(choice.logprobs.top_logprobs[0]) == 20
     assert choice.text == " "
 
 
 def test_the_tokens_of_a_stop_string_are_not_listed(client, model):
-    whole = model.generate("Once upon a time", max_tokens=40)
-    stop = whole[20:26]
-    asked = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40, "stop": stop}
-    (choice,) = client.completions.create(**asked, logprobs=0).choices
-    streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, logprobs=0, stream=True)]
-    assert choice.text == whole[: whole.index(stop)]
+    full = model.generate("Once upon a time", max_tokens=40)
+    stop = full[20:26]
+    request = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40, "stop": stop}
+    (choice,) = client.completions.create(**request, logprobs=0).choices
+    streamed = [chunk.choices[0] for chunk in client.completions.create(**request, logprobs=0, stream=True)]
+    assert choice.text == full[: full.index(stop)]
     for tokens in (choice.logprobs.tokens, [token for chunk in streamed for token in chunk.logprobs.tokens]):
         assert "".join(tokens).startswith(choice.text)
         assert "".join(tokens[:-1]) != choice.text  # the last token ends in it, or begins before the stop string
@@ -202,9 +204,9 @@ def test_the_bytes_of_a_chat_join_to_its_text(client, model, stream):
     """Bytes of split characters, as the model is made to write them."""
     ids = model.tokenizer("語😀é", add_special_tokens=False)["input_ids"]
     bias = {str(id_): 100 for id_ in ids if model.tokenizer.convert_ids_to_tokens(id_).startswith("<0x")}
-    asked = {"model": "stories", "messages": QUESTION, "logit_bias": bias, "max_tokens": 40, "seed": 3}
-    asked |= {"logprobs": True, "top_logprobs": 4}
-    answer = client.chat.completions.create(**asked, stream=stream)
+    request = {"model": "stories", "messages": QUESTION, "logit_bias": bias, "max_tokens": 40, "seed": 3}
+    request |= {"logprobs": True, "top_logprobs": 4}
+    answer = client.chat.completions.create(**request, stream=stream)
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
         text = "".join(chunk.delta.content or "" for chunk in chunks)
@@ -216,14 +218,18 @@ def test_the_bytes_of_a_chat_join_to_its_text(client, model, stream):
     assert any(entry.token.startswith("\\x") for entry in entries)
     assert content.decode("utf-8", "replace").replace("�", "").strip() == text.replace("�", "").strip()
     for entry in entries:
-        for other in entry.top_logprobs:
-            assert other.bytes is None or other.token.startswith("\\x") or bytes(other.bytes).decode() == other.token
+        for alternative in entry.top_logprobs:
+            assert (
+                alternative.bytes is None
+                or alternative.token.startswith("\\x")
+                or bytes(alternative.bytes).decode() == alternative.token
+            )
 
 
 def test_a_biased_token_is_all_there_is(client, model):
-    (wanted,) = model.tokenizer("dog", add_special_tokens=False)["input_ids"][:1]
+    (token,) = model.tokenizer("dog", add_special_tokens=False)["input_ids"][:1]
     answer = client.completions.create(
-        model="stories", prompt="Once", max_tokens=5, temperature=0, logit_bias={str(wanted): 100}, logprobs=0
+        model="stories", prompt="Once", max_tokens=5, temperature=0, logit_bias={str(token): 100}, logprobs=0
     )
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.tokens == [" do"] * 5
@@ -234,8 +240,8 @@ def test_models_and_tokenizer(client, address, model):
     assert [entry.id for entry in client.models.list()] == ["stories"]
     assert client.models.retrieve("stories").owned_by == "meshtune"
     headers = {"authorization": f"Bearer {TOKEN}"}
-    made = httpx.post(f"{address}/tokenize", json={"prompt": "A dog", "add_special_tokens": False}, headers=headers)
-    ids = made.json()["tokens"]
+    response = httpx.post(f"{address}/tokenize", json={"prompt": "A dog", "add_special_tokens": False}, headers=headers)
+    ids = response.json()["tokens"]
     assert ids == model.tokenizer("A dog", add_special_tokens=False)["input_ids"]
     back = httpx.post(f"{address}/detokenize", json={"tokens": ids}, headers=headers).json()
     assert back["prompt"].strip() == "A dog"
@@ -246,11 +252,13 @@ def test_the_asynchronous_client_is_answered_many_times_at_once(address, model):
     async def ask() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=TOKEN, max_retries=0) as client:
             prompts = [f"Once upon a time, {name}" for name in ("a cat", "Tom", "two birds", "the sun", "a car", "Mia")]
-            asked = [
+            requests = [
                 client.completions.create(model="stories", prompt=prompt, max_tokens=12, temperature=0)
                 for prompt in prompts
             ]
-            return [(await answer).choices[0].text for answer in [asyncio.ensure_future(one) for one in asked]]
+            return [
+                (await answer).choices[0].text for answer in [asyncio.ensure_future(request) for request in requests]
+            ]
 
     prompts = [f"Once upon a time, {name}" for name in ("a cat", "Tom", "two birds", "the sun", "a car", "Mia")]
     assert asyncio.run(ask()) == [model.generate(prompt, max_tokens=12) for prompt in prompts]
@@ -398,8 +406,8 @@ def test_a_failure_is_logged_and_said(model, monkeypatch, caplog):
 def test_a_full_queue_is_said_to_wait(model):
     with serving(Models({"stories": model}, rows=1, queue=1)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        asked = {"model": "stories", "prompt": "Once", "max_tokens": 400, "logit_bias": {"2": -100}, "n": 2}
-        with client.completions.create(**asked, stream=True) as stream:
+        request = {"model": "stories", "prompt": "Once", "max_tokens": 400, "logit_bias": {"2": -100}, "n": 2}
+        with client.completions.create(**request, stream=True) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError, match="wait already"):
-                client.completions.create(**asked)
+                client.completions.create(**request)

@@ -1,4 +1,4 @@
-"""What people talk to a server with beside OpenAI's client: curl, lm-eval and LangChain."""
+"""Clients other than OpenAI's: curl, lm-eval and LangChain."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def test_lm_eval_has_the_log_likelihoods_of_transformers(address, key, model, st
     assert client.tokenizer_backend == "remote"
     answers = client.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
     reference = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
-    for (context, continuation), (found, greedy) in zip(PAIRS, answers, strict=True):
-        head, whole = (
+    for (context, continuation), (score, greedy) in zip(PAIRS, answers, strict=True):
+        head, ids = (
             model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (context, context + continuation)
         )
         with torch.no_grad():
-            scores = reference(torch.tensor([whole])).logits[0].log_softmax(-1)
-        tail = list(range(len(head), len(whole)))
-        expected = sum(scores[n - 1, whole[n]].item() for n in tail)
-        assert found == pytest.approx(expected, abs=1e-3)  # float32 sums of a handful of tokens by two programs
-        assert greedy == all(int(scores[n - 1].argmax()) == whole[n] for n in tail)
+            scores = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        tail = list(range(len(head), len(ids)))
+        expected = sum(scores[n - 1, ids[n]].item() for n in tail)
+        assert score == pytest.approx(expected, abs=1e-3)  # float32 sums of a handful of tokens by two programs
+        assert greedy == all(int(scores[n - 1].argmax()) == ids[n] for n in tail)
 
 
 def test_lm_eval_generates(address, key, model):
     client = LocalCompletionsAPI(base_url=f"{address}/completions", model="stories", auth_token=TOKEN, max_length=512)
-    asked = instances("generate_until", [("Once upon a time", {"until": ["."], "max_gen_toks": 40})])
-    (text,) = client.generate_until(asked, disable_tqdm=True)
+    requests = instances("generate_until", [("Once upon a time", {"until": ["."], "max_gen_toks": 40})])
+    (text,) = client.generate_until(requests, disable_tqdm=True)
     ids = model.tokenizer("Once upon a time", add_special_tokens=False)["input_ids"]
     written = model.tokenizer.decode(model.engine.generate([ids], max_tokens=40)[0])
     assert text.strip() == written.split(".")[0].strip()
@@ -73,8 +73,8 @@ def test_lm_eval_chats(address, key, model):
     client = LocalChatCompletion(base_url=f"{address}/chat/completions", model="stories", auth_token=TOKEN)
     chat = [{"role": "user", "content": "Tell me of a dog."}]
     rendered = client.apply_chat_template(chat)
-    asked = instances("generate_until", [(rendered, {"until": ["never said"], "max_gen_toks": 20})])
-    (text,) = client.generate_until(asked, disable_tqdm=True)
+    requests = instances("generate_until", [(rendered, {"until": ["never said"], "max_gen_toks": 20})])
+    (text,) = client.generate_until(requests, disable_tqdm=True)
     assert text.strip() == model.generate(chat, max_tokens=20).strip()
 
 
@@ -99,7 +99,7 @@ def test_curl(address, model):
 
 
 def test_a_body_of_100_mb_is_refused_before_it_is_sent(address, tmp_path):
-    """By its length, and by what has been read where no length is said; the server lives on."""
+    """By its length, or by the bytes read where no length is declared; the server keeps running."""
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(100 * 2**20)

@@ -1,4 +1,4 @@
-"""What clients do to the sockets of a server: half requests, slow ones, many, headers of other sites."""
+"""Misuse of a server's sockets: half requests, slow ones, many, headers of other sites."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshtune.serve.server import Server
 
 LIMITS = Limits(connections=20, header_seconds=0.5, body_seconds=1.0, body_rate=1000, read_seconds=1.0)
 HALF = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: "
-WHOLE = b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+REQUEST = b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 
 async def echo(request: Request) -> Response:
@@ -57,7 +57,7 @@ def connect(port: int, content: bytes = b"") -> socket.socket:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """What the server sends until it closes."""
+    """Reads until the server closes."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):
@@ -99,17 +99,17 @@ def test_a_client_that_does_not_read_its_answer_is_closed(port):
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))
-    connection.sendall(WHOLE.replace(b"/ ", b"/endless ", 1))
+    connection.sendall(REQUEST.replace(b"/ ", b"/endless ", 1))
     time.sleep(4)
     assert len(everything(connection)) < 50_000_000
 
 
 def test_half_requests_without_number_keep_nobody_out(port):
     """The oldest of them makes room."""
-    held = [connect(port, HALF) for _ in range(3 * LIMITS.connections)]
-    answer = connect(port, WHOLE).recv(1000)
+    connections = [connect(port, HALF) for _ in range(3 * LIMITS.connections)]
+    answer = connect(port, REQUEST).recv(1000)
     assert answer.startswith(b"HTTP/1.1 200 ")
-    for connection in held:
+    for connection in connections:
         connection.close()
 
 

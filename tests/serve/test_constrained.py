@@ -1,4 +1,4 @@
-"""Answers of a given form: what llguidance allows is what is drawn, and what it refuses is an error of the request."""
+"""Answers of a given form: tokens that llguidance allows are drawn, and forms it refuses are errors of the request."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def test_rows_without_a_form_are_what_they_are_alone(client, model):
 
 
 def test_a_stream_of_a_form_is_the_same_text(client):
-    asked = {"model": "stories", "messages": ASK, "response_format": schema(DOG), "temperature": 0, "max_tokens": 150}
-    whole = client.chat.completions.create(**asked).choices[0].message.content
-    streamed = client.chat.completions.create(**asked, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole
+    request = {"model": "stories", "messages": ASK, "response_format": schema(DOG), "temperature": 0, "max_tokens": 150}
+    expected = client.chat.completions.create(**request).choices[0].message.content
+    streamed = client.chat.completions.create(**request, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected
 
 
 REFUSED = [
@@ -122,7 +122,7 @@ def test_a_form_that_cannot_be_had_is_a_clear_error(client, form, message):
 @pytest.mark.parametrize("name", ["models/stories260K", "tokenizers/smollm2"])
 def test_what_is_allowed_is_what_the_text_spells(shared, name):
     """Sentencepiece and byte-level BPE, spaces and characters of several bytes: every token that is needed to write a
-    text is allowed at its place, and nothing beside the vocabulary is."""
+    text is allowed at its place, and nothing outside of the vocabulary is."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "assets" / name)
     (end,) = ends = frozenset({tokenizer.eos_token_id})
     grammars = Grammars(tokenizer, len(tokenizer) + 7, ends)  # a model's vocabulary may be padded

@@ -1,4 +1,4 @@
-"""The programs of examples/serve run as they are."""
+"""The programs of examples/serve run unchanged."""
 
 from __future__ import annotations
 

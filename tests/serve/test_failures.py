@@ -1,4 +1,4 @@
-"""A step that fails ends its own requests; the server goes on, and others get the answers that they get alone."""
+"""A step that fails ends its own requests; the server continues, and others get the answers they get by themselves."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_a_sampler_that_raises_ends_the_requests_of_its_step(client, model, mode
 
     monkeypatch.setattr(scheduling, "compiled_form", sampler)
     expected = model.generate(PROMPT, max_tokens=20)
-    asked = {"model": "stories", "prompt": PROMPT, "temperature": 0}
+    request = {"model": "stories", "prompt": PROMPT, "temperature": 0}
     answers: list[str] = []
 
     def ask() -> None:
         try:
-            answers.append(client.completions.create(**asked, max_tokens=20).choices[0].text)
+            answers.append(client.completions.create(**request, max_tokens=20).choices[0].text)
         except openai.InternalServerError:
             answers.append("failed")
 
@@ -71,14 +71,14 @@ def test_a_sampler_that_raises_ends_the_requests_of_its_step(client, model, mode
         thread.start()
     errors = r"the server failed \((OverflowError|MemoryError|RuntimeError)\)"
     with pytest.raises(openai.InternalServerError, match=errors):
-        client.completions.create(**asked, max_tokens=60, seed=666)
+        client.completions.create(**request, max_tokens=60, seed=666)
     for thread in threads[3:]:
         thread.start()
     for thread in threads:
         thread.join()
     assert set(answers) <= {expected, "failed"}
     assert answers.count("failed") <= 1  # the other row of the step, if it had one
-    assert client.completions.create(**asked, max_tokens=20).choices[0].text == expected
+    assert client.completions.create(**request, max_tokens=20).choices[0].text == expected
     assert httpx.get(str(client.base_url).replace("/v1/", "/health")).status_code == 200
     worker = models["stories"].worker
     assert not worker.busy
@@ -104,13 +104,13 @@ def test_a_grammar_that_raises_ends_its_own_request(client, monkeypatch, failure
         def deep_copy(self) -> Matcher:
             return self
 
-    def compiled(self, grammar, where):
+    def compile_broken(self, grammar, where):
         return LLGrammar(Matcher(), np.full(16, 2**32 - 1, np.uint32))  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(Grammars, "_compiled", compiled)
-    other: list[str] = []
+    monkeypatch.setattr(Grammars, "_compiled", compile_broken)
+    texts: list[str] = []
     thread = threading.Thread(
-        target=lambda: other.append(
+        target=lambda: texts.append(
             client.completions.create(model="stories", prompt=PROMPT, temperature=0, max_tokens=60).choices[0].text
         )
     )
@@ -124,7 +124,7 @@ def test_a_grammar_that_raises_ends_its_own_request(client, monkeypatch, failure
             temperature=0,
         )
     thread.join()
-    assert len(other[0]) > 60
+    assert len(texts[0]) > 60
 
 
 def test_as_many_requests_as_rows_and_queue_hold_are_taken(model):

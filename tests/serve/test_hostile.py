@@ -52,7 +52,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
-def nested(depth: int) -> Any:
+def nested_schema(depth: int) -> Any:
     value: Any = {"type": "string"}
     for _ in range(depth):
         value = {"type": "object", "properties": {"a": value}, "required": ["a"]}
@@ -70,7 +70,7 @@ def form(schema: Any) -> dict[str, Any]:
 # What fields must not be, or seldom.
 WRONG: list[Any] = [
     None, True, -1, 0, 2**31, 2**63, 10**400, 1e308, -3.5, float("nan"), float("inf"), "", "5", "x" * 5_000, [], [None],
-    [[]], {}, {"": {}}, [[[[5]]]], ["a", 5], [-1], [10**30], [True], nested(60),
+    [[]], {}, {"": {}}, [[[[5]]]], ["a", 5], [-1], [10**30], [True], nested_schema(60),
 ]  # fmt: skip
 FIELDS = {
     "/v1/chat/completions": ChatRequest.model_fields,
@@ -81,7 +81,7 @@ FIELDS = {
 }
 
 
-def refused(answer: httpx.Response) -> str:
+def error_message(answer: httpx.Response) -> str:
     """The message of an error of the client."""
     assert 400 <= answer.status_code < 500, answer.text[:300]
     error = answer.json()["error"]
@@ -103,7 +103,7 @@ def test_no_value_of_a_field_is_a_failure_of_the_server(http, path):
             answer = http.post(path, content=content)
             assert answer.status_code < 500, (field, value, answer.text[:300])
             if answer.status_code != 200:
-                assert refused(answer)
+                assert error_message(answer)
     assert http.get("/health").json()["status"] == "ok"
 
 
@@ -126,7 +126,7 @@ BODIES: list[tuple[bytes, str]] = [
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize(("content", "message"), BODIES, ids=lambda value: str(value)[:30])
 def test_what_is_no_body(http, path, content, message):
-    assert message in refused(http.post(path, content=content, headers={"content-type": "text/plain"}))
+    assert message in error_message(http.post(path, content=content, headers={"content-type": "text/plain"}))
 
 
 CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
@@ -144,7 +144,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x" * 9_000}}}, "no tool is called"),
     ({"messages": [{"role": "assistant", "tool_calls": [tool(arguments="[" * 5_000)]}]}, "nested too deeply"),
     ({"messages": [{"role": "assistant", "tool_calls": [tool(arguments='{"a":1,"a":2}')]}]}, "is there twice"),
-    ({"response_format": form(nested(49))}, "nested too deeply"),
+    ({"response_format": form(nested_schema(49))}, "nested too deeply"),
     ({"response_format": form({"anyOf": [{"not": {"not": {"not": {}}}}]})}, "cannot be compiled"),
     ({"response_format": form({"type": 5})}, "type must be"),
     ({"response_format": form({"type": "string", "pattern": "("})}, "unclosed group"),
@@ -164,7 +164,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), CONVERSATIONS, ids=lambda value: str(value)[:50])
 def test_conversations_that_cannot_be_answered(http, changes, message):
     answer = http.post("/v1/chat/completions", content=json.dumps(CHAT | changes))
-    assert message in refused(answer)
+    assert message in error_message(answer)
 
 
 @pytest.mark.parametrize(
@@ -180,13 +180,15 @@ def test_conversations_that_cannot_be_answered(http, changes, message):
 )
 def test_schemas_that_are_large_are_followed_or_refused(http, schema):
     answer = http.post("/v1/chat/completions", json=CHAT | {"response_format": form(schema), "max_tokens": 4})
-    assert answer.status_code == 200 or refused(answer)
+    assert answer.status_code == 200 or error_message(answer)
 
 
 def test_the_way_out_of_one_of_is_taken(http):
     """The message says what to write, and that is followed; llguidance's own names an option that no request has."""
     options = [{"type": "object", "properties": {"a": {"type": "string", "pattern": f"^a{n}.*"}}} for n in range(2)]
-    message = refused(http.post("/v1/chat/completions", json=CHAT | {"response_format": form({"oneOf": options})}))
+    message = error_message(
+        http.post("/v1/chat/completions", json=CHAT | {"response_format": form({"oneOf": options})})
+    )
     assert "oneOf constraints are not supported; write anyOf in its place, or forms" in message
     assert "option" not in message
     apart = [{"type": "string"}, {"type": "integer"}]
@@ -209,11 +211,11 @@ def test_the_way_out_of_one_of_is_taken(http):
     ids=lambda value: str(value)[:30],
 )
 def test_what_a_message_offers_works(http, path, wrong, offer, right):
-    found = re.search(offer, refused(http.post(path, json=ENDPOINTS[path] | wrong)))
-    assert found
-    value = "a" * int(found[1]) if path == "/tokenize" else found[1]
-    fixed = {name: value if given == "FOUND" else given for name, given in right.items()}
-    fixed = {name: int(given) if name in ("max_tokens", "top_k") else given for name, given in fixed.items()}
+    match = re.search(offer, error_message(http.post(path, json=ENDPOINTS[path] | wrong)))
+    assert match
+    value = "a" * int(match[1]) if path == "/tokenize" else match[1]
+    fixed = {name: value if setting == "FOUND" else setting for name, setting in right.items()}
+    fixed = {name: int(setting) if name in ("max_tokens", "top_k") else setting for name, setting in fixed.items()}
     answer = http.post(path, json=ENDPOINTS[path] | fixed | ({"stop": ["."]} if path == "/v1/completions" else {}))
     assert answer.status_code == 200, answer.text
 
@@ -221,10 +223,10 @@ def test_what_a_message_offers_works(http, path, wrong, offer, right):
 def test_prompts_times_n_are_bounded_before_anything_is_built(http, models):
     begin = time.process_time()
     body = {"model": "m", "prompt": ["a"] * 3_000, "n": 64, "max_tokens": 4}
-    message = refused(http.post("/v1/completions", json=body))
+    message = error_message(http.post("/v1/completions", json=body))
     assert message == "3000 prompts with n = 64 are 192000 answers, and 8 at most are taken; give fewer at once"
     assert time.process_time() - begin < 2
-    assert "9 answers, and 8 at most" in refused(http.post("/v1/chat/completions", json=CHAT | {"n": 9}))
+    assert "9 answers, and 8 at most" in error_message(http.post("/v1/chat/completions", json=CHAT | {"n": 9}))
     answer = http.post("/v1/completions", json=body | {"prompt": ["a"] * 2, "n": 4})
     assert len(answer.json()["choices"]) == models["m"].worker.scheduler.capacity == 8
 
@@ -232,21 +234,21 @@ def test_prompts_times_n_are_bounded_before_anything_is_built(http, models):
 def test_a_prompt_alone_is_scored(url, http):
     """OpenAI's max_tokens: 0 with echo; the scores are those that come with an answer."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    asked = {"model": "m", "prompt": ["Once upon a time", [1, 403, 407]], "echo": True, "logprobs": 2}
-    alone = client.completions.create(**asked, max_tokens=0)
-    more = client.completions.create(**asked, max_tokens=1, temperature=0)
+    request = {"model": "m", "prompt": ["Once upon a time", [1, 403, 407]], "echo": True, "logprobs": 2}
+    alone = client.completions.create(**request, max_tokens=0)
+    continued = client.completions.create(**request, max_tokens=1, temperature=0)
     assert alone.usage is not None
     assert alone.usage.completion_tokens == 0
-    for one, other in zip(alone.choices, more.choices, strict=True):
-        assert other.text.startswith(one.text)
-        assert one.finish_reason == "length"
-        assert one.logprobs is not None
-        assert other.logprobs is not None
-        assert one.logprobs.token_logprobs == (other.logprobs.token_logprobs or [])[:-1]
-        assert one.logprobs.text_offset == (other.logprobs.text_offset or [])[:-1]
-    whole = [5] * 512  # as long as the context
-    assert len(http.post("/v1/completions", json=asked | {"prompt": whole, "max_tokens": 0}).json()["choices"]) == 1
-    assert "needs echo" in refused(http.post("/v1/completions", json=asked | {"echo": False, "max_tokens": 0}))
+    for scored, longer in zip(alone.choices, continued.choices, strict=True):
+        assert longer.text.startswith(scored.text)
+        assert scored.finish_reason == "length"
+        assert scored.logprobs is not None
+        assert longer.logprobs is not None
+        assert scored.logprobs.token_logprobs == (longer.logprobs.token_logprobs or [])[:-1]
+        assert scored.logprobs.text_offset == (longer.logprobs.text_offset or [])[:-1]
+    prompt = [5] * 512  # as long as the context
+    assert len(http.post("/v1/completions", json=request | {"prompt": prompt, "max_tokens": 0}).json()["choices"]) == 1
+    assert "needs echo" in error_message(http.post("/v1/completions", json=request | {"echo": False, "max_tokens": 0}))
 
 
 @pytest.mark.parametrize(
@@ -258,20 +260,20 @@ def test_a_prompt_alone_is_scored(url, http):
     ],
 )
 def test_a_text_longer_than_the_context_can_hold_is_never_tokenised(http, models, monkeypatch, path, body):
-    def tokenised(*_: object, **__: object) -> None:
+    def tokenise(*_: object, **__: object) -> None:
         raise AssertionError("tokenised")
 
-    monkeypatch.setattr(type(models["m"].model.tokenizer), "__call__", tokenised)
-    assert f"a text of {TOKENIZED}" in refused(http.post(path, json=body)).replace("1000005", "1000000")[:300]
+    monkeypatch.setattr(type(models["m"].model.tokenizer), "__call__", tokenise)
+    assert f"a text of {TOKENIZED}" in error_message(http.post(path, json=body)).replace("1000005", "1000000")[:300]
 
 
 def test_the_event_loop_answers_while_texts_are_read(url, models, monkeypatch):
-    """Every thread that reads is busy; /health is answered, and what was cancelled meanwhile is never begun."""
-    begun, go_on = [], threading.Event()
+    """Every thread that reads is busy; /health is answered, and requests cancelled meanwhile are never begun."""
+    started, go_on = [], threading.Event()
     original = type(models["m"]).ids
 
     def slow(served: Any, text: str, special: bool) -> list[int]:
-        begun.append(text)
+        started.append(text)
         go_on.wait(30)
         return original(served, text, special)
 
@@ -279,26 +281,26 @@ def test_the_event_loop_answers_while_texts_are_read(url, models, monkeypatch):
 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            asked = [asyncio.create_task(client.post("/tokenize", json={"prompt": f"text {n}"})) for n in range(2)]
-            while len(begun) < 2:
+            tasks = [asyncio.create_task(client.post("/tokenize", json={"prompt": f"text {n}"})) for n in range(2)]
+            while len(started) < 2:
                 await asyncio.sleep(0.01)
             for _ in range(3):
                 with contextlib.suppress(httpx.TimeoutException):
                     await client.post("/tokenize", json={"prompt": "cancelled"}, timeout=0.2)
             assert (await client.get("/health")).status_code == 200
             go_on.set()
-            assert [(await answer).status_code for answer in asked] == [200, 200]
+            assert [(await answer).status_code for answer in tasks] == [200, 200]
             assert (await client.post("/tokenize", json={"prompt": "last"})).status_code == 200
 
     asyncio.run(ask())
-    assert sorted(begun) == ["last", "text 0", "text 1"]
+    assert sorted(started) == ["last", "text 0", "text 1"]
 
 
 @pytest.mark.slow
 def test_hundreds_of_streams_that_are_broken_off_leave_nothing(url, models):
     """Some while they run, most while they wait; then every row, queue and reader is free again."""
 
-    async def one(client: httpx.AsyncClient, n: int) -> int:
+    async def break_off(client: httpx.AsyncClient, n: int) -> int:
         body = {"model": "m", "prompt": "Once", "max_tokens": 200, "stream": True, "logprobs": n % 3, "n": 1 + n % 2}
         try:
             async with client.stream("POST", "/v1/completions", json=body, timeout=0.05 + 0.01 * (n % 40)) as answer:
@@ -310,7 +312,7 @@ def test_hundreds_of_streams_that_are_broken_off_leave_nothing(url, models):
 
     async def ask() -> list[int]:
         async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=50)) as client:
-            return await asyncio.gather(*(one(client, n) for n in range(500)))
+            return await asyncio.gather(*(break_off(client, n) for n in range(500)))
 
     statuses = asyncio.run(ask())
     assert set(statuses) <= {0, 200, 429}

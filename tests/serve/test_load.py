@@ -1,4 +1,4 @@
-"""A miniature of benchmarks/serving_load: clients that ask at once, some of which go away amid their answer."""
+"""A miniature of benchmarks/serving_load: clients that ask at once, some leaving amid their answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PROMPTS = ["Once upon a time, a cat", "Tom", "One day, two birds", "The sun"]
 
 
 def test_nothing_is_lost_among_clients_that_come_and_go(stories260k):
-    """Every answer is the one that its prompt has alone, no row stays taken, and the queue is empty."""
+    """Every answer is the one that its prompt gets by itself, no row stays taken, and the queue is empty."""
     model = load(stories260k, dtype="float32", chat_template="plain")
     models = Models({"stories": model}, rows=4, queue=200)
     expected = {prompt: model.generate(prompt, max_tokens=24) for prompt in PROMPTS}
 
-    async def one(client: httpx.AsyncClient, draw: random.Random) -> str:
+    async def visit(client: httpx.AsyncClient, draw: random.Random) -> str:
         prompt = draw.choice(PROMPTS)
         body = {"model": "stories", "prompt": prompt, "temperature": 0, "max_tokens": 24}
         match draw.randrange(3):
@@ -44,7 +44,7 @@ def test_nothing_is_lost_among_clients_that_come_and_go(stories260k):
     async def ask(url: str) -> list[str]:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             draws = [random.Random(n) for n in range(24)]
-            rounds = [await asyncio.gather(*(one(client, draw) for draw in draws)) for _ in range(2)]
+            rounds = [await asyncio.gather(*(visit(client, draw) for draw in draws)) for _ in range(2)]
         return [outcome for outcomes in rounds for outcome in outcomes]
 
     with serving(models) as url:

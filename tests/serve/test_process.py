@@ -21,7 +21,7 @@ from meshtune.serve.gate import Gate
 
 @pytest.mark.slow
 def test_a_process_says_when_it_answers_and_drains_when_it_is_to_end(stories260k: Path):
-    """SIGTERM amid a stream: the stream comes to its end, new requests get 503, and the process ends with 0."""
+    """SIGTERM amid a stream: the stream is finished, new requests get 503, and the process ends with 0."""
     command = [sys.executable, "-m", "meshtune", "serve", str(stories260k), "--port", "0", "--chat-template", "plain"]
     process = subprocess.Popen([*command, "--token", "open sesame", "--rows", "1"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -59,9 +59,9 @@ def later(url: str, headers: dict[str, str]) -> httpx.Response:
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         with pytest.raises(UserError, match="cannot be listened on: Address already in use") as refused:
-            listener_at("127.0.0.1", taken.getsockname()[1])
+            listener_at("127.0.0.1", listener.getsockname()[1])
         assert "--port 0" in (refused.value.fix or "")
     with pytest.raises(UserError, match="cannot be listened on"):
         listener_at("192.0.2.1", 8000)  # an address that is not this machine's

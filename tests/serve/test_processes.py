@@ -60,28 +60,28 @@ def test_two_processes_answer_as_one_device_does_and_drain_when_they_are_to_end(
     printed = dict(line.split(maxsplit=1) for line in lines)
     assert printed["mesh"].strip() == "tp=2 in 2 processes"
     url = f"{printed['address'].strip()}/completions"
-    asked = [(name, prompt) for prompt in PROMPTS for name in alone]
-    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(lambda pair: httpx.post(url, json=body(*pair), timeout=300), asked))
-    for (name, prompt), answer in zip(asked, answers, strict=True):
+    pairs = [(name, prompt) for prompt in PROMPTS for name in alone]
+    with concurrent.futures.ThreadPoolExecutor(len(pairs)) as pool:
+        answers = list(pool.map(lambda pair: httpx.post(url, json=body(*pair), timeout=300), pairs))
+    for (name, prompt), answer in zip(pairs, answers, strict=True):
         assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["text"] == expected(alone[name], prompt), (name, prompt)
+        assert answer.json()["choices"][0]["text"] == expected_text(alone[name], prompt), (name, prompt)
     scored = httpx.post(url, json=body("lora", PROMPTS[2], max_tokens=1, echo=True, logprobs=0), timeout=300).json()
     ids = alone["lora"].tokenizer.encode(PROMPTS[2])
     reference = [token.log_probability for token in alone["lora"].token_log_probabilities(ids)]
-    given = scored["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
-    np.testing.assert_allclose(np.asarray(given, float), np.asarray(reference, float), atol=1e-4)
+    actual = scored["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
+    np.testing.assert_allclose(np.asarray(actual, float), np.asarray(reference, float), atol=1e-4)
 
     stream = body("lora", PROMPTS[0], max_tokens=60, stream=True, logit_bias={"2": -100})
     with httpx.stream("POST", url, json=stream, timeout=300) as response:
         events = response.iter_lines()
         assert next(events).startswith("data: ")
         process.send_signal(signal.SIGTERM)  # the launcher passes it on to both
-        rest = [line.removeprefix("data: ") for line in events if line]
-    assert rest[-1] == "[DONE]"
-    assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
+        data = [line.removeprefix("data: ") for line in events if line]
+    assert data[-1] == "[DONE]"
+    assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
     assert process.wait(timeout=60) == 0
 
 
-def expected(model: Model, prompt: str) -> str:
+def expected_text(model: Model, prompt: str) -> str:
     return model.generate(prompt, max_tokens=16)

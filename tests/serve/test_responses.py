@@ -46,11 +46,11 @@ def read(reader: Reader, text: str, size: int) -> tuple[str, str, list[ToolCall]
     return "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas), calls
 
 
-def called(calls: list[ToolCall]) -> list[tuple[str, object]]:
+def names_and_arguments(calls: list[ToolCall]) -> list[tuple[str, object]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-def rendered(template: str, calls: list[tuple[str, dict]], content: str) -> str:
+def render_turn(template: str, calls: list[tuple[str, dict]], content: str) -> str:
     """The assistant's turn that makes these calls, as a published template writes it."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
@@ -63,11 +63,11 @@ def rendered(template: str, calls: list[tuple[str, dict]], content: str) -> str:
             for id_, (name, arguments) in zip(ids, calls, strict=False)
         ],
     }
-    asked = [{"role": "user", "content": "Well?"}]
+    question = [{"role": "user", "content": "Well?"}]
     names = {"bos_token": "", "eos_token": "", "tools": [tool.definition for tool in TOOLS.values()]}
-    whole = environment.from_string(template)
-    before = whole.render(messages=asked, add_generation_prompt=True, **names)
-    after = whole.render(messages=[*asked, turn], add_generation_prompt=False, **names)
+    compiled = environment.from_string(template)
+    before = compiled.render(messages=question, add_generation_prompt=True, **names)
+    after = compiled.render(messages=[*question, turn], add_generation_prompt=False, **names)
     assert after.startswith(before)
     return after[len(before) :]
 
@@ -85,8 +85,8 @@ def test_the_templates_that_ship_with_meshtune_are_known():
     folder = Path(meshtune.data.__file__ or "").parent / "templates"
     names = {path.stem: call_format(path.read_text()) for path in folder.glob("*.jinja") if "tool" in path.read_text()}
     tagged = dict.fromkeys(("alpaca", "baichuan2", "chatml", "gemma", "phi3"), formats.HERMES)
-    others = {"llama3": formats.LLAMA, "mistral": formats.MISTRAL, "plain": formats.PLAIN}
-    assert names == tagged | others | {"deepseek": formats.DEEPSEEK_R1}
+    untagged = {"llama3": formats.LLAMA, "mistral": formats.MISTRAL, "plain": formats.PLAIN}
+    assert names == tagged | untagged | {"deepseek": formats.DEEPSEEK_R1}
 
 
 @pytest.mark.parametrize("size", [1, 5, 10_000])
@@ -96,11 +96,11 @@ def test_calls_are_those_that_a_published_template_was_given(shared: Path, name,
     end, form, count = PUBLISHED[name]
     assert call_format(template) is form
     calls = [("weather", BERLIN), ("now", {})][:count]
-    text = rendered(template, calls, "")
+    text = render_turn(template, calls, "")
     text = text[: text.index(end)] if end else text
     think = THINK if "</think>" in template else None
-    content, reasoning, found = read(TaggedReader(think, False, form, TOOLS), text, size)
-    assert called(found) == calls
+    content, reasoning, read_calls = read(TaggedReader(think, False, form, TOOLS), text, size)
+    assert names_and_arguments(read_calls) == calls
     assert content == reasoning == ""
 
 
@@ -159,7 +159,7 @@ def test_every_form_is_read(name, size):
     form, text = getattr(formats, name), WRITTEN[name]
     expected = [("weather", {"city": "7", "days": 7, "parts": ["x"]}), ("now", {})]
     content, reasoning, calls = read(reader_of(form), text, size)
-    assert called(calls) == expected[: len(calls)]
+    assert names_and_arguments(calls) == expected[: len(calls)]
     assert len(calls) == (1 if form.between is None else 2)
     assert content == reasoning == ""
 
@@ -178,15 +178,15 @@ def test_a_grammar_allows_calls_and_nothing_else(name, vocabulary):
     matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
 
-    def accepted(candidate: str) -> bool:
+    def accepts(candidate: str) -> bool:
         walk, ids = matcher.deep_copy(), vocabulary.tokenize_bytes(candidate.encode())
         return walk.try_consume_tokens(ids) == len(ids) and walk.is_accepting()
 
-    assert accepted(text)
-    assert not accepted(text.replace("weather", "wether"))  # another tool
-    assert not accepted(text.replace("days", "dais", 1))  # another argument
-    assert not accepted(f"I shall call: {text}")
-    assert not accepted("Hello")
+    assert accepts(text)
+    assert not accepts(text.replace("weather", "wether"))  # another tool
+    assert not accepts(text.replace("days", "dais", 1))  # another argument
+    assert not accepts(f"I shall call: {text}")
+    assert not accepts("Hello")
 
 
 @pytest.mark.parametrize("size", [1, 4, 10_000])
@@ -245,7 +245,7 @@ def test_channels_of_gpt_oss(size):
     assert read(HarmonyReader({}), text, size) == ("Four.", "They ask.", [])
     text = f"<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant{HARMONY}"
     content, reasoning, calls = read(HarmonyReader(TOOLS), text, size)
-    assert (content, reasoning, called(calls)) == ("", "They ask.", [("weather", json.loads(JSON))])
+    assert (content, reasoning, names_and_arguments(calls)) == ("", "They ask.", [("weather", json.loads(JSON))])
 
 
 DEEP = "[" * 3_000
@@ -259,10 +259,10 @@ GARBAGE = [
 
 @pytest.mark.parametrize("name", sorted(name for name in vars(formats) if isinstance(vars(formats)[name], CallFormat)))
 def test_whatever_a_model_writes_is_read(name):
-    """A client can make it write anything; what is no call is content."""
+    """A client can make it write anything; everything but calls is content."""
     form = vars(formats)[name]
     for text in GARBAGE:
-        whole = text if form is formats.HARMONY else f"{form.opens}{text}{form.closes}"
+        wrapped = text if form is formats.HARMONY else f"{form.opens}{text}{form.closes}"
         reader = HarmonyReader(TOOLS) if form is formats.HARMONY else TaggedReader(None, False, form, TOOLS)
-        _, _, calls = read(reader, whole, 1_000)
+        _, _, calls = read(reader, wrapped, 1_000)
         assert all(call.name in TOOLS and json.loads(call.arguments) is not None for call in calls)

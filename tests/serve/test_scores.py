@@ -55,8 +55,8 @@ def test_scores_are_those_of_transformers(address, reward_model):
 
 def test_a_conversation_is_rendered_by_the_chat_template(address, reward_model):
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "A dog."}]
-    asked = {"model": "reward", "messages": [chat]}
-    (score,) = httpx.post(f"{address}/v1/score/evaluation", json=asked).json()["scores"]
+    request = {"model": "reward", "messages": [chat]}
+    (score,) = httpx.post(f"{address}/v1/score/evaluation", json=request).json()["scores"]
     tokenizer = load_tokenizer(str(reward_model), "plain")
     ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():

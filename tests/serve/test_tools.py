@@ -30,7 +30,7 @@ WEATHER = {
         },
     },
 }
-NOW = {"type": "function", "function": {"name": "now"}}
+CLOCK = {"type": "function", "function": {"name": "now"}}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def client(models):
         yield openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0)
 
 
-def drawn(**changes):
-    return {"model": "qwen", "messages": ASK, "tools": [WEATHER, NOW], "seed": 4, "max_tokens": 200} | changes
+def request_with(**changes):
+    return {"model": "qwen", "messages": ASK, "tools": [WEATHER, CLOCK], "seed": 4, "max_tokens": 200} | changes
 
 
 def check(name: str, arguments: str) -> None:
@@ -77,10 +77,10 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
 def test_a_call_that_is_demanded_is_made_whole_or_streamed(client, choice):
-    asked = drawn(
+    request = request_with(
         tool_choice=choice, parallel_tool_calls=False, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     )
-    answer = client.chat.completions.create(**asked).choices[0]
+    answer = client.chat.completions.create(**request).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert answer.message.content is None
     (call,) = answer.message.tool_calls or []
@@ -88,20 +88,23 @@ def test_a_call_that_is_demanded_is_made_whole_or_streamed(client, choice):
     check(call.function.name, call.function.arguments)
     assert choice == "required" or call.function.name == "weather"
 
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**request) as stream:
         events = [event.type for event in stream]
         streamed = stream.get_final_completion().choices[0]
     assert "tool_calls.function.arguments.delta" in events
     assert streamed.finish_reason == "tool_calls"
-    (other,) = streamed.message.tool_calls or []
-    assert (other.function.name, other.function.arguments) == (call.function.name, call.function.arguments)
+    (streamed_call,) = streamed.message.tool_calls or []
+    assert (streamed_call.function.name, streamed_call.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )
 
 
 def test_what_is_no_call_is_content(client, models):
-    answer = client.chat.completions.create(**drawn(temperature=0, max_tokens=20))
+    answer = client.chat.completions.create(**request_with(temperature=0, max_tokens=20))
     without = models["qwen"].model
     rendered = without.tokenizer.apply_chat_template(
-        ASK, tools=[WEATHER, NOW | {"function": NOW["function"] | {"description": "", "parameters": EMPTY}}],
+        ASK, tools=[WEATHER, CLOCK | {"function": CLOCK["function"] | {"description": "", "parameters": EMPTY}}],
         tokenize=False, add_generation_prompt=True,
     )  # fmt: skip
     ids = without.tokenizer(rendered, add_special_tokens=False)["input_ids"]
@@ -119,7 +122,7 @@ def test_calls_and_results_of_earlier_turns_are_rendered_by_the_template(client,
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}}
     turns = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     turns += [{"role": "tool", "tool_call_id": "c1", "content": "rain"}]
-    answer = client.chat.completions.create(**drawn(messages=turns, tools=[WEATHER], max_tokens=1))
+    answer = client.chat.completions.create(**request_with(messages=turns, tools=[WEATHER], max_tokens=1))
     tokenizer = models["qwen"].model.tokenizer
     as_object = call | {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}}
     turns[1] = {"role": "assistant", "content": "", "tool_calls": [as_object]}
@@ -148,17 +151,17 @@ def test_reasoning_is_switched_by_the_template(client, models, options, thinks):
 
 
 def test_reasoning_that_the_prompt_opens_is_not_content(client):
-    asked = {"model": "thinking", "messages": ASK, "max_tokens": 20, "temperature": 0}
-    message = client.chat.completions.create(**asked).choices[0].message
+    request = {"model": "thinking", "messages": ASK, "max_tokens": 20, "temperature": 0}
+    message = client.chat.completions.create(**request).choices[0].message
     assert message.content == ""
     assert len(message.reasoning_content) > 20
-    pieces = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    pieces = [chunk.choices[0].delta for chunk in client.chat.completions.create(**request, stream=True)]
     assert "".join(getattr(piece, "reasoning_content", None) or "" for piece in pieces) == message.reasoning_content
     assert not any(piece.content for piece in pieces)
 
 
 def test_no_tools_are_shown_where_none_may_be_called(client):
-    with_none = client.chat.completions.create(**drawn(tool_choice="none", max_tokens=1))
+    with_none = client.chat.completions.create(**request_with(tool_choice="none", max_tokens=1))
     without = client.chat.completions.create(model="qwen", messages=ASK, max_tokens=1)
     assert with_none.usage == without.usage
 
@@ -176,7 +179,7 @@ REFUSED = [
     ({"tools": [function(description="x")]}, "tools.0.function"),
     ({"tools": [function(name="")]}, "no name for a tool"),
     ({"tools": [function(name="two words")]}, "no name for a tool"),
-    ({"tools": [NOW, NOW]}, "two tools are called 'now'"),
+    ({"tools": [CLOCK, CLOCK]}, "two tools are called 'now'"),
     ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "'web_search' are not known"),
     ({"tools": [function(name="a", parameters={"type": "array"})]}, "are an object"),
     ({"tools": [function(name="a", parameters={"type": "object", "properties": {"x": {"type": "nought"}}})],
@@ -197,6 +200,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_cannot_be_called_is_a_clear_error(client, changes, message):
-    asked = {name: value for name, value in drawn(**changes).items() if value is not None}
+    request = {name: value for name, value in request_with(**changes).items() if value is not None}
     with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(**asked)
+        client.chat.completions.create(**request)

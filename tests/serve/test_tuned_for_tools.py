@@ -16,9 +16,9 @@ UPDATES, UNSEEN = 60, 6
 
 def first_calls(shared) -> list[dict]:
     """Conversations up to their first call, each of another question, the shortest first."""
-    whole = json.loads((shared / "assets/data/llamafactory/glaive_toolcall_en_demo.json").read_text())
+    file_records = json.loads((shared / "assets/data/llamafactory/glaive_toolcall_en_demo.json").read_text())
     records = {}
-    for record in whole:
+    for record in file_records:
         turns = record["conversations"]
         if len(turns) > 1 and turns[1]["from"] == "function_call":
             records.setdefault(turns[0]["value"], {"conversations": turns[:2], "tools": record["tools"]})
@@ -48,9 +48,9 @@ def test_a_tuned_model_calls_tools_that_it_has_not_seen(smollm2, shared, tmp_pat
         for n in unseen:
             question, answer = records[n]["conversations"]
             tools = [{"type": "function", "function": tool} for tool in json.loads(records[n]["tools"])]
-            asked = {"messages": [{"role": "user", "content": question["value"]}], "tools": tools, "temperature": 0}
+            request = {"messages": [{"role": "user", "content": question["value"]}], "tools": tools, "temperature": 0}
             for name, model in (("tuned", "tuned"), ("SmolLM2", base)):
-                choice = client.chat.completions.create(model=model, max_tokens=80, **asked).choices[0]
+                choice = client.chat.completions.create(model=model, max_tokens=80, **request).choices[0]
                 calls = choice.message.tool_calls or []
                 if calls and choice.finish_reason == "tool_calls":
                     assert calls[0].function.name in [tool["function"]["name"] for tool in tools]

@@ -1,4 +1,5 @@
-"""The check of attention kernels as a run does it: of what was chosen for the model's layers, before the first step."""
+"""The check of attention kernels as a run does it: of the kernels chosen for the model's layers, before the first
+step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a method adapts or trains, in words and counts, and the warning of a load-balancing loss without an effect."""
+"""The modules that a method adapts or trains, in words and counts, and the warning of a load-balancing loss without an
+effect."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def spec(name):
     return spec_of(load_config(MODELS / name), MODELS / name, "bfloat16")
 
 
-def said(method, name="qwen3-30b-a3b", aux_loss=None):
+def decision_texts(method, name="qwen3-30b-a3b", aux_loss=None):
     return [choice.text for choice in coverage_decisions(method, with_aux_loss(spec(name), aux_loss))]
 
 
 def test_all_linear_counts_experts_and_attention():
-    assert said(LoraConfig()) == [
+    assert decision_texts(LoraConfig()) == [
         "adapters: on 128 experts in each of 48 layers (6,144): gate_proj, up_proj, down_proj, "
         "192 linear layers of attention (lora, all-linear; routers frozen)"
     ]
@@ -43,7 +44,7 @@ def test_all_linear_counts_experts_and_attention():
 
 def test_all_linear_counts_shared_experts_and_dense_networks():
     # Of DeepSeek V3's 61 layers 3 are dense: 58 of 256 experts and one shared expert of three matrices.
-    assert said(LoraConfig(), "deepseek-v3") == [
+    assert decision_texts(LoraConfig(), "deepseek-v3") == [
         "adapters: on 256 experts in each of 58 layers (14,848): gate_proj, up_proj, down_proj, "
         "305 linear layers of attention, 9 linear layers of dense networks, 174 linear layers of shared experts "
         "(lora, all-linear; routers frozen)"
@@ -51,10 +52,10 @@ def test_all_linear_counts_shared_experts_and_dense_networks():
 
 
 def test_targets_name_what_they_leave_out():
-    assert said(LoraConfig(targets=("q_proj", "v_proj"))) == [
+    assert decision_texts(LoraConfig(targets=("q_proj", "v_proj"))) == [
         "adapters: on 96 linear layers of attention (lora, q_proj, v_proj; routed experts and routers frozen)"
     ]
-    assert said(LoraConfig(targets=("layers.3.mlp.experts.down_proj",), train_modules=("mlp.gate",))) == [
+    assert decision_texts(LoraConfig(targets=("layers.3.mlp.experts.down_proj",), train_modules=("mlp.gate",))) == [
         "adapters: on 128 experts in one layer: down_proj (lora, layers.3.mlp.experts.down_proj)",
         "trained: 48 routers (in full)",
     ]
@@ -62,22 +63,22 @@ def test_targets_name_what_they_leave_out():
 
 def test_full_tuning_of_a_mixture_says_what_becomes_of_routers():
     experts = "128 experts in each of 48 layers (6,144): gate_proj, up_proj, down_proj"
-    (line,) = said(FullConfig())
+    (line,) = decision_texts(FullConfig())
     assert line.startswith(f"trained: {experts}, embed_tokens, ")
     assert "192 linear layers of attention" in line
     assert line.endswith("(in full; routers frozen)")
-    assert "48 routers" in said(FullConfig(train_router=True))[0]
+    assert "48 routers" in decision_texts(FullConfig(train_router=True))[0]
 
 
 def test_dense_models_count_their_adapters_alone():
-    assert said(LoraConfig(), "llama-3.1-8b") == [
+    assert decision_texts(LoraConfig(), "llama-3.1-8b") == [
         "adapters: on 128 linear layers of attention, 96 linear layers of dense networks (lora, all-linear)"
     ]
-    assert said(FullConfig(), "llama-3.1-8b") == []
+    assert decision_texts(FullConfig(), "llama-3.1-8b") == []
 
 
 @pytest.mark.parametrize(
-    ("method", "says"),
+    ("method", "message"),
     [
         # Before the last router comes all but the last layer's experts, three modules, the last norm and lm_head.
         (LoraConfig(), "trains what lies before them (333 modules) to balance their load; method.train_modules"),
@@ -90,11 +91,13 @@ def test_dense_models_count_their_adapters_alone():
         (FullConfig(train_router=True), None),
     ],
 )
-def test_a_loss_that_reaches_no_router_is_warned_of(method, says):
-    assert not [line for line in said(method) + said(method, aux_loss=0.0) if line.startswith(WARNING)]
-    warnings = [line for line in said(method, aux_loss=0.001) if line.startswith(WARNING)]
-    assert len(warnings) == (says is not None), warnings
-    assert says is None or says in warnings[0]
+def test_a_loss_that_reaches_no_router_is_warned_of(method, message):
+    assert not [
+        line for line in decision_texts(method) + decision_texts(method, aux_loss=0.0) if line.startswith(WARNING)
+    ]
+    warnings = [line for line in decision_texts(method, aux_loss=0.001) if line.startswith(WARNING)]
+    assert len(warnings) == (message is not None), warnings
+    assert message is None or message in warnings[0]
 
 
 def test_train_plan_and_shard_say_the_same(tmp_path, capsys):
@@ -102,7 +105,7 @@ def test_train_plan_and_shard_say_the_same(tmp_path, capsys):
     model = {"path": str(MODELS / "qwen3-30b-a3b"), "router_aux_loss": 0.001}
     file.write_text(json.dumps({"model": model, "data": "nothing.jsonl", "output": str(tmp_path), "mesh": {"ep": 1}}))
     recipe, target = load_recipe(file), find_target("1xMI300X")
-    expected = said(LoraConfig(), aux_loss=0.001)
+    expected = decision_texts(LoraConfig(), aux_loss=0.001)
     assert len(expected) == 2
 
     def of(decisions):

@@ -23,14 +23,14 @@ def gpus(*counts: int, per_host: int = 1) -> list[ProcessDevices]:
     ]
 
 
-def shown(seen: list[ProcessDevices]) -> str:
+def show_devices(processes: list[ProcessDevices]) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(device_table(seen))
+    console.print(device_table(processes))
     return console.export_text()
 
 
 def test_the_table_has_a_row_for_each_host():
-    text = shown(gpus(4, 4, 4, 4, per_host=2))
+    text = show_devices(gpus(4, 4, 4, 4, per_host=2))
     assert next(line for line in text.splitlines() if "node0" in line).split("│")[1:6] == [
         " node0 ",
         " 0-1       ",
@@ -66,8 +66,8 @@ def test_too_many_devices_and_cpus_have_their_own_advice():
 
 
 def test_a_process_alone_sees_itself():
-    (seen,) = gather_devices(Job(ProcessInfo()))
-    assert (seen.index, seen.platform, seen.count) == (0, "cpu", 1)
+    (process,) = gather_devices(Job(ProcessInfo()))
+    assert (process.index, process.platform, process.count) == (0, "cpu", 1)
 
 
 class Device:
@@ -84,12 +84,12 @@ class NvmlError(Exception):
     pass
 
 
-def nvml(**more: Any) -> types.ModuleType:
+def nvml(**functions: Any) -> types.ModuleType:
     def temperature(handle: int, kind: int) -> int:
         raise NvmlError  # a card that does not tell
 
-    found = types.ModuleType("pynvml")
-    vars(found).update(
+    module = types.ModuleType("pynvml")
+    vars(module).update(
         NVMLError=NvmlError,
         NVML_TEMPERATURE_GPU=0,
         nvmlInit=lambda: None,
@@ -98,16 +98,16 @@ def nvml(**more: Any) -> types.ModuleType:
         nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=10 * handle),
         nvmlDeviceGetPowerUsage=lambda handle: 1000 * handle,
         nvmlDeviceGetTemperature=temperature,
-        **more,
+        **functions,
     )
-    return found
+    return module
 
 
 def test_nvidias_figures_are_those_of_the_visible_cards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
     monkeypatch.setattr(device_metrics.jax, "local_devices", lambda: [Device(0), Device(1)])
-    found = device_metrics.DeviceMetrics({"CUDA_VISIBLE_DEVICES": "6,3"}).read()
-    assert found == {
+    metrics = device_metrics.DeviceMetrics({"CUDA_VISIBLE_DEVICES": "6,3"}).read()
+    assert metrics == {
         "device0_memory": 5.0,
         "device0_peak_memory": 9.0,
         "device1_memory": 5.0,

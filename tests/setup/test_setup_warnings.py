@@ -1,4 +1,4 @@
-"""What a run warns of before its first update, and what its validation loss is."""
+"""Warnings of a run before its first update, and its validation loss."""
 
 from __future__ import annotations
 

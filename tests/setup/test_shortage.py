@@ -1,4 +1,4 @@
-"""Memory that runs out is an ordinary error, whoever says so, and what is free is counted within every limit."""
+"""Memory that runs out is an ordinary error, whoever reports it, and free memory is counted within every limit."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_compilers_figure_is_read_with_its_unit():
 
 def test_limits_of_control_groups_count(tmp_path, monkeypatch):
     """Files as the kernel's, of both versions: the smaller limit holds, and cached files can be given up."""
-    whole = host_memory()
-    assert whole.available <= whole.total <= psutil.virtual_memory().total
+    machine = host_memory()
+    assert machine.available <= machine.total <= psutil.virtual_memory().total
     for folder, limit, usage in (
         (tmp_path, "max", "current"),
         (tmp_path / "memory", "limit_in_bytes", "usage_in_bytes"),
@@ -82,7 +82,7 @@ def test_limits_of_control_groups_count(tmp_path, monkeypatch):
         (folder / f"memory.{usage}").write_text(f"{3 << 20}\n")
         (folder / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\n")
     monkeypatch.setattr(shortage, "CGROUPS", tmp_path)
-    assert host_memory().total == whole.total
+    assert host_memory().total == machine.total
     (tmp_path / "memory/memory.limit_in_bytes").write_text(f"{10 << 20}\n")
     assert (host_memory().total, host_memory().available) == (10 << 20, 8 << 20)
 

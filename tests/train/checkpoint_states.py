@@ -40,8 +40,8 @@ def state_of(step: int, width: int = 5) -> TrainState:
     return state
 
 
-def record_of(step: int, **more) -> Record:
-    return Record(step, 3, {"train": {"steps": 9}}, "base", "sha256:0", "d", versions=versions(), **more)
+def record_of(step: int, **fields) -> Record:
+    return Record(step, 3, {"train": {"steps": 9}}, "base", "sha256:0", "d", versions=versions(), **fields)
 
 
 def bits(tree) -> list[tuple[str, bytes]]:

@@ -33,7 +33,8 @@ DAMAGE = {"flip": flip_bit, "truncate": truncate, "delete": delete}
 
 
 def damage(directory: pathlib.Path, seed: int) -> str:
-    """Does one kind of damage to one file below `directory`, each kind and each file equally likely; what was done."""
+    """Does one kind of damage to one file below `directory`, each kind and each file equally likely; returns its
+    description."""
     rng = random.Random(seed)
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
     return DAMAGE[rng.choice(sorted(DAMAGE))](rng.choice(files), rng)

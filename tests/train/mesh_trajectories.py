@@ -62,7 +62,7 @@ def batches(packed: bool) -> list[dict[str, Any]]:
     import numpy as np
 
     rng = np.random.default_rng(5)
-    made = []
+    stacked = []
     for _ in range(UPDATES):
         shape = (MICRO, ROWS, LENGTH)
         tokens = (rng.integers(0, 16, (*shape[:2], LENGTH + 1)) ** 2 % VOCAB).astype(np.int32)
@@ -77,7 +77,7 @@ def batches(packed: bool) -> list[dict[str, Any]]:
                     if end > start:
                         segments[a, b, start:end], positions[a, b, start:end] = number, np.arange(end - start)
         weights = ((segments > 0) & (rng.random(shape) < 0.5)).astype(np.float32)
-        made.append(
+        stacked.append(
             {
                 "tokens": tokens[..., :-1],
                 "targets": tokens[..., 1:],
@@ -86,7 +86,7 @@ def batches(packed: bool) -> list[dict[str, Any]]:
                 "weights": weights,
             }
         )
-    return made
+    return stacked
 
 
 def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
@@ -118,11 +118,11 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     spec = model_spec(model, "float32")
     method = FullConfig() if case.method == "full" else LoraConfig(rank=8, dropout=case.dropout)
     arrays = abstract(method, spec)
-    made = prepare(method, spec, init_params(spec, jax.random.key(1)), jax.random.key(2))
+    prepared = prepare(method, spec, init_params(spec, jax.random.key(1)), jax.random.key(2))
     rate = {"prodigy": 1.0, "sgd": 1e-2}.get(case.optimizer, 1e-3)
     config = OptimizerConfig(case.optimizer, rate, in_backward=case.fused, rank=16, update_gap=10, switch_every=8)
     optimizer, _ = make_optimizer(config, UPDATES, arrays.trainable, arrays.spec)
-    trainable, frozen, layout, order, like = made.trainable, made.frozen, None, None, None
+    trainable, frozen, layout, order, like = prepared.trainable, prepared.frozen, None, None, None
     if on_mesh:
         mesh = MeshConfig(**case.mesh)
         layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), spec)
@@ -155,14 +155,14 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
 
 def main(out: str, names: list[str]) -> None:
     alone: dict[str, dict[str, Any]] = {}
-    found = {}
+    results = {}
     for name in names:
         case = (CASES | OPTIMIZERS)[name]
-        same = dataclasses.replace(case, mesh={})
-        key = json.dumps(dataclasses.asdict(same))
+        unsharded = dataclasses.replace(case, mesh={})
+        key = json.dumps(dataclasses.asdict(unsharded))
         alone[key] = alone.get(key) or trajectory(case, on_mesh=False)
-        found[name] = {"one device": alone[key], "mesh": trajectory(case, on_mesh=True)}
-    pathlib.Path(out).write_text(json.dumps(found))
+        results[name] = {"one device": alone[key], "mesh": trajectory(case, on_mesh=True)}
+    pathlib.Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -110,13 +110,13 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         params = unflatten(leaves)
     method = {"full": FullConfig(), "freeze": FreezeConfig(last_layers=2), "lora": LoraConfig(rank=8)}[case.method]
     arrays = abstract(method, spec, "float32", quantize)
-    made = prepare(method, spec, params, jax.random.key(2))
+    prepared = prepare(method, spec, params, jax.random.key(2))
     fused = case.fused and offloaded
     # Adam's first updates turn differences in gradients near zero into some of their own size, but for eps.
     eps = 1e-4 if case.fused else 1e-8
     chosen = OptimizerConfig(case.optimizer, learning_rate=1e-3, weight_decay=0.1, eps=eps, in_backward=fused)
     optimizer, layout, order = make_optimizer(chosen, 9, arrays.trainable, arrays.spec)[0], None, None
-    trainable, frozen = made.trainable, made.frozen
+    trainable, frozen = prepared.trainable, prepared.frozen
     mesh = MeshConfig(**case.mesh)
     if mesh.devices > 1:
         layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), spec)
@@ -142,25 +142,25 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         abstract=arrays.trainable,
     )
     rows = batch(1, MICRO * ROWS) if case.fused else batch()
-    found: dict[str, Any] = {"loss": [], "grad_norm": []}
+    history: dict[str, Any] = {"loss": [], "grad_norm": []}
     for _ in range(UPDATES):
         state, metrics = step(state, frozen, placement.place_batch(rows, layout, order), np.int32(7))
-        for name in found:
-            found[name].append(float(metrics[name]))
+        for name in history:
+            history[name].append(float(metrics[name]))
     kinds = {
         role: sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim})
         for role, tree in (("optimizer", state.opt_state), ("frozen", frozen), ("trainable", state.trainable))
     }
     leaves = [jax.device_get(leaf).astype(np.float64).ravel().tolist() for leaf in jax.tree.leaves(state.trainable)]
-    return found | {"leaves": leaves, "kinds": kinds}
+    return history | {"leaves": leaves, "kinds": kinds}
 
 
 def main(out: str, names: list[str]) -> None:
-    found = {
+    results = {
         name: {"with": updates(CASES[name], offloaded=True), "without": updates(CASES[name], offloaded=False)}
         for name in names
     }
-    pathlib.Path(out).write_text(json.dumps(found))
+    pathlib.Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

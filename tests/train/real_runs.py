@@ -22,22 +22,22 @@ from safetensors.numpy import load_file
 
 DEVICES = "--xla_force_host_platform_device_count"
 # Simulated devices share few cores: one that has to wait long for its turn is not a device that hangs.
-PATIENCE = " ".join(f"--xla_cpu_collective_call_{what}_timeout_seconds=600" for what in ("warn_stuck", "terminate"))
+PATIENCE = " ".join(f"--xla_cpu_collective_call_{event}_timeout_seconds=600" for event in ("warn_stuck", "terminate"))
 # What must not depend on devices and processes, exactly: which rows an update has (their tokens, and those learned).
 ORDER = ("step", "epoch", "tokens", "learned_tokens", "learning_rate")
 
 
-def environment(cache: pathlib.Path, **more: str) -> dict[str, str]:
-    """Of a process of the tests: the CPU, patient with slow machines, and a cache of prepared data of its own."""
+def environment(cache: pathlib.Path, **overrides: str) -> dict[str, str]:
+    """Of a process of the tests: the CPU, patient with slow machines, and a separate cache of prepared data."""
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": PATIENCE, "MESHTUNE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    return os.environ | settings | more
+    return os.environ | settings | overrides
 
 
-def write_stories(path: pathlib.Path, count: int = 96, words: tuple[int, int] = (4, 30)) -> None:
+def write_stories(path: pathlib.Path, count: int = 96, lengths: tuple[int, int] = (4, 30)) -> None:
     """Short texts of different lengths, so that no two updates have equally many tokens to learn."""
-    made = random.Random(0)
+    rng = random.Random(0)
     parts = ["Tom", "Lily", "the dog", "a big tree", "went home", "was happy", "saw a cake", "in the park", "and then"]
-    lines = [" ".join(made.choice(parts) for _ in range(made.randint(*words))) for _ in range(count)]
+    lines = [" ".join(rng.choice(parts) for _ in range(rng.randint(*lengths))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": f"Once upon a time {line}."}) + "\n" for line in lines))
 
 
@@ -52,9 +52,9 @@ def train(recipe: pathlib.Path, *arguments: str, devices: int = 1, timeout: floa
 
 def launch(recipe: pathlib.Path, processes: int, devices: int, *arguments: str, timeout: float = 600) -> None:
     """`meshtune launch local`. AssertionError if it fails."""
-    with launched(recipe, processes, devices, *arguments) as job:
-        code, said = job.ends(timeout)
-        assert code == 0, said[-6000:]
+    with start_launch(recipe, processes, devices, *arguments) as job:
+        code, output = job.ends(timeout)
+        assert code == 0, output[-6000:]
 
 
 @dataclasses.dataclass
@@ -68,12 +68,12 @@ class Launched:
 
     def members(self) -> dict[int, psutil.Process]:
         """The processes of the run, by number."""
-        found = {}
+        by_number = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.launcher.pid).children():
                 with contextlib.suppress(psutil.Error, KeyError):  # not yet the process that it was forked for
-                    found[int(child.environ()["MESHTUNE_PROCESS"])] = child
-        return found
+                    by_number[int(child.environ()["MESHTUNE_PROCESS"])] = child
+        return by_number
 
     def ends(self, timeout: float) -> tuple[int, str]:
         """(exit code, everything shown) once it has ended."""
@@ -101,7 +101,7 @@ def high_water(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def launched(recipe: pathlib.Path, processes: int, devices: int, *arguments: str, **env: str) -> Iterator[Launched]:
+def start_launch(recipe: pathlib.Path, processes: int, devices: int, *arguments: str, **env: str) -> Iterator[Launched]:
     """A running `meshtune launch local`, ended with everything it started when the block is left."""
     command = [sys.executable, "-m", "meshtune", "launch", "local", "-n", str(processes), "-d", str(devices)]
     screen = recipe.parent / f"screen-{time.monotonic_ns()}.txt"
@@ -139,11 +139,11 @@ def members(
             place = {"MESHTUNE_COORDINATOR": address, "MESHTUNE_PROCESSES": str(processes)}
             env = environment(recipe.parent / "cache", MESHTUNE_PROCESS=str(number), **place)
             env["XLA_FLAGS"] += f" {DEVICES}={devices}"
-            said = recipe.parent / f"member-{number}-{time.monotonic_ns()}.txt"
-            with said.open("wb") as out:
+            log = recipe.parent / f"member-{number}-{time.monotonic_ns()}.txt"
+            with log.open("wb") as out:
                 command = [sys.executable, "-m", "meshtune", "train", str(recipe), *arguments]
                 process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-            running.append((process, said))
+            running.append((process, log))
         yield running
     finally:
         for process, _ in running:
@@ -151,10 +151,10 @@ def members(
             process.wait()
 
 
-def wait_until(what: Callable[[], Any], goes_on: Callable[[], bool], timeout: float = 300) -> None:
-    """Until `what()` is true; AssertionError if the run ends before, or after `timeout` seconds."""
+def wait_until(condition: Callable[[], Any], goes_on: Callable[[], bool], timeout: float = 300) -> None:
+    """Waits until `condition()` is true; AssertionError if the run ends before, or after `timeout` seconds."""
     until = time.monotonic() + timeout
-    while not what():
+    while not condition():
         assert goes_on(), "the run ended before it came so far"
         assert time.monotonic() < until, f"it did not come so far in {timeout:.0f} s"
         time.sleep(0.002)
@@ -170,14 +170,16 @@ def rows(output: pathlib.Path) -> list[dict[str, Any]]:
 
 def updates(output: pathlib.Path) -> list[dict[str, Any]]:
     """The lines of training, one an update from the first on."""
-    found = [row for row in rows(output) if row["kind"] == "train"]
-    assert [row["step"] for row in found] == list(range(1, len(found) + 1)), "an update is missing or is there twice"
-    return found
+    train_rows = [row for row in rows(output) if row["kind"] == "train"]
+    assert [row["step"] for row in train_rows] == list(range(1, len(train_rows) + 1)), (
+        "an update is missing or is there twice"
+    )
+    return train_rows
 
 
-def order(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What an update was made of."""
-    return [tuple(row[key] for key in ORDER) for row in found]
+def order(train_rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Returns the fields that tell which data each update used."""
+    return [tuple(row[key] for key in ORDER) for row in train_rows]
 
 
 def weights(output: pathlib.Path) -> dict[str, np.ndarray]:

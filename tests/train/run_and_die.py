@@ -1,4 +1,4 @@
-"""A training run in a process of its own that kills itself (SIGKILL) at a named point. Not a test: see test_resume.py.
+"""A training run in a separate process that kills itself (SIGKILL) at a named point. Not a test: see test_resume.py.
 
 python run_and_die.py RECIPE.json WHEN, where WHEN is: never; save:N, in the middle of writing the checkpoint of update
 N; step:N, after update N is reported; delete:N, when the checkpoint of update N is about to be thinned out; time:S,
@@ -35,12 +35,12 @@ def arrange(when: str, output: pathlib.Path) -> None:
     receive = MetricsLog.receive
 
     def after(action):
-        def wrapped(self, event):
+        def wrapper(self, event):
             receive(self, event)
             if type(event).__name__ == "Stepped" and event.step == int(number):
                 action()
 
-        MetricsLog.receive = wrapped
+        MetricsLog.receive = wrapper
 
     match kind:
         case "never":

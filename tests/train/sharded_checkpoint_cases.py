@@ -52,45 +52,45 @@ def say(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def mesh_of(words: str) -> MeshConfig:
-    return MeshConfig(**{name: int(size) for name, size in (part.split("=") for part in words.split(",") if part)})
+def mesh_of(axes: str) -> MeshConfig:
+    return MeshConfig(**{name: int(size) for name, size in (part.split("=") for part in axes.split(",") if part)})
 
 
-def like(words: str, method: str, wide: int = 1) -> TrainState:
+def like(axes: str, method: str, wide: int = 1) -> TrainState:
     """The abstract state on a mesh."""
     spec = model_spec(CONFIG | {"hidden_size": 64 * wide, "intermediate_size": 128 * wide}, "float32")
     plan = abstract(LoraConfig(rank=8) if method == "lora" else FullConfig(), spec)
-    config = mesh_of(words)
+    config = mesh_of(axes)
     layout, _ = layout_for(make_mesh(config, jax.devices()[: config.devices]), spec)
     optimizer, _ = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10, plan.trainable)
     return abstract_state(plan.trainable, optimizer, layout)
 
 
-def expected(place: int, leaf: jax.ShapeDtypeStruct, step: int) -> np.ndarray:
-    """What leaf number `place` holds after `step` updates; every process can make it for itself."""
+def expected_leaf(place: int, leaf: jax.ShapeDtypeStruct, step: int) -> np.ndarray:
+    """Returns leaf number `place` after `step` updates, as every process can compute it."""
     if leaf.ndim == 0:
         return np.asarray(step + place, leaf.dtype)
     return np.random.default_rng([place, step]).normal(size=leaf.shape).astype(leaf.dtype)
 
 
-def filled(state: TrainState, step: int) -> TrainState:
+def fill_state(state: TrainState, step: int) -> TrainState:
     leaves, tree = jax.tree.flatten(state)
 
     def make(place: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        whole = expected(place, leaf, step)
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: whole[index])
+        array = expected_leaf(place, leaf, step)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 
     return jax.tree.unflatten(tree, [make(place, leaf) for place, leaf in enumerate(leaves)])
 
 
-def check(restored: TrainState, wanted: TrainState, step: int) -> int:
+def check(restored: TrainState, abstract: TrainState, step: int) -> int:
     """Compares every shard that is here bit for bit; how many there are."""
     count = 0
-    for place, (leaf, target) in enumerate(zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True)):
+    for place, (leaf, target) in enumerate(zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True)):
         assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim), (leaf.sharding, target.sharding)
-        whole = expected(place, target, step)
+        array = expected_leaf(place, target, step)
         for shard in leaf.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(whole[shard.index]).tobytes(), place
+            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(array[shard.index]).tobytes(), place
             count += 1
     return count
 
@@ -99,53 +99,53 @@ def record_of(step: int) -> Record:
     return Record(step, 3, {"train": {"steps": 9}}, "base", "sha256:0", "d")
 
 
-def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
+def main(job: Job, directory: pathlib.Path, command: str, *arguments: str) -> None:
     if command == "save":
-        mesh, method, step = rest[0], rest[1], int(rest[2])
+        mesh, method, step = arguments[0], arguments[1], int(arguments[2])
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
-            checkpoints.save(filled(like(mesh, method), step), record_of(step))
+            checkpoints.save(fill_state(like(mesh, method), step), record_of(step))
         say(saved=step, steps=checkpoints.steps())
     elif command in ("restore", "restore wide"):
-        mesh, method, step = rest[0], rest[1], int(rest[2])
+        mesh, method, step = arguments[0], arguments[1], int(arguments[2])
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
-            wanted = like(mesh, method, wide=8 if "wide" in command else 1)
+            abstract = like(mesh, method, wide=8 if "wide" in command else 1)
             assert checkpoints.record(step) == record_of(step)
-            say(checked=check(checkpoints.restore(step, wanted), wanted, step), latest=checkpoints.latest())
+            say(checked=check(checkpoints.restore(step, abstract), abstract, step), latest=checkpoints.latest())
     elif command == "chain":
-        for number, mesh in enumerate(rest[1:], 1):
+        for number, mesh in enumerate(arguments[1:], 1):
             with Checkpoints(directory, keep=2, job=job) as checkpoints:
-                wanted = like(mesh, rest[0])
+                abstract = like(mesh, arguments[0])
                 if number > 1:
-                    state = checkpoints.restore(number - 1, wanted)
-                    say(mesh=mesh, checked=check(state, wanted, number - 1))
-                checkpoints.save(filled(wanted, number), record_of(number))
+                    state = checkpoints.restore(number - 1, abstract)
+                    say(mesh=mesh, checked=check(state, abstract, number - 1))
+                checkpoints.save(fill_state(abstract, number), record_of(number))
     elif command == "die":
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
-            wanted = like(rest[0], "full", wide=8)
-            checkpoints.save(filled(wanted, 1), record_of(1))
+            abstract = like(arguments[0], "full", wide=8)
+            checkpoints.save(fill_state(abstract, 1), record_of(1))
             checkpoints.wait()
-            state = filled(wanted, 2)
+            state = fill_state(abstract, 2)
             job.exchange("filled", None)
             checkpoints.save(state, record_of(2))
-            if job.process_index == int(rest[1]):
+            if job.process_index == int(arguments[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.wait()
             say(saved=2)
     elif command == "no room":
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
-            wanted = like(rest[0], "full")
-            checkpoints.save(filled(wanted, 1), record_of(1))
+            abstract = like(arguments[0], "full")
+            checkpoints.save(fill_state(abstract, 1), record_of(1))
             checkpoints.wait()
             if job.process_index == 1:
                 real = shutil.disk_usage
                 shutil.disk_usage = lambda path: real(path)._replace(free=1000)  # type: ignore[assignment]
             try:
-                checkpoints.save(filled(wanted, 2), record_of(2))
+                checkpoints.save(fill_state(abstract, 2), record_of(2))
             except UserError as error:
                 say(refused=error.what)
             shutil.disk_usage = real if job.process_index == 1 else shutil.disk_usage
             job.exchange("refused", None)
-            state = filled(like(rest[0], "full", wide=8), 3)
+            state = fill_state(like(arguments[0], "full", wide=8), 3)
             if job.process_index == 1:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -154,7 +154,7 @@ def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
                 checkpoints.check()
                 time.sleep(0.1)
     elif command == "fifty":
-        state, used = filled(like(rest[0], "full", wide=6), 1), []
+        state, used = fill_state(like(arguments[0], "full", wide=6), 1), []
         say(bytes=sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards))
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
             for number in range(50):

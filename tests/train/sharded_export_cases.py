@@ -1,9 +1,9 @@
-"""One process of a job that exports what was trained on a mesh; see test_sharded_export.py.
+"""One process of a job that exports a model trained on a mesh; see test_sharded_export.py.
 
 python sharded_export_cases.py BASE OUTPUT MESH ...          an adapter and a model for each mesh, in OUTPUT/MESH
 python sharded_export_cases.py BASE OUTPUT full MESH ...     only onto a disk that is full for the last process
 
-The trained numbers are a function of the leaf alone, so that every mesh and number of processes has the same.
+The trained numbers depend on nothing but the leaf, so that every mesh and number of processes has the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK = 4096
 
 
 class Tokenizer:
-    """What export_result asks of one."""
+    """The methods that export_result calls."""
 
     eos_token_id = pad_token_id = bos_token_id = unk_token_id = None
     added_tokens_decoder: ClassVar[dict[int, str]] = {}
@@ -54,35 +54,35 @@ def say(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def trained(base: pathlib.Path, method: Method) -> tuple[PreparedModel, PreparedModel]:
+def train_model(base: pathlib.Path, method: Method) -> tuple[PreparedModel, PreparedModel]:
     """(abstract, concrete on one device)"""
     spec, _ = load_spec(base)
     plan = abstract(method, spec)
-    made = prepare(method, spec, load_params(base, spec), jax.random.key(0))
-    leaves, tree = jax.tree.flatten(made.trainable)
+    prepared = prepare(method, spec, load_params(base, spec), jax.random.key(0))
+    leaves, tree = jax.tree.flatten(prepared.trainable)
     random = np.random.default_rng(7)
     moved = [leaf + 0.02 * random.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
-    return plan, dataclasses.replace(made, trainable=jax.tree.unflatten(tree, moved))
+    return plan, dataclasses.replace(prepared, trainable=jax.tree.unflatten(tree, moved))
 
 
-def spread(tree: Any, abstract: Any, layout: Layout) -> Any:
-    def one(leaf: jax.Array, sharding: Any) -> jax.Array:
-        whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+def spread_tree(tree: Any, abstract: Any, layout: Layout) -> Any:
+    def place(leaf: jax.Array, sharding: Any) -> jax.Array:
+        array = np.asarray(leaf)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(one, tree, shardings(abstract, layout))
+    return jax.tree.map(place, tree, shardings(abstract, layout))
 
 
-def laid_out(base: pathlib.Path, method: Method, words: str) -> tuple[PreparedModel, Layout | None]:
-    plan, made = trained(base, method)
-    if words == "one":
-        return made, None
-    config = MeshConfig(**{name: int(size) for name, size in (part.split("=") for part in words.split(","))})
-    layout, _ = layout_for(make_mesh(config, jax.devices()[: config.devices]), made.spec)
+def laid_out(base: pathlib.Path, method: Method, mesh: str) -> tuple[PreparedModel, Layout | None]:
+    plan, prepared = train_model(base, method)
+    if mesh == "one":
+        return prepared, None
+    config = MeshConfig(**{name: int(size) for name, size in (part.split("=") for part in mesh.split(","))})
+    layout, _ = layout_for(make_mesh(config, jax.devices()[: config.devices]), prepared.spec)
     placed = dataclasses.replace(
-        made,
-        trainable=spread(made.trainable, plan.trainable, layout),
-        frozen=spread(made.frozen, plan.frozen, layout),
+        prepared,
+        trainable=spread_tree(prepared.trainable, plan.trainable, layout),
+        frozen=spread_tree(prepared.frozen, plan.frozen, layout),
     )
     return placed, layout
 
@@ -92,37 +92,37 @@ def main(job: Job, base: pathlib.Path, output: pathlib.Path, meshes: list[str]) 
     written: list[str] = []
     real = writer._Output
 
-    def noted(file: pathlib.Path, start: bytes) -> Any:
+    def note_start(file: pathlib.Path, start: bytes) -> Any:
         written.append(file.name)
         return real(file, start)
 
-    writer._Output = noted  # type: ignore[misc, assignment]
+    writer._Output = note_start  # type: ignore[misc, assignment]
     only_refuse = meshes[0] == "full"
-    for words in meshes[only_refuse:]:
-        place = output / words
+    for mesh in meshes[only_refuse:]:
+        place = output / mesh
         if only_refuse:
             place.mkdir(parents=True, exist_ok=True)
-            made, layout = laid_out(base, FullConfig(), words)
-            refuse(job, merge(made.trainable, made.frozen), made, base, place, layout)
+            prepared, layout = laid_out(base, FullConfig(), mesh)
+            refuse(job, merge(prepared.trainable, prepared.frozen), prepared, base, place, layout)
             continue
         written.clear()
         for method in (LORA, FullConfig()):
-            made, layout = laid_out(base, method, words)
+            prepared, layout = laid_out(base, method, mesh)
             record = BaseRecord(str(base), "sha256:aa")
-            path = export_result(place, made, method, base, record, Tokenizer(), layout=layout, job=job)  # type: ignore[arg-type]
-            say(mesh=words, path=str(path))
-        if words == meshes[-1]:  # each file's shape of program is compiled for itself: once is enough
-            params = merge(made.trainable, made.frozen)
+            path = export_result(place, prepared, method, base, record, Tokenizer(), layout=layout, job=job)  # type: ignore[arg-type]
+            say(mesh=mesh, path=str(path))
+        if mesh == meshes[-1]:  # each file's shape of program is compiled for itself: once is enough
+            params = merge(prepared.trainable, prepared.frozen)
             done = export_model(
-                params, made.spec, base, place / "shards", max_shard_bytes=100_000, layout=layout, job=job
+                params, prepared.spec, base, place / "shards", max_shard_bytes=100_000, layout=layout, job=job
             )
-            say(mesh=words, files=len(done.files), written=written, difference=done.verified.difference)
-            refuse(job, params, made, base, place, layout)
+            say(mesh=mesh, files=len(done.files), written=written, difference=done.verified.difference)
+            refuse(job, params, prepared, base, place, layout)
         if layout is not None and job.process_count == 1:
-            traffic(layout, words)
+            traffic(layout, mesh)
 
 
-def traffic(layout: Layout, words: str) -> None:
+def traffic(layout: Layout, mesh: str) -> None:
     """The largest array in the program that cuts a block out of a large stacked weight."""
     shape = (4, 1024, 512)
     sharding = layout.sharding(("layers", "ffn", "embed"), shape)
@@ -140,10 +140,12 @@ def traffic(layout: Layout, words: str) -> None:
     )
     size = block.shares * block.rows * 512 * 4
     largest = max([0, *(4 * math.prod(map(int, dims.split(","))) for dims in moved)])
-    say(mesh=words, largest=max(largest, facts.temp_size_in_bytes // 2), block=size, moved=moved)
+    say(mesh=mesh, largest=max(largest, facts.temp_size_in_bytes // 2), block=size, moved=moved)
 
 
-def refuse(job: Job, params: Any, made: PreparedModel, base: pathlib.Path, place: pathlib.Path, layout: Layout | None):
+def refuse(
+    job: Job, params: Any, prepared: PreparedModel, base: pathlib.Path, place: pathlib.Path, layout: Layout | None
+):
     """A disk that is full on the last process is an error on every one, and leaves nothing."""
     real = writer.os.pwrite
 
@@ -153,7 +155,7 @@ def refuse(job: Job, params: Any, made: PreparedModel, base: pathlib.Path, place
     if job.process_index == job.process_count - 1:
         writer.os.pwrite = full  # type: ignore[assignment]
     try:
-        export_model(params, made.spec, base, place / "full", max_shard_bytes=100_000, layout=layout, job=job)
+        export_model(params, prepared.spec, base, place / "full", max_shard_bytes=100_000, layout=layout, job=job)
     except UserError as error:
         say(refused=error.what)
     writer.os.pwrite = real

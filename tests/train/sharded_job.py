@@ -10,8 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
-HERE = pathlib.Path(__file__).parent
-SOURCE = HERE.parents[1] / "src"
+FOLDER = pathlib.Path(__file__).parent
+SOURCE = FOLDER.parents[1] / "src"
 
 
 def run(
@@ -28,7 +28,7 @@ def run(
         "MESHTUNE_PROCESSES": str(processes),
         "PYTHONPATH": str(SOURCE),
     }
-    command = [sys.executable, str(HERE / program), *arguments]
+    command = [sys.executable, str(FOLDER / program), *arguments]
     started = [
         subprocess.Popen(
             command,
@@ -42,8 +42,8 @@ def run(
     ended = []
     try:
         for process in started:
-            said, errors = process.communicate(timeout=timeout)
-            lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+            output, errors = process.communicate(timeout=timeout)
+            lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
             ended.append((process.returncode, lines, errors))
     finally:
         for process in started:
@@ -52,7 +52,7 @@ def run(
 
 
 def run_well(program: str, *arguments: str, **options: Any) -> list[list[dict[str, Any]]]:
-    """What each process said, when all ended well."""
+    """Runs a program in several processes and returns the lines of each; all must end well."""
     ended = run(program, *arguments, **options)
     assert all(code == 0 for code, _, _ in ended), "\n".join(errors[-2000:] for _, _, errors in ended)
     return [lines for _, lines, _ in ended]

@@ -74,38 +74,40 @@ def losses(output):
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(single, marks=[] if single in QUICK else pytest.mark.slow) for single in RUNS]
+)
 def test_a_run_learns_resumes_and_is_used_elsewhere(name, model, texts, tmp_path):
     """Logits to 2e-5 of the largest: float32 in three programs."""
     options = [f"method.adapter={name.split()[0]}", *RUNS[name]]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert train(recipe(model, texts, whole, *options)).steps == 4
-    seen = losses(whole)
-    assert seen[4] < seen[1]
-    shutil.copytree(whole, stopped)
+    full, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(recipe(model, texts, full, *options)).steps == 4
+    history = losses(full)
+    assert history[4] < history[1]
+    shutil.copytree(full, stopped)
     for left in [*(stopped / "checkpoints").glob("*4"), stopped / "adapter"]:  # as if killed after the second update
         shutil.rmtree(left)
     train(recipe(model, texts, stopped, *options, "resume=true"))
-    assert losses(stopped) == seen
-    ours, theirs = (load_file(run / "adapter/adapter_model.safetensors") for run in (whole, stopped))
+    assert losses(stopped) == history
+    ours, theirs = (load_file(run / "adapter/adapter_model.safetensors") for run in (full, stopped))
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
 
-    trained = meshtune.load(whole).logits(TOKENS)
+    trained = meshtune.load(full).logits(TOKENS)
     tolerance = 2e-5 * np.abs(trained).max()
-    export(whole, tmp_path / "merged", merge=True)
+    export(full, tmp_path / "merged", merge=True)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         np.testing.assert_allclose(merged(torch.tensor(TOKENS)).logits.numpy(), trained, atol=tolerance)
     if "quantize=nf4" in options and "in turns" not in name:
         return  # on the quantised base: see tests/adapters/test_kinds.py
-    base = transformers.AutoModelForCausalLM.from_pretrained(whole / "base" if "in turns" in name else model)
+    base = transformers.AutoModelForCausalLM.from_pretrained(full / "base" if "in turns" in name else model)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = peft.PeftModel.from_pretrained(base, str(whole / "adapter"))(torch.tensor(TOKENS)).logits.numpy()
+        actual = peft.PeftModel.from_pretrained(base, str(full / "adapter"))(torch.tensor(TOKENS)).logits.numpy()
     if "int8" in str(options):
-        trained = meshtune.load(whole, quantize="none").logits(TOKENS)
-    np.testing.assert_allclose(found, trained, atol=tolerance)
+        trained = meshtune.load(full, quantize="none").logits(TOKENS)
+    np.testing.assert_allclose(actual, trained, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -115,12 +117,12 @@ def test_weights_may_wait_on_the_host(name, model, texts, tmp_path):
     options = [f"method.adapter={name.split()[0]}", *RUNS[name], "train.steps=2"]
     train(recipe(model, texts, tmp_path / "here", *options))
     train(recipe(model, texts, tmp_path / "there", *options, "compute.offload=[weights]", "compute.remat=full"))
-    here, there = (losses(tmp_path / where) for where in ("here", "there"))
-    assert there == pytest.approx(here, rel=1e-5)
+    on_device, on_host = (losses(tmp_path / where) for where in ("here", "there"))
+    assert on_host == pytest.approx(on_device, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "what", "fix"),
+    ("options", "message", "fix"),
     [
         (["method.adapter=pissa", "quantize=nf4"], "pissa decomposes the base's weights", "loftq with quantize"),
         (["method.adapter=loftq"], "the error of quantising the base", "add quantize: nf4"),
@@ -134,9 +136,9 @@ def test_weights_may_wait_on_the_host(name, model, texts, tmp_path):
         (["method.adapter=dorra"], "dorra", "dora"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(options, what, fix, model, texts, tmp_path):
+def test_what_cannot_be_is_refused_with_what_can(options, message, fix, model, texts, tmp_path):
     with pytest.raises(UserError) as caught:
         train(recipe(model, texts, tmp_path / "run", *options))
-    assert what in str(caught.value)
+    assert message in str(caught.value)
     assert fix in str(caught.value)
     assert not (tmp_path / "run").exists()

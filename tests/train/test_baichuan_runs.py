@@ -13,7 +13,7 @@ from test_step import documents, micro, pack
 from test_walked_steps import run
 
 import meshtune
-from baichuan_files import directory, trained
+from baichuan_files import directory, train_tokenizer
 from baichuan_in_torch import SEVEN, THIRTEEN, Baichuan
 from meshtune.config.load import load_recipe
 from meshtune.mesh import placement
@@ -34,11 +34,11 @@ TURNS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["7B", "13B"])
 def test_a_run_ends_in_a_model_of_the_originals_form(tmp_path, size):
-    """What torch computes of the merged files are the tokens that base and adapter give here, greedily."""
+    """torch generates greedily from the merged files the tokens that base and adapter give here."""
     config = (SEVEN | SIZE) if size == "7B" else (THIRTEEN | SIZE | {"max_position_embeddings": None})
     config = {name: value for name, value in config.items() if value is not None}
     folder, _ = directory(tmp_path, config)
-    trained(folder)
+    train_tokenizer(folder)
     records = [{"id": str(n), "conversations": TURNS[: 2 + 2 * (n % 2)]} for n in range(24)]
     (tmp_path / "chat.json").write_text(json.dumps(records))
     raw = {
@@ -81,7 +81,7 @@ def test_a_fused_full_update_equals_one_with_all_gradients_at_hand(tmp_path, off
     config = OptimizerConfig("adamw", 1e-2, "constant", weight_decay=0.1, eps=1e-4)
     usual = run(tiny, batches, config)
     fused = run(tiny, batches, dataclasses.replace(config, in_backward=True), offload=offload)
-    for one, other in zip(usual[0], fused[0], strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+    for expected, actual in zip(usual[0], fused[0], strict=True):
+        assert expected == pytest.approx(actual, rel=1e-4)
     for path, leaf in usual[1].items():
         np.testing.assert_allclose(fused[1][path], leaf, rtol=0, atol=2e-5, err_msg=path)

@@ -40,8 +40,8 @@ def memory(layers: int) -> tuple[int, int]:
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     step: Any = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute("bfloat16", "full"), optimizer)
     compiled = step.lower(state, frozen, batch, jax.ShapeDtypeStruct((), np.int32)).compile()
-    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
-    return compiled.memory_analysis().temp_size_in_bytes, held
+    frozen_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
+    return compiled.memory_analysis().temp_size_in_bytes, frozen_bytes
 
 
 def test_temporaries_do_not_grow_with_the_layers_of_a_frozen_model():

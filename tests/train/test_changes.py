@@ -1,4 +1,4 @@
-"""What a resumed run's recipe may change: nothing that decides what is learned."""
+"""Changes allowed in a resumed run's recipe: none that change the result."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def test_how_rows_are_made_may_not_change(change):
     "change", ["output=p", "log.every=5", "hub.repository=a/b", "checkpoint.keep=9", "data.train.0.path=moved.json"]
 )
 def test_places_and_logs_may_change(change):
-    assert [found.key for found in check_changes(recipe(), recipe(change))]
+    assert [changed.key for changed in check_changes(recipe(), recipe(change))]

@@ -50,9 +50,9 @@ def test_state_may_be_donated_while_it_is_being_saved(tmp_path):
             state = step(state)
         checkpoints.wait()
         for number in range(4):
-            found = checkpoints.restore(number, state)
-            assert int(found.step) == number
-            np.testing.assert_array_equal(found.trainable["w"], number)
+            restored = checkpoints.restore(number, state)
+            assert int(restored.step) == number
+            np.testing.assert_array_equal(restored.trainable["w"], number)
 
 
 def test_saving_does_not_wait_for_the_disk(tmp_path):
@@ -102,11 +102,11 @@ def small_disk(tmp_path):
     """A file system of 8 MB."""
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(
+    process = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, text=True
     )
-    if made.returncode:
-        pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
+    if process.returncode:
+        pytest.skip(f"cannot mount a small file system: {process.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 
@@ -183,7 +183,7 @@ def test_memory_is_flat_over_fifty_saves(tmp_path):
 
 
 def test_the_record_says_which_versions_made_the_numbers():
-    found = versions()
-    assert found["jax"] == jax.__version__
-    assert found["optax"] == optax.__version__
-    json.dumps(found)
+    record = versions()
+    assert record["jax"] == jax.__version__
+    assert record["optax"] == optax.__version__
+    json.dumps(record)

@@ -47,7 +47,7 @@ def run(source: pathlib.Path, /, **fields: object) -> tuple[Result, str]:
     lesson = source.parent / "lesson.jsonl"
     lesson.write_text("".join(json.dumps({"text": f"{name} had a hat."}) + "\n" for name in "abcd"))
     console = Console(file=io.StringIO(), width=200)
-    asked = {
+    recipe = {
         "model": {"path": str(source)},
         "data": {"train": str(lesson), "max_length": 32},
         "output": str(source.parent / "run"),
@@ -55,7 +55,7 @@ def run(source: pathlib.Path, /, **fields: object) -> tuple[Result, str]:
         "optimizer": {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0},
         "mesh": {},
     }
-    result = train(load_recipe(asked | fields), console=console)
+    result = train(load_recipe(recipe | fields), console=console)
     return result, console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -79,8 +79,8 @@ def our_logits(path: pathlib.Path) -> np.ndarray:
     return np.asarray(forward(model.params, model.spec, model.compute, TOKENS.astype(np.int32)))
 
 
-def same_towers(one: pathlib.Path, other: pathlib.Path) -> None:
-    before, after = tensors(one), tensors(other)
+def same_towers(first: pathlib.Path, second: pathlib.Path) -> None:
+    before, after = tensors(first), tensors(second)
     assert before.keys() == after.keys()
     for name in before:
         if "language_model" not in name:
@@ -90,9 +90,9 @@ def same_towers(one: pathlib.Path, other: pathlib.Path) -> None:
 @pytest.mark.parametrize("quantize", [None, {"format": "nf4", "block_size": 64}])
 def test_an_adapter_of_the_text_model_is_one_of_the_whole(gemma3: pathlib.Path, quantize: dict[str, object] | None):
     fields = {} if quantize is None else {"quantize": quantize}
-    result, said = run(gemma3, method={"kind": "lora", "rank": 4}, **fields)
-    assert "text model of gemma3" in said
-    assert "not tuned and passed through: " in said
+    result, output = run(gemma3, method={"kind": "lora", "rank": 4}, **fields)
+    assert "text model of gemma3" in output
+    assert "not tuned and passed through: " in output
     into = None if quantize is None else "full"
     merged = export(gemma3.parent / "run", gemma3.parent / "merged", merge=True, into=into)
     same_towers(gemma3, merged.path)

@@ -1,4 +1,4 @@
-"""What a disk does to a checkpoint is noticed: it is named, and the newest undamaged one is used instead."""
+"""Damage of a checkpoint by a disk is noticed: it is named, and the newest undamaged one is used instead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def directory(two_checkpoints, tmp_path) -> pathlib.Path:
 
 
 def resume(directory: pathlib.Path) -> Resumed:
-    """Resumes, and compares what is restored with what was saved, bit for bit."""
+    """Resumes, and compares the restored state with the saved one, bit for bit."""
     with Checkpoints(directory, keep=3) as checkpoints:
         resumed = find_resume(checkpoints, record_of(0))
         assert resumed is not None
@@ -142,7 +142,7 @@ def test_a_damaged_marker_of_orbax_is_named_and_the_checkpoint_used(directory, n
 
 
 def test_damage_to_the_shard_of_any_process_is_found_by_all(tmp_path):
-    """Two processes, of which one alone compares the damaged file: both end with the error, and neither waits."""
+    """Two processes, only one of which compares the damaged file: both end with the error, and neither waits."""
     run_well("sharded_checkpoint_cases.py", str(tmp_path), "save", "fsdp=2", "full", "1", processes=2)
     state = tmp_path / "1/state"
     listed = set(json.loads((state / "digests.json").read_text())["files"])

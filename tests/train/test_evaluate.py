@@ -28,9 +28,9 @@ def test_the_mean_is_over_weights_not_over_batches():
             {"loss": part, "weights": weight, "tokens": part}
             for part, weight in zip(np.split(loss, cut), np.split(weights, cut), strict=True)
         ]
-        found = evaluate(score, DENSE, {}, {}, batches)
-        assert found.loss == pytest.approx(expected, rel=1e-6)
-        assert found.metrics["accuracy"] == pytest.approx(1.0)
+        evaluation = evaluate(score, DENSE, {}, {}, batches)
+        assert evaluation.loss == pytest.approx(expected, rel=1e-6)
+        assert evaluation.metrics["accuracy"] == pytest.approx(1.0)
 
 
 def test_nothing_to_learn_is_an_error():

@@ -1,4 +1,4 @@
-"""What `export` writes is what peft and transformers make of the same files."""
+"""`export` writes the weights that peft and transformers make of the same files."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def bfloat16_base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_an_adapter_on_a_bfloat16_base_is_merged_in_float32_where_that_is_asked_for(adapter, bfloat16_base, tmp_path):
     """The sum as peft makes it in float32: within its own rounding, and far from what bfloat16 could hold."""
     done = export(adapter, tmp_path / "merged", merge=True, base=bfloat16_base, dtype="float32", any_base=True)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(bfloat16_base, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict()
+    float32_base = transformers.AutoModelForCausalLM.from_pretrained(bfloat16_base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(float32_base, adapter).merge_and_unload().state_dict()
     ours = transformers.AutoModelForCausalLM.from_pretrained(done.path, dtype="auto").state_dict()
     for name, weight in theirs.items():
         assert ours[name].dtype == torch.float32
@@ -99,8 +99,8 @@ def test_an_adapter_on_a_bfloat16_base_is_merged_in_float32_where_that_is_asked_
 
 def test_a_sum_in_another_dtype_is_rounded_once(adapter, bfloat16_base, tmp_path):
     done = export(adapter, tmp_path / "merged", merge=True, base=bfloat16_base, dtype="float16", any_base=True)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(bfloat16_base, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict()
+    float32_base = transformers.AutoModelForCausalLM.from_pretrained(bfloat16_base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(float32_base, adapter).merge_and_unload().state_dict()
     ours = transformers.AutoModelForCausalLM.from_pretrained(done.path, dtype="auto").state_dict()
     name = "model.layers.0.mlp.down_proj.weight"
     spacing = torch.finfo(torch.float16).eps * theirs[name].abs() + 1e-7  # one float16 step, half on either side

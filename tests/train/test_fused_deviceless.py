@@ -40,6 +40,6 @@ result = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.trainable))
 @pytest.mark.parametrize("target", ["H100", "MI300X", "TPUv5p"])
 def test_a_fused_step_holds_no_whole_gradient(target):
     """24 layers; the gradients of all, float32, would take `result` bytes; one layer's and its update take a sixth."""
-    found = compiled_for(target, STEP)
-    assert found["temp_bytes"] < found["result"] / 5
-    assert found["alias_bytes"] > 0.99 * found["output_bytes"]
+    facts = compiled_for(target, STEP)
+    assert facts["temp_bytes"] < facts["result"] / 5
+    assert facts["alias_bytes"] > 0.99 * facts["output_bytes"]

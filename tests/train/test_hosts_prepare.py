@@ -1,4 +1,4 @@
-"""Two hosts, each with a name of its own (a UTS namespace), prepare data for one run, sharing a cache and not."""
+"""Two hosts, each with its own name (a UTS namespace), prepare data for one run, sharing a cache and not."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def prepare(folder: pathlib.Path, caches: list[str]) -> tuple[list[list[int]], l
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
-    made = [sorted(int(line) // PART for line in log.read_text().split()) for log in logs]
+    parts = [sorted(int(line) // PART for line in log.read_text().split()) for log in logs]
     stores = []
     for cache in caches:
         (store,) = (folder / cache / "tokens").glob("[!.]*")
         stores.append({file.name: file.read_bytes() for file in store.iterdir()})
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return made, stores, [row["loss"] for row in rows if row["kind"] == "train"]
+    return parts, stores, [row["loss"] for row in rows if row["kind"] == "train"]
 
 
 @pytest.mark.slow

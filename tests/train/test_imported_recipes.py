@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # five trainings of torch and five of ours: a min
 
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 STEPS, ROWS, ACCUMULATION, RATE = 8, 2, 2, 2e-3
-WORDS = "the cat sat on a mat while seven birds sang of rain and old red boats near some hill".split()
+VOCABULARY = "the cat sat on a mat while seven birds sang of rain and old red boats near some hill".split()
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + (eos_token if m['role'] == 'assistant' else '\\n') }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -53,7 +53,7 @@ def phrases(count: int, seed: int = 0) -> list[dict[str, str]]:
     rng = np.random.default_rng(seed)
 
     def phrase(low: int, high: int) -> str:
-        return " ".join(rng.choice(WORDS, rng.integers(low, high)))
+        return " ".join(rng.choice(VOCABULARY, rng.integers(low, high)))
 
     names = ("instruction", "input", "output", "chosen", "rejected")
     records = [{name: phrase(2, 6) for name in names} for _ in range(count)]
@@ -61,7 +61,7 @@ def phrases(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def our_losses(recipe: dict, tmp_path: pathlib.Path, *overrides: str, **options) -> np.ndarray:
-    """The losses of `meshtune train` with what a file of another tool comes to, and with `overrides`."""
+    """The losses of `meshtune train` with the recipe translated from another tool's file, and `overrides`."""
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(yaml.safe_dump(recipe))
     translation = translate(str(theirs), **options)
@@ -99,7 +99,7 @@ def in_order(kind):
     return InOrder
 
 
-def logged(trainer) -> np.ndarray:
+def logged_losses(trainer) -> np.ndarray:
     trainer.train()
     return np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
@@ -110,19 +110,19 @@ def trainer_losses(model_path, tmp_path, documents: list[tuple[list[int], list[i
     def collate(rows):
         longest = max(len(ids) for ids, _ in rows)
 
-        def padded(column, value):
+        def pad_rows(column, value):
             return torch.tensor([row[column] + [value] * (longest - len(row[0])) for row in rows])
 
         mask = torch.tensor([[1] * len(row[0]) + [0] * (longest - len(row[0])) for row in rows])
-        return {"input_ids": padded(0, 0), "attention_mask": mask, "labels": padded(1, -100)}
+        return {"input_ids": pad_rows(0, 0), "attention_mask": mask, "labels": pad_rows(1, -100)}
 
     arguments = torch_arguments(transformers.TrainingArguments, tmp_path, remove_unused_columns=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     kind = in_order(transformers.Trainer)
-    return logged(kind(model=model, args=arguments, train_dataset=documents, data_collator=collate))
+    return logged_losses(kind(model=model, args=arguments, train_dataset=documents, data_collator=collate))
 
 
-def labelled(tokenizer, prompt: str, answer: str, *, bos: bool = True) -> tuple[list[int], list[int]]:
+def label_tokens(tokenizer, prompt: str, answer: str, *, bos: bool = True) -> tuple[list[int], list[int]]:
     """(ids, labels) of a prompt and an answer that are tokenised as one text."""
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True, add_special_tokens=bos)
     ids, starts = encoded["input_ids"], [start for start, end in encoded["offset_mapping"]]
@@ -144,7 +144,7 @@ def test_a_llama_factory_file_trains_as_transformers_does(model_path, tmp_path):
     documents = []
     for record in records:
         user = "\n".join(filter(None, (record["instruction"], record["input"])))
-        documents.append(labelled(tokenizer, f"Human: {user}{end}\nAssistant:", record["output"] + end, bos=False))
+        documents.append(label_tokens(tokenizer, f"Human: {user}{end}\nAssistant:", record["output"] + end, bos=False))
     np.testing.assert_allclose(
         our_losses(recipe, tmp_path), trainer_losses(model_path, tmp_path, documents), rtol=1e-3, atol=1e-3
     )
@@ -169,7 +169,7 @@ def test_an_axolotl_file_trains_as_transformers_does(model_path, tmp_path):
             f"{below}{with_input if extra else ''}. Write a response that appropriately completes the request.\n\n"
             f"### Instruction:\n{record['instruction']}\n\n{extra}### Response:\n"
         )
-        ids, labels = labelled(tokenizer, prompt, record["output"])
+        ids, labels = label_tokens(tokenizer, prompt, record["output"])
         documents.append(([*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]))
     np.testing.assert_allclose(
         our_losses(recipe, tmp_path), trainer_losses(model_path, tmp_path, documents), rtol=1e-3, atol=1e-3
@@ -199,7 +199,7 @@ def test_trl_arguments_train_as_its_dpo_trainer_does(model_path, tmp_path):
         train_dataset=datasets.Dataset.from_list(pairs),
         processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
     )
-    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours, logged_losses(trainer), rtol=1e-3, atol=1e-3)
 
 
 def test_trl_arguments_train_as_its_sft_trainer_does(model_path, tmp_path):
@@ -223,7 +223,7 @@ def test_trl_arguments_train_as_its_sft_trainer_does(model_path, tmp_path):
         train_dataset=datasets.Dataset.from_list(records),
         processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
     )
-    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours, logged_losses(trainer), rtol=1e-3, atol=1e-3)
 
 
 def test_a_stream_of_trls_trains_in_its_order(model_path, tmp_path):
@@ -247,7 +247,7 @@ def test_a_stream_of_trls_trains_in_its_order(model_path, tmp_path):
         train_dataset=datasets.load_dataset("json", data_files=str(file), split="train", streaming=True),
         processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
     )
-    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours, logged_losses(trainer), rtol=1e-3, atol=1e-3)
 
 
 def test_an_axolotl_file_of_pairs_trains_as_trls_dpo_trainer_does(model_path, tmp_path):
@@ -279,4 +279,4 @@ def test_an_axolotl_file_of_pairs_trains_as_trls_dpo_trainer_does(model_path, tm
         train_dataset=datasets.Dataset.from_list(conversations),
         processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
     )
-    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours, logged_losses(trainer), rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""The loop on a step of one line: what is due when, in which order, and what stops it."""
+"""The loop on a step of one line: the events that are due, their order, and the ways it stops."""
 
 import dataclasses
 import os
@@ -49,7 +49,7 @@ def add_one(state: TrainState, frozen, batch, seed):
     }  # fmt: skip
 
 
-class Kept:
+class Recorder:
     def __init__(self):
         self.events = []
 
@@ -60,20 +60,20 @@ class Kept:
         pass
 
 
-def task(total=6, start=0, bad=-1, **more) -> Task:
-    cadence = more.pop("cadence", Cadence(total, never, never, at_interval(2, total)))
+def task(total=6, start=0, bad=-1, **options) -> Task:
+    cadence = options.pop("cadence", Cadence(total, never, never, at_interval(2, total)))
     return Task(
         step=add_one,
         frozen=jnp.float32(bad),
-        batches=more.pop("batches", None)
+        batches=options.pop("batches", None)
         or LoadedBatches(lambda first, last: map(rows, range(first, last)), start, total),
         learning_rate=lambda step: 0.1 * step,
         epoch_at=lambda step: step / 4,
         cadence=cadence,
         record=Record(start, 0, {}, "", "", ""),
-        early_stopping=more.pop("early_stopping", EarlyStopping(None, 0.0)),
-        keep_best=more.pop("keep_best", True),
-        **more,
+        early_stopping=options.pop("early_stopping", EarlyStopping(None, 0.0)),
+        keep_best=options.pop("keep_best", True),
+        **options,
     )
 
 
@@ -82,15 +82,15 @@ def begin(step=0) -> TrainState:
 
 
 def run(tmp_path, work: Task, state=None, interrupt=None, sink=None):
-    kept = sink or Kept()
+    recorder = sink or Recorder()
     with Checkpoints(tmp_path, keep=99) as checkpoints:
         start = work.record.step
-        ended = run_loop(work, state or begin(start), checkpoints, Events([kept]), interrupt or Interrupt())
+        ended = run_loop(work, state or begin(start), checkpoints, Events([recorder]), interrupt or Interrupt())
         checkpoints.wait()
-        return ended, kept.events, checkpoints.steps()
+        return ended, recorder.events, checkpoints.steps()
 
 
-def named(events) -> list[str]:
+def event_names(events) -> list[str]:
     short = {Started: "start", Stepped: "", Evaluated: "eval", Sampled: "sample", Saved: "save", Stopped: "stop"}
     return [f"{short[type(event)]}{getattr(event, 'step', '')}" for event in events]
 
@@ -108,18 +108,18 @@ def test_every_update_is_reported_once_in_order_with_its_own_numbers(tmp_path):
 
 
 def test_a_source_of_batches_sees_the_state_that_its_batch_updates(tmp_path):
-    seen = []
+    calls = []
 
     class FromState:
         def next(self, step, state):
-            seen.append((step, float(state.trainable["w"])))
+            calls.append((step, float(state.trainable["w"])))
             return rows(step)
 
         def close(self):
-            seen.append("closed")
+            calls.append("closed")
 
     run(tmp_path, task(total=5, start=2, batches=FromState()))
-    assert seen == [(2, 2.0), (3, 3.0), (4, 4.0), "closed"]
+    assert calls == [(2, 2.0), (3, 3.0), (4, 4.0), "closed"]
 
 
 def test_a_slow_update_is_announced_before_it_and_is_not_one_of_those_that_tell_the_speed(tmp_path):
@@ -132,17 +132,17 @@ def test_a_slow_update_is_announced_before_it_and_is_not_one_of_those_that_tell_
 
 
 def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path):
-    seen = []
+    calls = []
     cadence = Cadence(2, evaluations(1, 2, lambda step: (0, step)), at_interval(None, 2), never)
     work = task(
         total=2,
         cadence=cadence,
         shown=lambda state: float(state.trainable["w"]) / 2,
-        evaluate=lambda shown: seen.append(("eval", shown)) or Evaluation(1.0, {}, 4.0),
-        sample=lambda shown: seen.append(("sample", shown)) or [],
+        evaluate=lambda shown: calls.append(("eval", shown)) or Evaluation(1.0, {}, 4.0),
+        sample=lambda shown: calls.append(("sample", shown)) or [],
     )
     run(tmp_path, work)
-    assert seen == [("sample", 0.0), ("eval", 0.5), ("eval", 1.0), ("sample", 1.0)]
+    assert calls == [("sample", 0.0), ("eval", 0.5), ("eval", 1.0), ("sample", 1.0)]
 
 
 def test_what_is_due_comes_after_the_report_evaluation_before_sample_before_save(tmp_path):
@@ -156,29 +156,33 @@ def test_what_is_due_comes_after_the_report_evaluation_before_sample_before_save
     )
     ended, events, _ = run(tmp_path, work)
     order = ["start", "eval0", "sample0", "1", "2", "eval2", "save2", "3", "save3", "4", "eval4", "sample4", "save4"]
-    assert named(events) == [*order, "stop4"]
-    found = [event for event in events if isinstance(event, Evaluated)]
-    assert [event.metrics["accuracy"] for event in found] == [0.0, 2.0, 4.0], "each sees the weights of its update"
-    assert [event.best for event in found] == [False, True, False], "the evaluation at the start does not count"
+    assert event_names(events) == [*order, "stop4"]
+    evaluated_events = [event for event in events if isinstance(event, Evaluated)]
+    assert [event.metrics["accuracy"] for event in evaluated_events] == [0.0, 2.0, 4.0], (
+        "each sees the weights of its update"
+    )
+    assert [event.best for event in evaluated_events] == [False, True, False], (
+        "the evaluation at the start does not count"
+    )
     assert ended.early_stopping.best.step == 2
 
 
 def test_a_resumed_loop_makes_the_rest_and_repeats_nothing_due_before(tmp_path):
     work = task(total=6, start=4, sample=lambda trainable: [("p", "t")])
     ended, events, _ = run(tmp_path, work)
-    assert named(events) == ["start", "5", "6", "save6", "stop6"]
+    assert event_names(events) == ["start", "5", "6", "save6", "stop6"]
     assert float(ended.state.trainable["w"]) == 6
     assert events[1].loss == 6.0, "the batch of update 5, not of update 1"
 
 
 def test_a_loss_that_is_not_finite_stops_with_update_micro_batch_and_records(tmp_path):
-    kept = Kept()
+    recorder = Recorder()
     with pytest.raises(UserError) as caught:
-        run(tmp_path, task(total=9, bad=4), sink=kept)
+        run(tmp_path, task(total=9, bad=4), sink=recorder)
     assert "the loss is nan in update 5, micro-batch 2 of 2; the update was not made" in caught.value.what
     assert "the checkpoint of update 4 is kept" in caught.value.what
     assert caught.value.where == "data.jsonl, record 9"
-    assert [event.step for event in kept.events if isinstance(event, Stepped)] == [1, 2, 3, 4]
+    assert [event.step for event in recorder.events if isinstance(event, Stepped)] == [1, 2, 3, 4]
     with Checkpoints(tmp_path, keep=99) as checkpoints:
         assert checkpoints.steps() == [2, 4]
         assert float(checkpoints.restore(4, begin()).trainable["w"]) == 4
@@ -212,7 +216,7 @@ def test_early_stopping_counts_evaluations_without_improvement_and_goes_on_count
     assert (again.step, again.early_stopping) == (5, ended.early_stopping)
     over, events, _ = run(tmp_path / "c", work(5, ended.early_stopping))
     assert over.step == 5, "a run that had stopped stays stopped"
-    assert named(events) == ["start", "stop5"]
+    assert event_names(events) == ["start", "stop5"]
 
 
 def test_losses_that_are_not_numbers_never_are_the_best():
@@ -222,7 +226,7 @@ def test_losses_that_are_not_numbers_never_are_the_best():
 
 
 def test_a_signal_ends_the_loop_after_the_update_under_way_and_saves_it(tmp_path):
-    class Impatient(Kept):
+    class Impatient(Recorder):
         def receive(self, event):
             super().receive(event)
             if isinstance(event, Stepped) and event.step == 3:

@@ -29,7 +29,7 @@ BY_OPTIMIZER = {
 
 
 def run(folder: pathlib.Path, *changes: str) -> str:
-    """What a run of four updates says."""
+    """Returns the output of a run of four updates."""
     data = folder / "lesson.jsonl"
     data.write_text("".join((QUICKSTART / "lesson.jsonl").read_text().splitlines(keepends=True)[:12]))
     fields = {
@@ -53,12 +53,12 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_rate_that_bfloat16_rounds_away_is_warned_of_with_what_to_do(tmp_path):
-    said = run(tmp_path)
-    found = re.search(WARNING, said)
-    assert found, said
-    assert float(found[1]) < 5
-    assert "compute.precision=mixed" in said
-    assert "optimizer.stochastic_rounding=true" in said
+    output = run(tmp_path)
+    match = re.search(WARNING, output)
+    assert match, output
+    assert float(match[1]) < 5
+    assert "compute.precision=mixed" in output
+    assert "optimizer.stochastic_rounding=true" in output
 
 
 NAMES = [name for name in OPTIMIZERS if name not in ("adamw", "badam")] + ["in backward"]
@@ -90,7 +90,7 @@ def test_each_way_out_ends_the_warning(tmp_path, changes):
 
 
 def test_the_share_is_of_matrices_in_narrow_dtypes():
-    """Of an embedding, and of what is float32, unchanged numbers mean nothing."""
+    """Of an embedding, and of float32 arrays, unchanged numbers mean nothing."""
     roles = {"matrix": ("matrix", "bfloat16"), "embed": ("table", "bfloat16"), "wide": ("matrix", "float32")}
     abstract = {
         name: {"weight": ArraySpec((64, 64), dtype, ("out", "in"), role=role)} for name, (role, dtype) in roles.items()
@@ -102,8 +102,8 @@ def test_the_share_is_of_matrices_in_narrow_dtypes():
         watch.before(before, 0)
         after = before | {"matrix": {"weight": before["matrix"]["weight"].at[:rows].add(0.5)}}
         assert watch.after(after, 2) is None
-        said = watch.after(after, 3)
-        assert said is None if expected is None else expected in (said or "")
+        warning = watch.after(after, 3)
+        assert warning is None if expected is None else expected in (warning or "")
         assert watch.after(before, 4) is None, "it is said once"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import real_runs
-from real_runs import DEVICES, launch, launched, members, order, rows, train, updates, wait_until, weights
+from real_runs import DEVICES, launch, members, order, rows, start_launch, train, updates, wait_until, weights
 
 from meshtune.train.report.metrics_log import TIMINGS
 
@@ -45,15 +45,15 @@ def write(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
     return path
 
 
-def same(found: pathlib.Path, expected: pathlib.Path, count: int) -> None:
+def check_near(actual: pathlib.Path, expected: pathlib.Path, count: int) -> None:
     """Two runs made the same updates of the same rows, up to the order in which floats were added."""
-    ours, theirs = updates(found), updates(expected)
+    ours, theirs = updates(actual), updates(expected)
     assert len(theirs) == count
     assert order(ours) == order(theirs)
     assert len({row["tokens"] for row in theirs}) > 2, "updates that are all alike would hide another order"
-    for what in ("loss", "grad_norm"):
-        np.testing.assert_allclose([row[what] for row in ours], [row[what] for row in theirs], rtol=CLOSE, err_msg=what)
-    learned, reference = weights(found), weights(expected)
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([row[key] for row in ours], [row[key] for row in theirs], rtol=CLOSE, err_msg=key)
+    learned, reference = weights(actual), weights(expected)
     assert learned.keys() == reference.keys()
     for name, value in reference.items():
         difference = np.linalg.norm(learned[name] - value) / np.linalg.norm(value)
@@ -62,7 +62,7 @@ def same(found: pathlib.Path, expected: pathlib.Path, count: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_moves_from_eight_devices_to_four(tmp_path: pathlib.Path):
-    """Stopped by SIGTERM after update 4, 5 or 6 (what was under way is finished), and resumed on another mesh."""
+    """Stopped by SIGTERM after update 4, 5 or 6 (the update under way is finished), and resumed on another mesh."""
     path = write(tmp_path, **LORA, train={"steps": 8})
     train(path, f"output={tmp_path / 'whole'}")
     moved = tmp_path / "moved"
@@ -77,7 +77,7 @@ def test_a_run_moves_from_eight_devices_to_four(tmp_path: pathlib.Path):
     assert 4 <= done <= 6
     assert json.loads((moved / "run.json").read_text())["status"] == "interrupted"
     train(path, "--resume", f"output={moved}", "mesh.fsdp=2", "mesh.tp=2", devices=4)
-    same(moved, tmp_path / "whole", 8)
+    check_near(moved, tmp_path / "whole", 8)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_one_two_and_four_processes_train_as_one_device_does(tmp_path: pathlib.P
     for processes in (1, 2, 4):
         output = tmp_path / f"{processes}-processes"
         launch(path, processes, 8 // processes, *mesh, f"output={output}")
-        same(output, tmp_path / "alone", 30)
+        check_near(output, tmp_path / "alone", 30)
 
 
 UPDATES = 24
@@ -104,7 +104,7 @@ SAVED = LORA | {"checkpoint": {"every": 4, "keep": 2}, "train": {"steps": UPDATE
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def reference_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The run on two processes of two devices, never interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     launch(write(folder, **SAVED), 2, 2)
@@ -114,17 +114,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other_and_the_rerun_is_exact(tmp_path: pathlib.Path, whole: pathlib.Path, victim):
+def test_a_killed_process_ends_the_other_and_the_rerun_is_exact(
+    tmp_path: pathlib.Path, reference_run: pathlib.Path, victim
+):
     """Started one by one as a scheduler does; two devices each, parameters split over both."""
     path, run = write(tmp_path, **SAVED), tmp_path / "run"
     with members(path, 2, 2, "--resume") as processes:
         wait_until(lambda: len(rows(run)) >= 10, lambda: processes[victim][0].poll() is None)
         os.kill(processes[victim][0].pid, signal.SIGKILL)
         began = time.monotonic()
-        left, said = processes[1 - victim]
+        left, log = processes[1 - victim]
         code = left.wait(60)
         print(f"the other left after {time.monotonic() - began:.1f} s")
-    text = said.read_text()
+    text = log.read_text()
     assert code == LOST, text
     assert f"error: process {victim} of 2 on " in text
     assert " was lost: " in text
@@ -133,57 +135,59 @@ def test_a_killed_process_ends_the_other_and_the_rerun_is_exact(tmp_path: pathli
     with members(path, 2, 2, "--resume") as processes:
         assert [process.wait(600) for process, _ in processes] == [0, 0], processes[0][1].read_text()
         assert "resuming after update" in processes[0][1].read_text()
-    exact(run, whole)
+    exact(run, reference_run)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_launch_with_a_killed_process_says_so_and_goes_on_exactly(tmp_path: pathlib.Path, whole: pathlib.Path):
+def test_a_launch_with_a_killed_process_says_so_and_goes_on_exactly(
+    tmp_path: pathlib.Path, reference_run: pathlib.Path
+):
     path, run = write(tmp_path, **SAVED), tmp_path / "run"
-    with launched(path, 2, 2, "--resume") as job:
+    with start_launch(path, 2, 2, "--resume") as job:
         wait_until(lambda: len(rows(run)) >= 14, lambda: job.launcher.poll() is None)
         job.members()[1].kill()
-        code, said = job.ends(60)
-    assert code == LOST, said
-    assert "process 1 of 2 was ended by SIGKILL" in said
+        code, output = job.ends(60)
+    assert code == LOST, output
+    assert "process 1 of 2 was ended by SIGKILL" in output
     assert "error: process 1 of 2 on " in (run / "logs/process-0.log").read_text()
     assert len(rows(run)) < UPDATES, "it was to be killed in the middle"
     launch(path, 2, 2, "--resume")
-    exact(run, whole)
+    exact(run, reference_run)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_launch_killed_in_the_middle_of_a_save_goes_on_exactly_from_the_one_before(
-    tmp_path: pathlib.Path, whole: pathlib.Path
+    tmp_path: pathlib.Path, reference_run: pathlib.Path
 ):
     """Process 1 is killed as soon as the second checkpoint's unfinished directory is seen."""
     path, run = write(tmp_path, **SAVED), tmp_path / "run"
     saved = run / "checkpoints"
-    with launched(path, 2, 2, "--resume") as job:
+    with start_launch(path, 2, 2, "--resume") as job:
         wait_until(lambda: len(rows(run)) >= 5, lambda: job.launcher.poll() is None)
         victim = job.members()[1]
         wait_until(lambda: list(saved.glob("8.*-tmp*")), lambda: job.launcher.poll() is None)
         victim.kill()
-        code, said = job.ends(60)
-    assert code == LOST, said
+        code, output = job.ends(60)
+    assert code == LOST, output
     left = {file.name for file in saved.iterdir()}
     assert "4" in left
     assert "8" not in left, "it was to be killed before the save was whole"
     launch(path, 2, 2, "--resume")
     assert "resuming after update 4" in (run / "logs/process-0.log").read_text()
-    exact(run, whole)
+    exact(run, reference_run)
 
 
-def exact(found: pathlib.Path, expected: pathlib.Path) -> None:
+def exact(actual: pathlib.Path, expected: pathlib.Path) -> None:
     """Bit for bit the same run: every number of every update, and the result."""
     ours, theirs = (
         [{key: value for key, value in row.items() if key not in TIMINGS} for row in updates(output)]
-        for output in (found, expected)
+        for output in (actual, expected)
     )
     assert len(theirs) == UPDATES
     assert ours == theirs
-    learned, reference = weights(found), weights(expected)
+    learned, reference = weights(actual), weights(expected)
     assert learned.keys() == reference.keys()
     for name, value in reference.items():
         np.testing.assert_array_equal(learned[name], value, err_msg=name)
@@ -201,13 +205,13 @@ def test_two_processes_on_one_stream_train_as_one_and_go_on_exactly_when_killed(
     alone = {name: value for name, value in stream.items() if name != "mesh"}
     train(write(folders["alone"], **alone))
     launch(paths["whole"], 2, 2)
-    same(folders["whole"] / "run", folders["alone"] / "run", UPDATES)
+    check_near(folders["whole"] / "run", folders["alone"] / "run", UPDATES)
     run = folders["killed"] / "run"
-    with launched(paths["killed"], 2, 2, "--resume") as job:
+    with start_launch(paths["killed"], 2, 2, "--resume") as job:
         wait_until(lambda: len(rows(run)) >= 19, lambda: job.launcher.poll() is None)
         job.members()[1].kill()
-        code, said = job.ends(60)
-    assert code == LOST, said
+        code, output = job.ends(60)
+    assert code == LOST, output
     assert 16 < len(rows(run)) < UPDATES, "it was to be killed in the middle"
     launch(paths["killed"], 2, 2, "--resume")
     assert "resuming after update 16" in (run / "logs/process-0.log").read_text()

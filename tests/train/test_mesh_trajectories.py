@@ -24,7 +24,7 @@ def quick(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory):
+def slow_results(tmp_path_factory):
     return trajectories([name for name in CASES if name not in QUICK], tmp_path_factory.mktemp("others") / "found.json")
 
 
@@ -40,24 +40,24 @@ def trajectories(names, file):
     return json.loads(file.read_text())
 
 
-def same(found):
-    alone, mesh = found["one device"], found["mesh"]
+def check_near(results):
+    alone, mesh = results["one device"], results["mesh"]
     assert len(alone["loss"]) == UPDATES
     assert alone["loss"][-1] < alone["loss"][0] - 0.3, "nothing was learned, so nothing was compared"
-    for what, expected in alone.items():
-        np.testing.assert_allclose(mesh[what], expected, rtol=CLOSE, err_msg=what)
+    for key, expected in alone.items():
+        np.testing.assert_allclose(mesh[key], expected, rtol=CLOSE, err_msg=key)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_mesh_gives_the_trajectory_of_one_device(name, quick):
-    same(quick[name])
+    check_near(quick[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_every_mesh_gives_the_trajectory_of_one_device(name, others):
-    same(others[name])
+def test_every_mesh_gives_the_trajectory_of_one_device(name, slow_results):
+    check_near(slow_results[name])
 
 
 # As above, but for what an optimizer does with differences of that size: a moment near the middle between two of 256
@@ -79,5 +79,5 @@ LOOSER = {
 def test_every_optimizer_gives_the_trajectory_of_one_device_on_a_mesh(name, optimizers):
     alone, mesh = optimizers[name]["one device"], optimizers[name]["mesh"]
     assert alone["loss"][-1] < alone["loss"][0] - 0.05
-    for what, expected in alone.items():
-        np.testing.assert_allclose(mesh[what], expected, rtol=LOOSER.get(name, CLOSE), err_msg=what)
+    for key, expected in alone.items():
+        np.testing.assert_allclose(mesh[key], expected, rtol=LOOSER.get(name, CLOSE), err_msg=key)

@@ -1,4 +1,4 @@
-"""What waits in the host's memory is trained as if it did not, and really waits there."""
+"""Arrays that wait in the host's memory are trained as if they did not, and really wait there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quick(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory):
+def slow_results(tmp_path_factory):
     return run([name for name in CASES if name not in QUICK], tmp_path_factory.mktemp("others") / "found.json")
 
 
@@ -36,30 +36,30 @@ def run(names, file):
     return json.loads(file.read_text())
 
 
-def same(name, found):
-    here, there = found["without"], found["with"]
-    assert len(there["loss"]) == UPDATES
-    for what in ("loss", "grad_norm"):
-        np.testing.assert_allclose(there[what], here[what], rtol=CLOSE, err_msg=what)
+def check_near(name, results):
+    on_device, on_host = results["without"], results["with"]
+    assert len(on_host["loss"]) == UPDATES
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(on_host[key], on_device[key], rtol=CLOSE, err_msg=key)
     # AdamW divides by the root of its second moment: of a gradient near zero the last bits are seen in the weight.
     atol = CODES if CASES[name].optimizer == "adamw8bit" else 4 * CLOSE
-    for mine, theirs in zip(there["leaves"], here["leaves"], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=atol)
+    for ours, theirs in zip(on_host["leaves"], on_device["leaves"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
     offload = CASES[name].compute.get("offload", ())
-    assert there["kinds"]["optimizer"] == (["pinned_host"] if "optimizer" in offload else ["device"])
-    if there["kinds"]["frozen"]:
-        assert ("pinned_host" in there["kinds"]["frozen"]) == (not {"weights", "tables"}.isdisjoint(offload))
+    assert on_host["kinds"]["optimizer"] == (["pinned_host"] if "optimizer" in offload else ["device"])
+    if on_host["kinds"]["frozen"]:
+        assert ("pinned_host" in on_host["kinds"]["frozen"]) == (not {"weights", "tables"}.isdisjoint(offload))
     waits = CASES[name].fused and "weights" in offload
-    assert there["kinds"]["trainable"] == (["pinned_host"] if waits else ["device"])
+    assert on_host["kinds"]["trainable"] == (["pinned_host"] if waits else ["device"])
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_offloaded_state_is_updated_as_any(name, quick):
-    same(name, quick[name])
+    check_near(name, quick[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_offload_goes_with_every_method_and_mesh(name, others):
-    same(name, others[name])
+def test_offload_goes_with_every_method_and_mesh(name, slow_results):
+    check_near(name, slow_results[name])

@@ -61,9 +61,9 @@ def step(target, full=False, length=LENGTH, group=1, **knobs):
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
 def test_a_residual_stream_on_the_host_leaves_the_device(target):
-    here, there = step(target), step(target, offload=("residual",))
-    assert there["host_temp_bytes"] >= LAYERS * STREAM
-    assert here["temp_bytes"] - there["temp_bytes"] > 0.8 * (LAYERS - 2) * STREAM
+    plain, offloaded = step(target), step(target, offload=("residual",))
+    assert offloaded["host_temp_bytes"] >= LAYERS * STREAM
+    assert plain["temp_bytes"] - offloaded["temp_bytes"] > 0.8 * (LAYERS - 2) * STREAM
 
 
 TOGETHER = "XLA for NVIDIA computes the layers again together where their streams come from the host"
@@ -79,16 +79,16 @@ TOGETHER = "XLA for NVIDIA computes the layers again together where their stream
 )
 def test_layers_of_a_pattern_are_computed_again_one_by_one(target, offload):
     """A scan goes over groups of 6 layers, as Gemma 3's: together, their intermediates take five times as much."""
-    one, six = (step(target, group=group, offload=offload) for group in (1, 6))
-    assert six["temp_bytes"] < 1.4 * one["temp_bytes"]
+    single, six = (step(target, group=group, offload=offload) for group in (1, 6))
+    assert six["temp_bytes"] < 1.4 * single["temp_bytes"]
 
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
 def test_chunks_leave_a_few_streams(target):
     """Of the feed-forward layer's several arrays, four times as wide as the stream, nothing whole remains."""
-    away = {"offload": ("residual",)}
-    plain, mlp = step(target, **away), step(target, mlp_chunk=1024, **away)
-    both = step(target, mlp_chunk=1024, attention_chunk=1024, **away)
+    options = {"offload": ("residual",)}
+    plain, mlp = step(target, **options), step(target, mlp_chunk=1024, **options)
+    both = step(target, mlp_chunk=1024, attention_chunk=1024, **options)
     assert mlp["temp_bytes"] < 0.6 * plain["temp_bytes"]
     assert both["temp_bytes"] < 0.8 * mlp["temp_bytes"]
     assert both["temp_bytes"] < 9 * STREAM  # half of it chunks, gradients of adapters and weights under way
@@ -96,18 +96,25 @@ def test_chunks_leave_a_few_streams(target):
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
 def test_weights_on_the_host_come_layer_by_layer(target):
-    here, there = step(target), step(target, offload=("weights",))
+    plain, offloaded = step(target), step(target, offload=("weights",))
     # All of the layers but their norms, which are too small to be sent.
-    assert here["argument_bytes"] - there["argument_bytes"] == there["host_argument_bytes"] > 0.99 * here["result"]
+    assert (
+        plain["argument_bytes"] - offloaded["argument_bytes"]
+        == offloaded["host_argument_bytes"]
+        > 0.99 * plain["result"]
+    )
     # Two layers' weights at once: one is computed with while the next is on its way.
-    assert there["temp_bytes"] - here["temp_bytes"] < 3 * here["result"] / LAYERS
+    assert offloaded["temp_bytes"] - plain["temp_bytes"] < 3 * plain["result"] / LAYERS
 
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
 def test_optimizer_state_on_the_host_comes_layer_by_layer(target):
-    here, there = step(target, full=True, length=1024), step(target, full=True, length=1024, offload=("optimizer",))
-    moments = here["argument_bytes"] - there["argument_bytes"]
-    assert moments == there["host_argument_bytes"] == there["host_output_bytes"] > 500 * MIB
+    plain, offloaded = (
+        step(target, full=True, length=1024),
+        step(target, full=True, length=1024, offload=("optimizer",)),
+    )
+    moments = plain["argument_bytes"] - offloaded["argument_bytes"]
+    assert moments == offloaded["host_argument_bytes"] == offloaded["host_output_bytes"] > 500 * MIB
     # The new state is written over the old, on the host too; a device holds that of a layer, and the embedding's.
-    assert there["host_temp_bytes"] == 0
-    assert there["temp_bytes"] - here["temp_bytes"] < 0.1 * moments
+    assert offloaded["host_temp_bytes"] == 0
+    assert offloaded["temp_bytes"] - plain["temp_bytes"] < 0.1 * moments

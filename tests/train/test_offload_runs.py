@@ -76,41 +76,41 @@ def plain(recipe):
 
 
 @pytest.fixture(scope="module")
-def offloaded(recipe):
+def offloaded_run(recipe):
     return train(recipe("offloaded", CHUNKS | OFFLOAD))
 
 
-def assert_same(one, other):
+def assert_same(first, second):
     for kind in ("train", "eval"):
-        mine, theirs = events(one, kind), events(other, kind)
-        assert mine.keys() == theirs.keys()
-        np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=CLOSE)
-    adapters = [load_file(run.path / "adapter_model.safetensors") for run in (one, other)]
+        ours, theirs = events(first, kind), events(second, kind)
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=CLOSE)
+    adapters = [load_file(run.path / "adapter_model.safetensors") for run in (first, second)]
     for name, leaf in adapters[0].items():
         np.testing.assert_allclose(adapters[1][name], leaf, atol=CLOSE * 10, err_msg=name)
 
 
 @pytest.mark.slow
-def test_a_run_with_all_offloaded_is_the_run(plain, offloaded):
-    assert_same(plain, offloaded)
+def test_a_run_with_all_offloaded_is_the_run(plain, offloaded_run):
+    assert_same(plain, offloaded_run)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_state_that_waits_on_the_host(recipe, offloaded):
-    newest = offloaded.output / "checkpoints"
+def test_a_run_goes_on_from_state_that_waits_on_the_host(recipe, offloaded_run):
+    newest = offloaded_run.output / "checkpoints"
     again = recipe("again", CHUNKS | OFFLOAD)
-    shutil.copytree(offloaded.output, again.output)
+    shutil.copytree(offloaded_run.output, again.output)
     shutil.rmtree(pathlib.Path(again.output) / "checkpoints/4")
     assert (newest / "4").is_dir()
     resumed = train(recipe("again", CHUNKS | OFFLOAD, "resume=true"))
     np.testing.assert_array_equal(
         *(load_file(run.path / "adapter_model.safetensors")["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
-          for run in (resumed, offloaded))
+          for run in (resumed, offloaded_run))
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("compute", "says"),
+    ("compute", "message"),
     [
         ({"offload": ["residual"], "remat": "none"}, "remat: none keeps all"),
         ({"offload": ["weights", "weights"]}, "twice"),
@@ -118,6 +118,6 @@ def test_a_run_goes_on_from_state_that_waits_on_the_host(recipe, offloaded):
         ({"mlp_chunk": 0}, "mlp_chunk"),
     ],
 )
-def test_what_cannot_be_is_refused(recipe, compute, says):
-    with pytest.raises(UserError, match=says):
+def test_what_cannot_be_is_refused(recipe, compute, message):
+    with pytest.raises(UserError, match=message):
         recipe("refused", compute)

@@ -29,7 +29,7 @@ def test_a_run_gone_on_with_equals_one_that_never_stopped(name, stories260k, tmp
     data = tmp_path / "lesson.jsonl"
     data.write_text("".join(json.dumps({"text": f"Tom had {n} red hats. They were his."}) + "\n" for n in range(20)))
 
-    def run(output, steps, *more):
+    def run(output, steps, *overrides):
         fields = {
             "model": str(stories260k),
             "data": {"train": str(data), "max_length": 64},
@@ -37,17 +37,17 @@ def test_a_run_gone_on_with_equals_one_that_never_stopped(name, stories260k, tmp
             "train": {"steps": steps, "batch_size": 4},
             "optimizer": {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0},
         }
-        return train(load_recipe(fields, [*CASES[name], *more]))
+        return train(load_recipe(fields, [*CASES[name], *overrides]))
 
-    def written(result):
+    def written_tensors(result):
         files = sorted(result.path.glob("*.safetensors"))
         return {key: value for file in files for key, value in load_file(file).items()}
 
-    whole = run("whole", 6)
+    full = run("whole", 6)
     run("parts", 3)
     parts = run("parts", 6, "resume=true")
-    assert parts.loss == whole.loss
-    expected, found = written(whole), written(parts)
+    assert parts.loss == full.loss
+    expected, actual = written_tensors(full), written_tensors(parts)
     assert expected
     for key, value in expected.items():
-        np.testing.assert_array_equal(found[key], value, err_msg=key)
+        np.testing.assert_array_equal(actual[key], value, err_msg=key)

@@ -48,7 +48,7 @@ CONFIG = {
 
 
 def run_one_update(folder, *overrides):
-    """(predicted, measured, estimated) bytes of one update in a process of its own."""
+    """(predicted, measured, estimated) bytes of one update in a separate process."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     file = folder / "recipe.yaml"
@@ -76,17 +76,17 @@ def test_the_predicted_peak_is_the_memory_the_process_takes(tmp_path, overrides)
     assert measured == pytest.approx(predicted, rel=0.08)
 
 
-def stepped(step, seconds):
+def step_event(step, seconds):
     return Stepped(step, 0.0, 1.0, 1.0, 1e-3, {}, 10, 10, seconds, 0)
 
 
 def test_the_median_update_is_measured_without_the_first_ones():
     probe = StepProbe(Prediction(2**30, 2**29, 1.0, 0.4, "1xH100"))
     for step, seconds in enumerate([9.0, 5.0, 4.0, 1.0, 1.2, 1.1, 1.0], 1):
-        probe.receive(stepped(step, seconds))
+        probe.receive(step_event(step, seconds))
     probe.receive(Saved(7, None))  # pyright: ignore[reportArgumentType]
-    probe.receive(stepped(8, 30.0))
-    measured = probe.measured()
+    probe.receive(step_event(8, 30.0))
+    measured = probe.measurement()
     assert measured.updates == 4
     assert measured.step_seconds == pytest.approx(1.05)
 

@@ -7,7 +7,7 @@ import pathlib
 import urllib.parse
 
 import pytest
-from real_runs import launched, rows, wait_until, write_stories
+from real_runs import rows, start_launch, wait_until, write_stories
 
 from hub.fake_hub import TOKEN, Repository, running_hub
 from meshtune.errors import UserError
@@ -51,8 +51,8 @@ def test_a_push_that_fails_does_not_end_the_run(hub, tmp_path, monkeypatch):
     hub.refuse_after = 0
     result = train(recipe(str(tmp_path / "run"), *SMALL, *HUB))
     assert result.path is not None
-    said = (tmp_path / "run/console.log").read_text()
-    assert "not pushed after update 2: the hub refused the push (HTTP 400" in said
+    log = (tmp_path / "run/console.log").read_text()
+    assert "not pushed after update 2: the hub refused the push (HTTP 400" in log
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "finished"
     assert hub.repositories["ann/lesson"].commits == 1
 
@@ -89,22 +89,22 @@ def test_one_of_several_processes_pushes_once_a_save_while_all_go_on(tmp_path):
         hub.open.clear()
         port = urllib.parse.urlparse(hub.url).port
         settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        with launched(path, 2, 1, **settings) as job:
+        with start_launch(path, 2, 1, **settings) as job:
             wait_until(lambda: step() >= 5, lambda: job.launcher.poll() is None)
             talking = {
                 number: [c for c in process.net_connections() if c.raddr and c.raddr.port == port]
                 for number, process in job.members().items()
             }
             hub.open.set()
-            code, said = job.ends(300)
-        assert code == 0, said[-6000:]
+            code, log = job.ends(300)
+        assert code == 0, log[-6000:]
     assert talking.keys() == {0, 1}
     assert talking[0]
     assert not talking[1]
     pushes = [json.loads(body.splitlines()[0])["value"]["summary"] for _, sent, body in hub.sent if "/commit/" in sent]
     assert pushes[0] == "After update 2 of 9"
     assert pushes[-1] == "Push adapter with Meshtune"
-    left_out = [n for n in (2, 4, 6, 8) if f"not pushed after update {n}: the push before it is still being" in said]
+    left_out = [n for n in (2, 4, 6, 8) if f"not pushed after update {n}: the push before it is still being" in log]
     assert 4 in left_out
     assert sorted([*pushes[:-1], *(f"After update {n} of 9" for n in left_out)]) == [
         f"After update {n} of 9" for n in (2, 4, 6, 8)

@@ -22,7 +22,7 @@ RANGES = st.one_of(
 ).map(sorted)
 
 
-def parsed(text: str) -> float:
+def parse_number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
@@ -39,18 +39,18 @@ def test_every_tick_has_another_text_and_no_value_lies_beyond_them(pair, count):
     assert high - margin <= end
     assert len(ticks) <= count + 3
     for tick in ticks:
-        assert parsed(tick.text) == pytest.approx(tick.value, abs=1e-9 * max(abs(start), abs(end)))
+        assert parse_number(tick.text) == pytest.approx(tick.value, abs=1e-9 * max(abs(start), abs(end)))
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 10**7), st.integers(2, 20))
-def test_updates_are_whole_and_the_last_can_be_read(first, more, count):
-    _, _, ticks = axis(first, first + more, count, integer=True, end=True)
+def test_updates_are_whole_and_the_last_can_be_read(first, span, count):
+    _, _, ticks = axis(first, first + span, count, integer=True, end=True)
     texts = [tick.text for tick in ticks]
     assert len(set(texts)) == len(texts)
     assert all(tick.value == int(tick.value) and first <= tick.value for tick in ticks)
-    assert ticks[-1].value == first + max(1, more)
-    assert parsed(texts[-1]) == pytest.approx(ticks[-1].value, rel=1e-6)
+    assert ticks[-1].value == first + max(1, span)
+    assert parse_number(texts[-1]) == pytest.approx(ticks[-1].value, rel=1e-6)
 
 
 def test_a_nearly_constant_loss_and_a_falling_one_have_ticks_around_them():
@@ -110,10 +110,10 @@ RECIPE = {
 
 
 def test_a_report_shows_the_keys_that_were_set_and_folds_the_rest():
-    whole = yaml.safe_dump(load_recipe(RECIPE, notify=silent).model_dump(mode="json"), sort_keys=False)
-    heading, short, folded = page._recipe(whole)
+    text = yaml.safe_dump(load_recipe(RECIPE, notify=silent).model_dump(mode="json"), sort_keys=False)
+    heading, short, folded = page._recipe(text)
     assert yaml.safe_load(html.unescape(re.sub("</?pre>", "", short))) == RECIPE
     assert folded.startswith("<details>")
-    assert html.escape(whole) in folded
+    assert html.escape(text) in folded
     broken = page._recipe("model: [unclosed")
     assert broken == [heading, "<pre>model: [unclosed</pre>"]

@@ -23,20 +23,20 @@ KILLED = -9
 def stories(tmp_path_factory) -> pathlib.Path:
     """48 short texts of different lengths."""
     path = tmp_path_factory.mktemp("data") / "stories.jsonl"
-    made, words = random.Random(0), ["Tom", "Lily", "the dog", "a big tree", "went home", "was happy", "saw a cake"]
-    lines = [" ".join(made.choice(words) for _ in range(made.randint(4, 30))) for _ in range(48)]
+    rng, phrases = random.Random(0), ["Tom", "Lily", "the dog", "a big tree", "went home", "was happy", "saw a cake"]
+    lines = [" ".join(rng.choice(phrases) for _ in range(rng.randint(4, 30))) for _ in range(48)]
     path.write_text("".join(json.dumps({"text": f"Once upon a time {line}."}) + "\n" for line in lines))
     return path
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> pathlib.Path:
+def compilation_cache(tmp_path_factory) -> pathlib.Path:
     """JAX's compilation cache, so that one scenario compiles its step once."""
     return tmp_path_factory.mktemp("xla")
 
 
 @pytest.fixture
-def live(tmp_path, stories, stories260k, compiled):
+def live(tmp_path, stories, stories260k, compilation_cache):
     """live(name, when, **recipe) runs the recipe in a process until it ends or dies; the exit code."""
 
     def run(name: str, when: str, **sections) -> int:
@@ -51,7 +51,7 @@ def live(tmp_path, stories, stories260k, compiled):
         recipe = tmp_path / f"{name}.json"
         recipe.write_text(json.dumps(fields))
         environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
             "MESHTUNE_CACHE": str(tmp_path / "cache"),
         }
@@ -67,14 +67,14 @@ def live(tmp_path, stories, stories260k, compiled):
 def what_was_learned(output: pathlib.Path) -> dict[str, object]:
     """Everything a run leaves that is not a time: metrics, samples, and every byte of the result."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    found: dict[str, object] = {
+    learned: dict[str, object] = {
         "metrics": [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows],
         "samples": (output / "samples.jsonl").read_text(),
     }
     for file in sorted([*output.glob("adapter/*"), *output.glob("model/*")]):
-        found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert any(name.endswith(".safetensors") for name in found)
-    return found
+        learned[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert any(name.endswith(".safetensors") for name in learned)
+    return learned
 
 
 PACKED = {
@@ -87,13 +87,13 @@ PACKED = {
 
 
 @pytest.fixture
-def whole(live, tmp_path) -> dict[str, object]:
+def reference_run(live, tmp_path) -> dict[str, object]:
     """The same run, never interrupted."""
     assert live("whole", "never", **PACKED) == 0
     return what_was_learned(tmp_path / "whole")
 
 
-def test_packed_lora_with_accumulation_dropout_and_evaluation(live, tmp_path, whole):
+def test_packed_lora_with_accumulation_dropout_and_evaluation(live, tmp_path, reference_run):
     """Dies while writing its first checkpoint and in the second epoch; Ctrl-C in between finishes its update."""
     assert live("killed", "save:2", **PACKED) == KILLED
     assert live("killed", "int:5", **PACKED) == 130
@@ -103,17 +103,17 @@ def test_packed_lora_with_accumulation_dropout_and_evaluation(live, tmp_path, wh
     assert live("killed", "step:11", **PACKED) == KILLED
     assert not (tmp_path / "killed/adapter").exists()
     assert live("killed", "never", **PACKED) == 0
-    assert what_was_learned(tmp_path / "killed") == whole
+    assert what_was_learned(tmp_path / "killed") == reference_run
     epochs = [json.loads(line)["epoch"] for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
     assert max(epochs) > 1, "the last death was to be in a later epoch"
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_other_intervals_between_checkpoints_change_nothing(live, tmp_path, whole):
+def test_sigterm_saves_and_other_intervals_between_checkpoints_change_nothing(live, tmp_path, reference_run):
     recipe = PACKED | {"checkpoint": {"every": 100}}
     assert live("stopped", "term:9", **recipe) == 143
     assert live("stopped", "never", **recipe) == 0
-    assert what_was_learned(tmp_path / "stopped") == whole
+    assert what_was_learned(tmp_path / "stopped") == reference_run
 
 
 UNPACKED = {
@@ -138,13 +138,13 @@ def test_unpacked_full_tuning_that_stops_early(live, tmp_path):
 
 
 @pytest.mark.slow
-def test_deaths_at_any_time(live, tmp_path, whole):
+def test_deaths_at_any_time(live, tmp_path, reference_run):
     """Twelve lives of random length, so deaths come in imports, compilation, saves, evaluations and the export."""
     lengths = random.Random(1)
     for _ in range(12):
         live("killed", f"time:{lengths.uniform(2, 14):.2f}", **PACKED)
     assert live("killed", "never", **PACKED) == 0
-    assert what_was_learned(tmp_path / "killed") == whole
+    assert what_was_learned(tmp_path / "killed") == reference_run
 
 
 # A clock of the machine that is ten years behind, right, and ten years ahead, a second each.
@@ -158,21 +158,21 @@ time.time_ns = lambda: _time_ns() + _offset() * 10**9
 
 
 @pytest.mark.slow
-def test_a_clock_that_jumps_changes_nothing(live, tmp_path, whole, monkeypatch):
-    """Neither what is learned, nor which checkpoints are kept and gone on from, nor the times that are written."""
+def test_a_clock_that_jumps_changes_nothing(live, tmp_path, reference_run, monkeypatch):
+    """Neither the result, nor which checkpoints are kept and resumed, nor the times that are written."""
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock/sitecustomize.py").write_text(CLOCK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "clock"), os.environ.get("PYTHONPATH", "")]))
     assert live("jumps", "step:7", **PACKED) == KILLED
     assert live("jumps", "save:10", **PACKED) == KILLED
     assert live("jumps", "never", **PACKED) == 0
-    assert what_was_learned(tmp_path / "jumps") == whole
+    assert what_was_learned(tmp_path / "jumps") == reference_run
     for line in (tmp_path / "jumps/metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert 0 <= row.get("seconds", 0) < 600, row
         assert 0 <= row.get("tokens_per_second", 0) < 10_000_000, row
-    kept = sorted(int(path.name) for path in (tmp_path / "jumps/checkpoints").iterdir() if path.name.isdigit())
-    assert kept == sorted(int(path.name) for path in (tmp_path / "whole/checkpoints").iterdir() if path.name.isdigit())
+    steps = sorted(int(path.name) for path in (tmp_path / "jumps/checkpoints").iterdir() if path.name.isdigit())
+    assert steps == sorted(int(path.name) for path in (tmp_path / "whole/checkpoints").iterdir() if path.name.isdigit())
 
 
 # LoRA has the base with its adapters off for a reference, full tuning the start's log-probabilities on disk.
@@ -212,6 +212,6 @@ def test_every_kind_of_stage(name, live, tmp_path):
     assert live("killed", "save:2", **recipe) == KILLED
     assert live("killed", "step:7", **recipe) == KILLED
     assert live("killed", "never", **recipe) == 0
-    found = what_was_learned(tmp_path / "killed")
-    assert found == what_was_learned(tmp_path / "whole")
-    assert max(row["epoch"] for row in found["metrics"]) > 1
+    learned = what_was_learned(tmp_path / "killed")
+    assert learned == what_was_learned(tmp_path / "whole")
+    assert max(row["epoch"] for row in learned["metrics"]) > 1

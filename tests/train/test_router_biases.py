@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from test_resume import KILLED, compiled, live, stories, what_was_learned  # noqa: F401
+from test_resume import KILLED, compilation_cache, live, stories, what_was_learned  # noqa: F401
 
 from families import case, mesh_updates
 from families.cases import BY_NAME
@@ -48,7 +48,7 @@ def documents(update: int) -> list[list[np.ndarray]]:
     return [[rng.choice(12, length + 1) ** 2 % case.VOCAB for length in row] for row in LENGTHS]
 
 
-def packed(rows: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
+def pack_rows(rows: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
     """[1, 2, WIDTH] arrays of one update."""
     tokens, positions, segments = case.as_inputs([[ids[:-1] for ids in row] for row in rows], WIDTH)
     targets, _, _ = case.as_inputs([[ids[1:] for ids in row] for row in rows], WIDTH)
@@ -94,21 +94,21 @@ class TorchTraining:
 
 
 def run(micro_batches: int, config: OptimizerConfig, remat: str = "none") -> list[tuple[float, np.ndarray]]:
-    """(loss, correction biases [L, E]) of each update of the same model by our step, which a last one, whose loss is
-    not finite, must leave as they are."""
-    plain, params = case.loaded(CASE)
+    """(loss, correction biases [L, E]) of each update of the same model by our step; a last
+    update, whose loss is not finite, must leave them unchanged."""
+    plain, params = case.load_case(CASE)
     spec = with_bias_update_rate(plain, RATE)
-    made = prepare(FullConfig(train_router=True), spec, params, jax.random.key(0))
+    prepared = prepare(FullConfig(train_router=True), spec, params, jax.random.key(0))
     arrays = abstract(FullConfig(train_router=True), spec)
-    assert list(flatten(made.buffers)) == list(flatten(arrays.buffers)) == [BIASES]
-    assert not flatten(made.frozen)
+    assert list(flatten(prepared.buffers)) == list(flatten(arrays.buffers)) == [BIASES]
+    assert not flatten(prepared.frozen)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
     step = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute(loss_chunk=8, remat=remat), optimizer)
-    state, history = init_state(made.trainable, optimizer, buffers=made.buffers), []
+    state, history = init_state(prepared.trainable, optimizer, buffers=prepared.buffers), []
     for update in (*range(UPDATES), None):
-        batch = {name: x.reshape(micro_batches, -1, WIDTH) for name, x in packed(documents(update or 0)).items()}
+        batch = {name: x.reshape(micro_batches, -1, WIDTH) for name, x in pack_rows(documents(update or 0)).items()}
         batch["weights"] = np.where(update is None, np.nan, batch["weights"]).astype("float32")
-        state, metrics = step(state, made.frozen, jax.tree.map(jnp.asarray, batch), jnp.int32(0))
+        state, metrics = step(state, prepared.frozen, jax.tree.map(jnp.asarray, batch), jnp.int32(0))
         history.append((float(metrics["loss"]), np.asarray(flatten(state.buffers)[BIASES])))
     assert not metrics["finite"]
     np.testing.assert_array_equal(history.pop()[1], history[-1][1])
@@ -116,7 +116,7 @@ def run(micro_batches: int, config: OptimizerConfig, remat: str = "none") -> lis
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[tuple[float, np.ndarray]]:
+def expected_history() -> list[tuple[float, np.ndarray]]:
     """The losses and biases of transformers' model."""
     reference, history = TorchTraining(case.torch_model(CASE)), []
     start = reference.biases
@@ -132,7 +132,7 @@ def expected() -> list[tuple[float, np.ndarray]]:
 
 
 PLAIN = {"learning_rate": SGD, "schedule": "constant", "momentum": 0.0}
-WAYS = {
+CASES = {
     "two micro-batches": (2, OptimizerConfig("sgd", **PLAIN), "none"),
     "one micro-batch": (1, OptimizerConfig("sgd", **PLAIN), "none"),
     "in the backward pass": (1, OptimizerConfig("sgd", **PLAIN, in_backward=True), "full"),
@@ -140,11 +140,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "name", [next(iter(WAYS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(WAYS)[1:])]
+    "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])]
 )
-def test_biases_go_where_the_load_that_transformers_counts_moves_them(name, expected):
+def test_biases_go_where_the_load_that_transformers_counts_moves_them(name, expected_history):
     """Exactly, however an update is split; losses within 1e-4, which float32 sums in another order keep."""
-    for (loss, biases), (our_loss, ours) in zip(expected, run(*WAYS[name]), strict=True):
+    for (loss, biases), (our_loss, ours) in zip(expected_history, run(*CASES[name]), strict=True):
         np.testing.assert_array_equal(ours, biases)
         np.testing.assert_allclose(our_loss, loss, rtol=1e-4)
 
@@ -157,12 +157,12 @@ def test_a_mesh_changes_nothing():
     program = [sys.executable, mesh_updates.__file__, str(folder), "full", json.dumps(meshes), f"{RATE}"]
     run = subprocess.run(program, capture_output=True, text=True, env=os.environ, timeout=1000)
     assert run.returncode == 0, run.stderr[-3000:]
-    one, *several = json.loads(run.stdout.splitlines()[-1])
-    assert len(one["buffers"][0]) == 3
+    single, *several = json.loads(run.stdout.splitlines()[-1])
+    assert len(single["buffers"][0]) == 3
     for mesh, result in zip(meshes, several, strict=True):
-        assert result["buffers"] == one["buffers"], mesh
+        assert result["buffers"] == single["buffers"], mesh
         for name in ("loss", "grad_norm", "trained"):
-            np.testing.assert_allclose(result[name], one[name], rtol=1e-8, err_msg=f"{mesh} {name}")
+            np.testing.assert_allclose(result[name], single[name], rtol=1e-8, err_msg=f"{mesh} {name}")
 
 
 def recipe_of(**sections) -> Recipe:
@@ -176,7 +176,7 @@ def recipe_of(**sections) -> Recipe:
 
 
 def test_what_cannot_have_it_is_refused():
-    mixture, dense, biased = (case.loaded(BY_NAME[name])[0] for name in ("mixtral", "llama_tied", "deepseek_v3"))
+    mixture, dense, biased = (case.load_case(BY_NAME[name])[0] for name in ("mixtral", "llama_tied", "deepseek_v3"))
     with pytest.raises(UserError, match=r"(?s)no router of this mixtral model.*router_aux_loss balances"):
         spec_for_stage(mixture, recipe_of())
     with pytest.raises(UserError, match="no router of this llama model") as error:

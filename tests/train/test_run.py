@@ -53,19 +53,19 @@ def screen() -> tuple[Console, io.StringIO]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, stories260k, lesson):
-    """(result, what was on the screen) of one LoRA run with everything on."""
+def finished_run(tmp_path_factory, stories260k, lesson):
+    """(result, the screen's text) of one LoRA run with everything on."""
     output = tmp_path_factory.mktemp("run") / "out"
     console, text = screen()
-    asked = recipe(
+    config = recipe(
         stories260k, lesson, output, "data.validation=4", "eval.every=3", "sample.prompts=[Tom had]",
         "sample.max_tokens=8", "log.trackers=[tensorboard]", "train.micro_batch=2",
     )  # fmt: skip
-    return train(asked, console=console), text.getvalue()
+    return train(config, console=console), text.getvalue()
 
 
-def test_a_run_learns_and_leaves_everything_where_it_says(finished):
-    result, text = finished
+def test_a_run_learns_and_leaves_everything_where_it_says(finished_run):
+    result, text = finished_run
     rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == result.steps == 6
@@ -81,26 +81,26 @@ def test_a_run_learns_and_leaves_everything_where_it_says(finished):
         assert part in text, part
 
 
-def test_the_recipe_it_saves_is_the_whole_recipe(finished):
-    result, _ = finished
+def test_the_recipe_it_saves_is_the_whole_recipe(finished_run):
+    result, _ = finished_run
     saved = yaml.safe_load((result.output / "recipe.yaml").read_text())
     assert saved["optimizer"]["beta1"] == 0.9
     assert saved["method"]["kind"] == "lora"
     assert load_recipe(result.output / "recipe.yaml").model_dump(mode="json") == saved
 
 
-def test_its_record_names_versions_and_base(finished):
+def test_its_record_names_versions_and_base(finished_run):
     from meshtune.weights.fingerprint import base_hash
 
-    result, _ = finished
+    result, _ = finished_run
     about = json.loads((result.output / "run.json").read_text())
     assert about["status"] == "finished"
     assert about["base"]["hash"] == base_hash(pathlib.Path(about["base"]["path"]))
     assert {"meshtune", "jax", "optax", "python"} <= about["versions"].keys()
 
 
-def test_a_finished_run_resumed_changes_nothing(finished, stories260k, lesson):
-    result, _ = finished
+def test_a_finished_run_resumed_changes_nothing(finished_run, stories260k, lesson):
+    result, _ = finished_run
     before = load_file(result.path / "adapter_model.safetensors")
     again = load_recipe(result.output / "recipe.yaml", ["resume=true", "log.plot_every=7"])
     console, text = screen()
@@ -115,10 +115,10 @@ def test_a_resume_without_a_run_says_so_and_a_later_resume_extends_the_console_l
     output.mkdir()
     console, text = screen()
     train(recipe(stories260k, lesson, output, "resume=true", "train.steps=1"), console=console)
-    nothing = f"nothing to resume: {output} holds no checkpoint, so the run starts from the first update"
-    assert nothing in text.getvalue()
+    note = f"nothing to resume: {output} holds no checkpoint, so the run starts from the first update"
+    assert note in text.getvalue()
     before = (output / "console.log").read_text()
-    assert before.count(nothing) == 1
+    assert before.count(note) == 1
     console, text = screen()
     train(recipe(stories260k, lesson, output, "resume=true", "train.steps=2"), console=console)
     assert "nothing to resume" not in text.getvalue()
@@ -128,8 +128,8 @@ def test_a_resume_without_a_run_says_so_and_a_later_resume_extends_the_console_l
     assert log.count("resuming after update 1") == text.getvalue().count("resuming after update 1") == 1
 
 
-def test_a_run_is_not_resumed_with_what_would_make_it_another(finished, tmp_path, lesson):
-    result, _ = finished
+def test_a_run_is_not_resumed_with_what_would_make_it_another(finished_run, tmp_path, lesson):
+    result, _ = finished_run
     with pytest.raises(UserError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.02"):
         train(load_recipe(result.output / "recipe.yaml", ["resume=true", "optimizer.learning_rate=0.02"]))
     longer = tmp_path / "longer.jsonl"
@@ -138,16 +138,16 @@ def test_a_run_is_not_resumed_with_what_would_make_it_another(finished, tmp_path
         train(load_recipe(result.output / "recipe.yaml", ["resume=true", f"data.train={longer}"]))
 
 
-def test_a_run_is_not_started_into_another(finished):
-    result, _ = finished
+def test_a_run_is_not_started_into_another(finished_run):
+    result, _ = finished_run
     with pytest.raises(UserError, match="resume=true continues the run in it"):
         train(load_recipe(result.output / "recipe.yaml"))
 
 
 def test_freezing_exports_a_whole_model_in_which_only_the_chosen_layer_moved(tmp_path, stories260k, lesson):
     output = tmp_path / "out"
-    asked = recipe(stories260k, lesson, output, "method.kind=freeze", "method.last_layers=1", "train.steps=2")
-    result = train(asked, console=screen()[0])
+    config = recipe(stories260k, lesson, output, "method.kind=freeze", "method.last_layers=1", "train.steps=2")
+    result = train(config, console=screen()[0])
     assert result.path == output / "model"
     (before,) = (load_file(file) for file in stories260k.glob("*.safetensors"))
     (after,) = (load_file(file) for file in result.path.glob("*.safetensors"))
@@ -177,7 +177,7 @@ def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, 
 
 
 def test_a_run_is_resumed_with_a_lower_rate_where_that_is_accepted(tmp_path, stories260k, lesson):
-    """What the message of a loss that is not finite advises."""
+    """As the message of a loss that is not finite advises."""
     output = tmp_path / "out"
     train(recipe(stories260k, lesson, output, "train.steps=4", "checkpoint.every=2"), console=screen()[0])
     shutil.rmtree(output / "checkpoints/4")

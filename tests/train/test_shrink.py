@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def train(folder: pathlib.Path, output: str, *changes: str, memory: float | None = None):
-    """(exit code, what was said) of a run in so many GiB of address space."""
+    """(exit code, output) of a run in `memory` GiB of address space."""
     limit = None if memory is None else (int(memory * GIB),) * 2
     recipe = [
         f"model={QUICKSTART / 'model'}", f"data.train={QUICKSTART / 'lesson.jsonl'}", "data.max_length=256",
@@ -40,39 +40,39 @@ def train(folder: pathlib.Path, output: str, *changes: str, memory: float | None
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_and_the_offered_micro_batch_runs(tmp_path):
     """That its result is the same is test_step.test_micro_batches_equal_one_big_batch."""
-    code, said = train(tmp_path, "refused", memory=5)
+    code, log = train(tmp_path, "refused", memory=5)
     assert code == 2
-    assert "are free" in said
-    assert "loaded" not in said, "nothing is loaded before"
+    assert "are free" in log
+    assert "loaded" not in log, "nothing is loaded before"
     assert not (tmp_path / "refused").exists()
-    change = re.search(r"fix: (train\.micro_batch=\d+) is expected to fit", said)
-    assert change, said
-    code, said = train(tmp_path, "smaller", change[1], memory=5)
-    assert code == 0, said
+    change = re.search(r"fix: (train\.micro_batch=\d+) is expected to fit", log)
+    assert change, log
+    code, log = train(tmp_path, "smaller", change[1], memory=5)
+    assert code == 0, log
 
 
 @pytest.mark.slow
 def test_memory_that_runs_out_while_a_step_runs_is_explained_and_each_fix_is_a_change_that_runs(tmp_path):
-    code, said = train(tmp_path, "ran-out", "compute.memory_check=false", memory=5)
+    code, log = train(tmp_path, "ran-out", "compute.memory_check=false", memory=5)
     assert code == 2
-    assert "this is not expected to fit" in said
-    assert "the device has no room for another" in said
-    assert "defect" not in said
-    change = re.search(r"train\.micro_batch=\d+", said.partition("fix:")[2])
-    assert change, said
-    code, said = train(tmp_path, "ran-out", "compute.memory_check=false", "overwrite=true", change[0], memory=5)
-    assert code == 0, said
+    assert "this is not expected to fit" in log
+    assert "the device has no room for another" in log
+    assert "defect" not in log
+    change = re.search(r"train\.micro_batch=\d+", log.partition("fix:")[2])
+    assert change, log
+    code, log = train(tmp_path, "ran-out", "compute.memory_check=false", "overwrite=true", change[0], memory=5)
+    assert code == 0, log
 
 
 @pytest.mark.slow
 def test_an_open_micro_batch_is_made_smaller_until_it_fits(tmp_path):
     """By the estimate, and without it when the first update runs out; what it became is in the recipe of the run."""
-    for output, more in (("estimated", ()), ("ran-out", ("compute.memory_check=false",))):
-        code, said = train(tmp_path, output, "train.micro_batch=auto", *more, memory=5)
-        assert code == 0, said
-        assert "trying a micro-batch of 512 rows" in said
+    for output, overrides in (("estimated", ()), ("ran-out", ("compute.memory_check=false",))):
+        code, log = train(tmp_path, output, "train.micro_batch=auto", *overrides, memory=5)
+        assert code == 0, log
+        assert "trying a micro-batch of 512 rows" in log
         rows = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [1]
         assert "micro_batch: 512" in (tmp_path / output / "recipe.yaml").read_text()
-    code, said = train(tmp_path, "ran-out", "train.micro_batch=auto", "resume=true")
-    assert code == 0, "a resumed run takes the micro-batch that it had: " + said
+    code, log = train(tmp_path, "ran-out", "train.micro_batch=auto", "resume=true")
+    assert code == 0, "a resumed run takes the micro-batch that it had: " + log

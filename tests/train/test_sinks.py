@@ -1,4 +1,4 @@
-"""What is written while training can be read by what it is written for."""
+"""Files written while training can be read by the programs that they are written for."""
 
 import dataclasses
 import io
@@ -27,11 +27,11 @@ from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
 
 
-def stepped(step: int, loss: float = 2.0) -> Stepped:
+def step_event(step: int, loss: float = 2.0) -> Stepped:
     return Stepped(step, step / 10, loss, 0.5, 1e-4, {"accuracy": 0.25}, 100, 60, 0.5, 2**30)
 
 
-def evaluated(step: int, loss: float = 1.5) -> Evaluated:
+def evaluation_event(step: int, loss: float = 1.5) -> Evaluated:
     return Evaluated(step, step / 10, loss, {"accuracy": 0.5}, True, 0.1)
 
 
@@ -42,7 +42,7 @@ def write(output, events):
 
 
 def test_metrics_are_one_json_object_a_line(tmp_path):
-    write(tmp_path, [stepped(1), evaluated(1), Sampled(1, "Hello\n", "wörld\n"), stepped(2)])
+    write(tmp_path, [step_event(1), evaluation_event(1), Sampled(1, "Hello\n", "wörld\n"), step_event(2)])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("eval", 1), ("train", 2)]
     assert rows[0]["tokens_per_second"] == 200
@@ -54,23 +54,23 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
 
 def test_cutting_back_leaves_what_an_uninterrupted_run_had_then(tmp_path):
     """Also after a death in the middle of a line."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir()
+    full, cut = tmp_path / "whole", tmp_path / "cut"
+    full.mkdir()
     cut.mkdir()
-    events = [Sampled(0, "p", "t"), *map(stepped, range(1, 5)), evaluated(4)]
-    write(whole, events)
-    write(cut, [*events, stepped(5), Sampled(5, "p", "t"), stepped(6)])
+    events = [Sampled(0, "p", "t"), *map(step_event, range(1, 5)), evaluation_event(4)]
+    write(full, events)
+    write(cut, [*events, step_event(5), Sampled(5, "p", "t"), step_event(6)])
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     metrics_log.cut_back(cut, 4)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+        assert (cut / name).read_bytes() == (full / name).read_bytes()
     metrics_log.cut_back(cut, None)
     assert metrics_log.read(cut / "metrics.jsonl") == []
 
 
 def test_every_flipped_bit_of_metrics_loses_its_line_and_no_other(tmp_path):
-    write(tmp_path, [*map(stepped, range(1, 4)), evaluated(3)])
+    write(tmp_path, [*map(step_event, range(1, 4)), evaluation_event(3)])
     file = tmp_path / "metrics.jsonl"
     content, rows = file.read_bytes(), metrics_log.read(file)
     ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
@@ -88,19 +88,19 @@ def test_a_resume_says_what_metrics_lack(tmp_path):
     file = tmp_path / "metrics.jsonl"
 
     def notes_after(content: bytes | None) -> list[str]:
-        write(tmp_path, [*map(stepped, range(1, 5)), evaluated(4)])
+        write(tmp_path, [*map(step_event, range(1, 5)), evaluation_event(4)])
         if content is None:
             file.unlink()
         else:
             file.write_bytes(content)
         return metrics_log.cut_back(tmp_path, 4)
 
-    write(tmp_path, [*map(stepped, range(1, 5)), evaluated(4)])
-    whole = file.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    assert notes_after(whole) == []
-    assert notes_after(whole + b'{"kind": "train", "st') == [], "a killed process leaves an incomplete line"
-    flipped = whole.replace(b'"loss": 2.0', b'"loss": 3.0', 1)
+    write(tmp_path, [*map(step_event, range(1, 5)), evaluation_event(4)])
+    full = file.read_bytes()
+    lines = full.splitlines(keepends=True)
+    assert notes_after(full) == []
+    assert notes_after(full + b'{"kind": "train", "st') == [], "a killed process leaves an incomplete line"
+    flipped = full.replace(b'"loss": 2.0', b'"loss": 3.0', 1)
     assert notes_after(flipped) == [
         "metrics.jsonl is damaged: 1 of its lines are not what was written, and are left out"
     ]
@@ -112,7 +112,11 @@ def test_a_resume_says_what_metrics_lack(tmp_path):
 
 
 def test_metrics_of_versions_without_checksums_are_read(tmp_path):
-    rows = [metrics_log.train_row(stepped(1)), metrics_log.eval_row(evaluated(1)), metrics_log.train_row(stepped(2))]
+    rows = [
+        metrics_log.train_row(step_event(1)),
+        metrics_log.eval_row(evaluation_event(1)),
+        metrics_log.train_row(step_event(2)),
+    ]
     (tmp_path / "samples.jsonl").touch()
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert metrics_log.read(tmp_path / "metrics.jsonl") == rows
@@ -122,7 +126,7 @@ def test_metrics_of_versions_without_checksums_are_read(tmp_path):
 
 def test_lines_are_on_disk_at_once(tmp_path):
     log = metrics_log.MetricsLog(tmp_path)
-    log.receive(stepped(1))
+    log.receive(step_event(1))
     assert len(metrics_log.read(tmp_path / "metrics.jsonl")) == 1
     log.close()
 
@@ -132,15 +136,15 @@ def test_the_plot_is_a_picture_of_both_curves(tmp_path):
     curve = SmoothedLoss(300, [loss for _, loss in train]).history
     draw(tmp_path / "a.png", train, curve, [(100, 1.5), (200, 1.0)], title="x")
     draw(tmp_path / "b.png", train, curve, [])
-    both, one = (matplotlib.image.imread(tmp_path / name) for name in ("a.png", "b.png"))
-    assert both.shape == one.shape == (630, 1120, 4)
+    both, single = (matplotlib.image.imread(tmp_path / name) for name in ("a.png", "b.png"))
+    assert both.shape == single.shape == (630, 1120, 4)
 
     def orange(picture):
         r, g, b = picture[..., 0], picture[..., 1], picture[..., 2]
         return int(((r > 0.75) & (g < 0.5) & (b < 0.3)).sum())
 
     assert orange(both) > 500
-    assert orange(one) == 0
+    assert orange(single) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"], "no draft is left"
 
 
@@ -163,11 +167,11 @@ def test_the_legend_lies_off_the_curves_and_the_title_and_every_value_is_in_view
 
 
 def test_the_plot_goes_on_after_a_resume(tmp_path):
-    write(tmp_path, [*map(stepped, range(1, 4)), evaluated(3)])
+    write(tmp_path, [*map(step_event, range(1, 4)), evaluation_event(3)])
     loss = SmoothedLoss(4, [2.0, 2.0, 2.0])
     plot = LossPlot(tmp_path, loss, interval=1, title="x", history=metrics_log.read(tmp_path / "metrics.jsonl"))
-    loss.receive(stepped(4))
-    plot.receive(stepped(4))
+    loss.receive(step_event(4))
+    plot.receive(step_event(4))
     assert plot._curve == [2.0] * 4
     assert plot._train == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0)]
     assert plot._validation == [(3, 1.5)]
@@ -200,7 +204,7 @@ def test_what_is_printed_is_kept_without_colours_and_bars(tmp_path):
             console.print("[bold]before[/] the output is known")
             log.open(tmp_path)
             with open_sinks([loss, ProgressBar(console, loss, log)]) as sinks:
-                for event in (Started(0, 2), stepped(1), evaluated(1), stepped(2), Stopped(2)):
+                for event in (Started(0, 2), step_event(1), evaluation_event(1), step_event(2), Stopped(2)):
                     sinks.emit(event)
             console.print(path)
             raise UserError("the disk is full")
@@ -223,14 +227,14 @@ def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_i
 
     with open_sinks([trackers.TensorBoard(tmp_path, "p", {}, 0)]) as sinks:
         for step in range(1, 4):
-            sinks.emit(stepped(step, loss=float(step)))
-        sinks.emit(evaluated(3))
+            sinks.emit(step_event(step, loss=float(step)))
+        sinks.emit(evaluation_event(3))
     with open_sinks([trackers.TensorBoard(tmp_path, "p", {}, 2)]) as sinks:  # resumed after update 2
-        sinks.emit(stepped(3, loss=30.0))
+        sinks.emit(step_event(3, loss=30.0))
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss"} <= set(board.Tags()["scalars"])
-    assert [(one.step, one.value) for one in board.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
@@ -255,7 +259,7 @@ def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", module)
     for start in (0, 5):
         with open_sinks([trackers.Wandb(tmp_path, "p", {"seed": 1}, start)]) as sinks:
-            sinks.emit(stepped(start + 1))
+            sinks.emit(step_event(start + 1))
     first, _, _, second, (step, values), last = calls
     assert first["id"] == second["id"]
     assert first["config"] == {"seed": 1}
@@ -267,8 +271,8 @@ def test_the_screen_of_dpo_shows_accuracy_and_margin(terminal):
     console = Console(force_terminal=terminal, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     loss = SmoothedLoss(2)
     metrics = [{"rewards/accuracies": share, "rewards/margins": share / 2} for share in (0.25, 0.75)]
-    steps = [dataclasses.replace(stepped(step + 1), metrics=values) for step, values in enumerate(metrics)]
-    evaluation = dataclasses.replace(evaluated(1), metrics=metrics[1])
+    steps = [dataclasses.replace(step_event(step + 1), metrics=values) for step, values in enumerate(metrics)]
+    evaluation = dataclasses.replace(evaluation_event(1), metrics=metrics[1])
     with open_sinks([loss, ProgressBar(console, loss, headline=STAGES["dpo"].headline)]) as sinks:
         for event in (Started(0, 2), steps[0], evaluation, steps[1], Stopped(2)):
             sinks.emit(event)
@@ -283,7 +287,13 @@ def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
     console = Console(force_terminal=terminal, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     loss = SmoothedLoss(2)
     with open_sinks([loss, ProgressBar(console, loss)]) as sinks:
-        for event in (Started(0, 2), stepped(1), evaluated(1), Sampled(1, "prompt", "[bold]text"), stepped(2)):
+        for event in (
+            Started(0, 2),
+            step_event(1),
+            evaluation_event(1),
+            Sampled(1, "prompt", "[bold]text"),
+            step_event(2),
+        ):
             sinks.emit(event)
         sinks.emit(Stopped(2))
     text = console.export_text()

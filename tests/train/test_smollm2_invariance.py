@@ -45,24 +45,24 @@ def rows(per_row: int) -> dict[str, np.ndarray]:
     return batch
 
 
-def stepped(smollm2, batch, accumulation: int, compute: Compute) -> tuple[list[float], dict]:
+def run_steps(smollm2, batch, accumulation: int, compute: Compute) -> tuple[list[float], dict]:
     """Losses of thirty SGD steps and the adapters after them."""
     spec, _ = load_spec(smollm2, "float32")
-    made = prepare(LoraConfig(rank=4), spec, load_params(smollm2, spec), jax.random.key(0))
+    prepared = prepare(LoraConfig(rank=4), spec, load_params(smollm2, spec), jax.random.key(0))
     optimizer = sgd(0.05)
-    step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer, max_grad_norm=1.0)
-    state = init_state(made.trainable, optimizer)
-    given = {key: jnp.asarray(value.reshape(accumulation, -1, value.shape[-1])) for key, value in batch.items()}
+    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer, max_grad_norm=1.0)
+    state = init_state(prepared.trainable, optimizer)
+    arrays = {key: jnp.asarray(value.reshape(accumulation, -1, value.shape[-1])) for key, value in batch.items()}
     losses = []
     for _ in range(STEPS):
-        state, metrics = step(state, made.frozen, given, jnp.int32(0))
+        state, metrics = step(state, prepared.frozen, arrays, jnp.int32(0))
         losses.append(float(metrics["loss"]))
     return losses, flatten(state.trainable)
 
 
 @pytest.fixture(scope="module")
 def plain(smollm2):
-    return stepped(smollm2, rows(1), 1, Compute(attention="direct", loss_chunk=LENGTH))
+    return run_steps(smollm2, rows(1), 1, Compute(attention="direct", loss_chunk=LENGTH))
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_losses_and_adapters_do_not_depend_on_how_they_are_computed(smollm2, pla
     """float32 sums in other orders through 30 layers: 1e-4 of the loss of each of thirty updates. Adapters to 3e-3 of
     their largest entry, since gradients of single entries are small differences of large sums and each update starts
     from the differences of the last (after three updates 1e-3 is kept); on average 1e-4."""
-    other = stepped(smollm2, rows(per_row), accumulation, compute)
-    np.testing.assert_allclose(other[0], plain[0], rtol=1e-4)
+    result = run_steps(smollm2, rows(per_row), accumulation, compute)
+    np.testing.assert_allclose(result[0], plain[0], rtol=1e-4)
     assert plain[0][-1] < plain[0][0]
     for path, adapter in plain[1].items():
-        for mine, theirs in zip(jax.tree.leaves(other[1][path]), jax.tree.leaves(adapter), strict=True):
+        for ours, theirs in zip(jax.tree.leaves(result[1][path]), jax.tree.leaves(adapter), strict=True):
             largest = float(jnp.abs(theirs).max())
-            difference = np.abs(np.asarray(mine) - np.asarray(theirs))
+            difference = np.abs(np.asarray(ours) - np.asarray(theirs))
             assert difference.max() <= 3e-3 * largest, path
             assert difference.mean() <= 1e-4 * largest, path

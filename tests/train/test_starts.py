@@ -50,7 +50,7 @@ def lesson(tmp_path_factory) -> pathlib.Path:
 
 
 def run(source, data, output, /, *overrides: str, steps: int = 2, **fields) -> Result:
-    asked = {
+    config = {
         "data": {"train": str(data), "max_length": 32},
         "output": str(output),
         "train": {"steps": steps, "batch_size": 2},
@@ -60,12 +60,12 @@ def run(source, data, output, /, *overrides: str, steps: int = 2, **fields) -> R
         "model": {"path": str(source)},
     }
     for key, value in fields.items():
-        asked[key] = {**asked[key], **value} if isinstance(value, dict) and key in asked else value
-    return train(load_recipe(asked, overrides), console=Console(file=io.StringIO(), width=200))
+        config[key] = {**config[key], **value} if isinstance(value, dict) and key in config else value
+    return train(load_recipe(config, overrides), console=Console(file=io.StringIO(), width=200))
 
 
 def logits(directory: pathlib.Path, adapter: pathlib.Path | None = None, tokens=TOKENS) -> np.ndarray:
-    """What transformers, with peft, makes of a directory."""
+    """Logits of a directory by transformers, with peft."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
@@ -74,7 +74,7 @@ def logits(directory: pathlib.Path, adapter: pathlib.Path | None = None, tokens=
 
 
 def ours(path: pathlib.Path, tokens=TOKENS) -> np.ndarray:
-    """What Meshtune makes of a run, or of a model or adapter."""
+    """Logits by Meshtune of a run, or of a model or adapter."""
     from twins import forward
 
     model = load(str(path))
@@ -89,11 +89,11 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 def test_a_deeper_model_gives_its_bases_logits(name, stories260k, tmp_path):
     """Exactly, in transformers: a new layer adds zero."""
     torch_model(name).save_pretrained(tmp_path / "base")
-    asked = {"path": str(tmp_path / "base"), "tokenizer": str(stories260k)}
-    made = made_start(tmp_path / "base", tmp_path, model=asked, method={"kind": "llama_pro", "blocks": 2})
-    assert load_spec(made)[0].layers == 6
+    base_model = {"path": str(tmp_path / "base"), "tokenizer": str(stories260k)}
+    start = made_start(tmp_path / "base", tmp_path, model=base_model, method={"kind": "llama_pro", "blocks": 2})
+    assert load_spec(start)[0].layers == 6
     tokens = TOKENS % 97
-    np.testing.assert_array_equal(logits(made, None, tokens), logits(tmp_path / "base", None, tokens))
+    np.testing.assert_array_equal(logits(start, None, tokens), logits(tmp_path / "base", None, tokens))
 
 
 @pytest.mark.slow
@@ -105,12 +105,12 @@ def test_new_layers_add_nothing_until_they_are_trained(stories260k, lesson, tmp_
     for name, value in base.items():
         parts = name.split(".layers.")
         number = parts[1].split(".")[0] if len(parts) == 2 else None
-        there = name if number is None else name.replace(f".layers.{number}.", f".layers.{2 * int(number)}.")
-        if there not in start:
+        moved_name = name if number is None else name.replace(f".layers.{number}.", f".layers.{2 * int(number)}.")
+        if moved_name not in start:
             assert name == "lm_head.weight"
             continue
-        np.testing.assert_array_equal(start[there], value)
-        np.testing.assert_array_equal(end[there], value)
+        np.testing.assert_array_equal(start[moved_name], value)
+        np.testing.assert_array_equal(end[moved_name], value)
         if number is not None:
             new = name.replace(f".layers.{number}.", f".layers.{2 * int(number) + 1}.")
             silent = "o_proj" in name or "down_proj" in name
@@ -143,7 +143,7 @@ NF4 = {"format": "nf4", "block_size": 32}
 
 @pytest.mark.slow
 def test_new_layers_beside_layers_in_few_bits(small, lesson, tmp_path):
-    """Old layers are codes while the new ones are trained; the model that is written holds what the codes stand for."""
+    """Old layers are codes while the new ones are trained; the written model holds the dequantised numbers."""
     result = run(small, lesson, tmp_path / "run", method={"kind": "llama_pro", "blocks": 2}, quantize=NF4)
     assert np.abs(logits(result.path) - ours(result.path)).max() < TOLERANCE
     end, start = tensors(result.path), tensors(tmp_path / "run/base")
@@ -194,20 +194,20 @@ def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
     indices = fields["trainable_token_indices"]
     assert indices["embed_tokens"] == list(range(512, 520))
     tokens = np.concatenate([TOKENS, np.array([[512, 5, 6, 513, 512, 7, 8, 9, 10, 513, 11, 12]])])
-    found = ours(tmp_path / "run", tokens)
-    assert found.shape[-1] == 520
-    assert np.abs(logits(base, result.path, tokens) - found).max() < TOLERANCE
-    assert np.abs(logits(base, None, tokens) - found).max() > 0.01
+    actual = ours(tmp_path / "run", tokens)
+    assert actual.shape[-1] == 520
+    assert np.abs(logits(base, result.path, tokens) - actual).max() < TOLERANCE
+    assert np.abs(logits(base, None, tokens) - actual).max() > 0.01
     # Somebody who enlarges the original, with whatever start, and puts the adapter on it has the same model.
     model = transformers.AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8)
     model = peft.PeftModel.from_pretrained(model, str(result.path)).eval()
     with torch.no_grad():
-        assert np.abs(model(torch.from_numpy(tokens)).logits.numpy() - found).max() < TOLERANCE
+        assert np.abs(model(torch.from_numpy(tokens)).logits.numpy() - actual).max() < TOLERANCE
     from meshtune.runs.export import export
 
     export(tmp_path / "run", tmp_path / "merged", merge=True)
-    assert np.abs(logits(tmp_path / "merged", None, tokens) - found).max() < TOLERANCE
+    assert np.abs(logits(tmp_path / "merged", None, tokens) - actual).max() < TOLERANCE
     merged = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert merged.convert_tokens_to_ids("</call>") == 513
 
@@ -217,9 +217,9 @@ def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
 def test_whole_embeddings_are_trained_with_new_tokens(method, stories260k, lesson, tmp_path):
     result = run(stories260k, lesson, tmp_path / "run", model=NEW, method=method)
     base = result.path if method["kind"] == "full" else tmp_path / "run/base"
-    found = logits(base, None if method["kind"] == "full" else result.path)
-    assert found.shape[-1] == 520
-    assert np.abs(found - ours(tmp_path / "run")).max() < TOLERANCE
+    actual = logits(base, None if method["kind"] == "full" else result.path)
+    assert actual.shape[-1] == 520
+    assert np.abs(actual - ours(tmp_path / "run")).max() < TOLERANCE
 
 
 def test_new_tokens_that_cannot_be_are_refused(stories260k, lesson, tmp_path):
@@ -265,16 +265,16 @@ def test_an_adapter_is_gone_on_with(first, stories260k, lesson, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_of_something_else_is_refused(first, stories260k, lesson, tmp_path):
-    other = tmp_path / "other"
+    of_another_base = tmp_path / "other"
     model = transformers.AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight += 0.1
-    model.save_pretrained(other)
-    transformers.AutoTokenizer.from_pretrained(stories260k).save_pretrained(other)
+    model.save_pretrained(of_another_base)
+    transformers.AutoTokenizer.from_pretrained(stories260k).save_pretrained(of_another_base)
     for key, value in (("adapter", str(first)), ("merge_adapters", [str(first / "adapter")])):
         with pytest.raises(UserError, match="trained on another base"):
-            run(other, lesson, tmp_path / f"run-{key}", model={key: value})
-    run(other, lesson, tmp_path / "said", model={"adapter": str(first), "any_base": True}, steps=1)
+            run(of_another_base, lesson, tmp_path / f"run-{key}", model={key: value})
+    run(of_another_base, lesson, tmp_path / "said", model={"adapter": str(first), "any_base": True}, steps=1)
     with pytest.raises(UserError, match="rank is 16, and the adapter to go on with has 4"):
         run(stories260k, lesson, tmp_path / "run", model={"adapter": str(first)}, method={"rank": 16})
     with pytest.raises(UserError, match="method full trains none"):
@@ -318,13 +318,13 @@ def test_dpo_after_sft_begins_at_its_own_start(first, stories260k, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_from_a_start_of_its_own_resumes(small, lesson, tmp_path):
-    """The start is written once, and what is resumed ends with the bits of what was not stopped."""
+    """The start is written once, and the resumed run ends with the bits of one that never stopped."""
     fields = {"model": {"new_tokens": ["<call>"]}, "method": {"rank": 4}}
-    whole = run(small, lesson, tmp_path / "whole", steps=2, **fields)
+    full = run(small, lesson, tmp_path / "whole", steps=2, **fields)
     run(small, lesson, tmp_path / "run", steps=1, **fields)
     written = (tmp_path / "run/base/model.safetensors").stat().st_mtime_ns
     result = run(small, lesson, tmp_path / "run", "resume=true", steps=2, **fields)
     assert (tmp_path / "run/base/model.safetensors").stat().st_mtime_ns == written
     after = tensors(result.path)
-    for name, value in tensors(whole.path).items():
+    for name, value in tensors(full.path).items():
         np.testing.assert_array_equal(after[name], value)

@@ -76,10 +76,10 @@ def test_the_best_state_has_the_best_validation_loss(worse, tmp_path):
 
 
 def test_states_that_are_not_there_list_those_that_are(worse, tmp_path):
-    kept = sorted(int(path.name) for path in (worse / "checkpoints").iterdir())
-    with pytest.raises(UserError, match="after update 3 is not kept" if 3 not in kept else "no state") as error:
-        find(f"{worse}@{3 if 3 not in kept else 'three'}")
-    for step in kept:
+    steps = sorted(int(path.name) for path in (worse / "checkpoints").iterdir())
+    with pytest.raises(UserError, match="after update 3 is not kept" if 3 not in steps else "no state") as error:
+        find(f"{worse}@{3 if 3 not in steps else 'three'}")
+    for step in steps:
         assert f"{worse}@{step}" in (error.value.fix or "")
         assert find(f"{worse}@{step}").adapter is not None  # what the message offers works
     with pytest.raises(UserError, match="'last' names no state of a run"):

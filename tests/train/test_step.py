@@ -69,11 +69,11 @@ def run(tiny, batches, *, steps=1, compute=None, **options):
     return losses, flatten(state.trainable), metrics
 
 
-def assert_same(one, other, tolerance=1e-5):
+def assert_same(expected, actual, tolerance=1e-5):
     """Leaves agree to `tolerance` of the leaf's largest value: the same sums, in float32, in another order."""
-    for path, leaf in one.items():
+    for path, leaf in expected.items():
         bound = tolerance * float(jnp.abs(leaf).max() + 1e-3)
-        np.testing.assert_allclose(other[path], leaf, atol=bound, rtol=0, err_msg=path)
+        np.testing.assert_allclose(actual[path], leaf, atol=bound, rtol=0, err_msg=path)
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -91,9 +91,9 @@ def test_packed_rows_equal_separate_rows(tiny):
     docs = documents(12)
     apart = micro(pack([[d] for d in docs], 16), 1)
     together = micro(pack([docs[i : i + 3] for i in range(0, 12, 3)], 48), 2)
-    one, other = (run(tiny, [batch], max_grad_norm=0.05) for batch in (apart, together))
-    assert one[0] == pytest.approx(other[0], rel=1e-6)
-    assert_same(one[1], other[1])
+    separate, packed = (run(tiny, [batch], max_grad_norm=0.05) for batch in (apart, together))
+    assert separate[0] == pytest.approx(packed[0], rel=1e-6)
+    assert_same(separate[1], packed[1])
 
 
 def test_loss_is_the_weighted_mean_torch_gives(tiny):
@@ -102,8 +102,8 @@ def test_loss_is_the_weighted_mean_torch_gives(tiny):
     total, weight = 0.0, 0.0
     with torch.no_grad():
         for ids, weights in docs:
-            found = model(torch.tensor(ids[None, :-1])).logits[0].log_softmax(-1)
-            total -= float((found[range(len(weights)), ids[1:]] * torch.tensor(weights)).sum())
+            log_probabilities = model(torch.tensor(ids[None, :-1])).logits[0].log_softmax(-1)
+            total -= float((log_probabilities[range(len(weights)), ids[1:]] * torch.tensor(weights)).sum())
             weight += float(weights.sum())
     losses, _, metrics = run(tiny, [micro(pack([docs], 64), 1)])
     assert losses[0] == pytest.approx(total / weight, rel=1e-5)
@@ -157,11 +157,11 @@ def test_thirty_steps_do_not_depend_on_how_they_are_computed(tiny, change):
         optimizer = sgd(0.3)
         step = make_train_step(OBJECTIVES["sft"], spec, compute, optimizer, max_grad_norm=1.0)
         state = init_state(jax.tree.map(jnp.copy, params), optimizer)
-        found = []
+        history = []
         for n in range(30):
             state, metrics = step(state, {}, batches[n % 5], jnp.int32(0))
-            found.append(float(metrics["loss"]))
-        return np.array(found)
+            history.append(float(metrics["loss"]))
+        return np.array(history)
 
     plain = losses(Compute(attention="direct", loss_chunk=80))
     changed = losses(Compute(**({"attention": "direct", "loss_chunk": 80} | change)))

@@ -20,7 +20,7 @@ STEPS = 10
 
 
 class Stopped(Exception):
-    """Stands for whatever ends a process in the middle of a run."""
+    """Raised in place of whatever ends a process in the middle of a run."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,9 +35,9 @@ def cache(tmp_path_factory):
 def chats(tmp_path_factory):
     """40 questions with answers, and the same as pairs."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
-    words = [" ".join(rng.choice(["Tom", "Lily", "a tree", "was happy"]) for _ in range(2 + n % 9)) for n in range(40)]
-    sft = [{"instruction": f"Tell of {text}", "output": f"Once {text}."} for text in words]
-    dpo = [{"prompt": f"Tell of {text}", "chosen": f"Once {text}.", "rejected": text} for text in words]
+    texts = [" ".join(rng.choice(["Tom", "Lily", "a tree", "was happy"]) for _ in range(2 + n % 9)) for n in range(40)]
+    sft = [{"instruction": f"Tell of {text}", "output": f"Once {text}."} for text in texts]
+    dpo = [{"prompt": f"Tell of {text}", "chosen": f"Once {text}.", "rejected": text} for text in texts]
     for name, records in (("sft", sft), ("dpo", dpo)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
     return folder
@@ -76,9 +76,9 @@ def test_a_streamed_run_that_was_stopped_has_learned_the_same(stories260k, chats
         with pytest.raises(Stopped):
             run("sft", stories260k, chats, tmp_path / "parts")
     run("sft", stories260k, chats, tmp_path / "parts", "resume=true")
-    whole, parts = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    full, parts = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "parts"))
+    assert full.keys() == parts.keys()
+    assert all(np.array_equal(full[name], parts[name]) for name in full)
     losses = [
         {
             row["step"]: row["loss"]

@@ -16,7 +16,7 @@ from meshtune.data.tokenizer import load_tokenizer
 from meshtune.train.run import train
 
 STEPS, ROWS, RECORDS, LENGTH = 6, 4, 40, 48
-WORDS = ["Tom", "Lily", "a tree", "was happy", "the park", "a big dog"]
+VOCABULARY = ["Tom", "Lily", "a tree", "was happy", "the park", "a big dog"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 def records(stage: str, model) -> list[dict]:
     rng = random.Random(0)
-    texts = [" ".join(rng.choice(WORDS) for _ in range(2 + n % 7)) for n in range(RECORDS)]
+    texts = [" ".join(rng.choice(VOCABULARY) for _ in range(2 + n % 7)) for n in range(RECORDS)]
     if stage == "pt":
         return [{"text": text} for text in row_long_texts(model)]
     if stage == "sft":
@@ -51,7 +51,7 @@ def row_long_texts(model) -> list[str]:
     while len(texts) < RECORDS:
         text = ""
         while count(text) < LENGTH + 1:
-            text = f"{text} {rng.choice(WORDS)}".strip()
+            text = f"{text} {rng.choice(VOCABULARY)}".strip()
         if count(text) == LENGTH + 1:
             texts.append(text)
     return texts

@@ -1,5 +1,5 @@
 """Full tuning from the host's memory, as accelerators' compilers see it: no buffer of the model's size on the device or
-made anew on the host, and copies under way while products are computed."""
+allocated again on the host, and copies under way while products are computed."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ def step(target):
 @pytest.mark.parametrize("target", ["RTX4080", "gfx906-16"])
 def test_nothing_of_the_models_size_is_on_the_device(target):
     """Weights and moments are arguments in the host's memory and updated there, in their place."""
-    found = step(target)
-    assert found["argument_bytes"] < 2**20
-    assert found["host_argument_bytes"] == found["host_output_bytes"] > 0.99 * found["result"]
-    assert found["host_temp_bytes"] == 0
+    facts = step(target)
+    assert facts["argument_bytes"] < 2**20
+    assert facts["host_argument_bytes"] == facts["host_output_bytes"] > 0.99 * facts["result"]
+    assert facts["host_temp_bytes"] == 0
     # Of 24 layers' weights and moments those of three or four at once (computed with, coming, going, new), a layer's
     # gradients, and the stream; the weights alone are a third of `result`.
-    assert found["temp_bytes"] < found["result"] / 4
+    assert facts["temp_bytes"] < facts["result"] / 4
 
 
 def test_copies_are_under_way_while_products_are_computed():
-    """In the forward pass the next layer's weights come, in the backward pass what was updated goes: on a card whose
+    """In the forward pass the next layer's weights come, in the backward pass updated ones go: on a card whose
     compiler waits for each copy at once unless it is told otherwise."""
-    found = [hidden(lines) for lines in computations(step("RTX4080")["text"])]
-    assert sum(products > 2 for products, _ in found if products) >= 2
+    hidden_copies = [hidden(lines) for lines in computations(step("RTX4080")["text"])]
+    assert sum(products > 2 for products, _ in hidden_copies if products) >= 2
     assert {"dynamic-slice", "dynamic-update-slice"} <= {
-        kind for products, kinds in found if products for kind in kinds
+        kind for products, kinds in hidden_copies if products for kind in kinds
     }
 
 
@@ -82,7 +82,7 @@ def computations(text):
 
 def hidden(lines):
     """(matrix products between the start and the end of some copy of a row, the kinds of those copies)."""
-    begun, most, kinds = {}, 0, set()
+    starts, largest, kinds = {}, 0, set()
     products = 0
     for line in lines:
         name = re.match(r"\s+(?:ROOT )?%(\S+) = ", line)
@@ -92,8 +92,8 @@ def hidden(lines):
         if kind is None:
             products += "gemm" in name[1] or "cublas" in line
         elif kind[2] == "start":
-            begun[name[1]] = products
-        elif (start := re.search(r"-done\(%([^)]+)\)", line)) and products - begun.get(start[1], products) > 2:
-            most = max(most, products - begun[start[1]])
+            starts[name[1]] = products
+        elif (start := re.search(r"-done\(%([^)]+)\)", line)) and products - starts.get(start[1], products) > 2:
+            largest = max(largest, products - starts[start[1]])
             kinds.add(kind[1])
-    return most, kinds
+    return largest, kinds

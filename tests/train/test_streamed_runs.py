@@ -71,20 +71,20 @@ def losses(result, kind):
 
 
 @pytest.fixture(scope="module")
-def streamed(recipe):
+def streamed_run(recipe):
     return train(recipe("streamed", STREAMED, {"in_backward": True}))
 
 
 @pytest.mark.slow
-def test_a_streamed_run_is_ordinary_full_tuning(recipe, streamed):
+def test_a_streamed_run_is_ordinary_full_tuning(recipe, streamed_run):
     """Trained, evaluated, sampled from, exported (in the base's bfloat16) and verified; from a base in bfloat16."""
     plain = train(recipe("plain", {}, {}))
     for kind in ("train", "eval"):
-        mine, theirs = losses(streamed, kind), losses(plain, kind)
-        assert mine.keys() == theirs.keys()
-        np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=CLOSE)
+        ours, theirs = losses(streamed_run, kind), losses(plain, kind)
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=CLOSE)
     models = [
-        transformers.AutoModelForCausalLM.from_pretrained(str(run.path)).state_dict() for run in (streamed, plain)
+        transformers.AutoModelForCausalLM.from_pretrained(str(run.path)).state_dict() for run in (streamed_run, plain)
     ]
     for name, leaf in models[1].items():
         # One rounding to bfloat16 apart at most, where the float32 numbers lie at its edge.
@@ -92,21 +92,21 @@ def test_a_streamed_run_is_ordinary_full_tuning(recipe, streamed):
 
 
 @pytest.mark.slow
-def test_a_streamed_run_goes_on_bit_for_bit(recipe, streamed):
+def test_a_streamed_run_goes_on_bit_for_bit(recipe, streamed_run):
     again = recipe("again", STREAMED, {"in_backward": True})
-    shutil.copytree(streamed.output, again.output)
+    shutil.copytree(streamed_run.output, again.output)
     shutil.rmtree(pathlib.Path(again.output) / "checkpoints/4")
     shutil.rmtree(pathlib.Path(again.output) / "model")
     resumed = train(recipe("again", STREAMED, {"in_backward": True}, "resume=true"))
-    files = [load_file(f"{run.path}/model.safetensors") for run in (resumed, streamed)]
+    files = [load_file(f"{run.path}/model.safetensors") for run in (resumed, streamed_run)]
     assert files[0].keys() == files[1].keys()
     for name, leaf in files[1].items():
         np.testing.assert_array_equal(files[0][name].view(np.uint16), leaf.view(np.uint16), err_msg=name)
-    assert losses(resumed, "train") == losses(streamed, "train")
+    assert losses(resumed, "train") == losses(streamed_run, "train")
 
 
 @pytest.mark.parametrize(
-    ("compute", "optimizer", "says"),
+    ("compute", "optimizer", "message"),
     [
         (STREAMED, {}, "optimizer.in_backward: true"),
         (STREAMED, {"in_backward": True, "max_grad_norm": 1.0}, "max_grad_norm"),
@@ -117,6 +117,6 @@ def test_a_streamed_run_goes_on_bit_for_bit(recipe, streamed):
         ),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(recipe, compute, optimizer, says):
-    with pytest.raises(UserError, match=says):
+def test_what_cannot_be_streamed_is_refused(recipe, compute, optimizer, message):
+    with pytest.raises(UserError, match=message):
         recipe("refused", compute, optimizer)

@@ -35,11 +35,11 @@ def documents(vocab: int, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, supervised) of every document, in the order of the run: the first third is not learned from."""
     rng = np.random.default_rng(7)
     common = rng.integers(5, vocab, 40)  # a small vocabulary to learn, so that the loss falls
-    made = []
+    pairs = []
     for _ in range(STEPS * ROWS * ACCUMULATION):
         ids = rng.choice(common, rng.integers(longest // 2, longest))
-        made.append((ids, np.arange(len(ids)) >= len(ids) // 3))
-    return made
+        pairs.append((ids, np.arange(len(ids)) >= len(ids) // 3))
+    return pairs
 
 
 class Rows(torch.utils.data.Dataset):
@@ -54,7 +54,7 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids.tolist(), "labels": np.where(learned, ids, -100).tolist()}
 
 
-def padded(rows):
+def pad_rows(rows):
     longest = max(len(row["input_ids"]) for row in rows)
 
     def fill(key, value):
@@ -89,12 +89,12 @@ def trainer_losses(model, docs, rate, where) -> np.ndarray:
         remove_unused_columns=False,
     )
     model.train()
-    trainer = InOrder(model=model, args=arguments, train_dataset=Rows(docs), data_collator=padded)
+    trainer = InOrder(model=model, args=arguments, train_dataset=Rows(docs), data_collator=pad_rows)
     trainer.train()
     return np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
-def packed(docs, length) -> dict[str, np.ndarray]:
+def pack_rows(docs, length) -> dict[str, np.ndarray]:
     """One update's documents as [A, rows, T], two documents a row."""
     batch = {k: np.zeros((ROWS, length), np.int32) for k in ("tokens", "targets", "positions", "segment_ids")}
     batch["weights"] = np.zeros((ROWS, length), np.float32)
@@ -118,7 +118,7 @@ def our_losses(spec, trainable, frozen, docs, rate, length) -> np.ndarray:
     step = make_train_step(OBJECTIVES["sft"], spec, Compute(loss_chunk=64), optimizer, max_grad_norm=1.0)
     state, losses, update = init_state(trainable, optimizer), [], ROWS * ACCUMULATION
     for number in range(STEPS):
-        batch = packed(docs[number * update : (number + 1) * update], length)
+        batch = pack_rows(docs[number * update : (number + 1) * update], length)
         state, metrics = step(state, frozen, jax.tree.map(jnp.asarray, batch), jnp.int32(0))
         losses.append(float(metrics["loss"]))
     return np.array(losses)

@@ -40,20 +40,20 @@ def batches():
 def run(tiny, batches, config, method=None, steps=3, compute=COMPUTE, offload=(), **options):
     """(metrics of every update, trained leaves, state) after updates by `config`; `offload` waits on the host."""
     spec, params = tiny
-    made = prepare(method or FullConfig(), spec, jax.tree.map(jnp.copy, params), jax.random.key(0))
+    prepared = prepare(method or FullConfig(), spec, jax.tree.map(jnp.copy, params), jax.random.key(0))
     arrays = abstract(method or FullConfig(), spec)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
     compute = dataclasses.replace(compute, offload=offload)
-    step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer, **options)
-    trained, like = made.trainable, None
+    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer, **options)
+    trained, like = prepared.trainable, None
     if offload:
         like = abstract_state(arrays.trainable, optimizer, None, offload)
         trained = offload_arrays(trained, like.trainable)
-    state, seen = init_state(trained, optimizer, like), []
+    state, history = init_state(trained, optimizer, like), []
     for number in range(steps):
-        state, metrics = step(state, made.frozen, batches[number % len(batches)], jnp.int32(0))
-        seen.append(jax.tree.map(float, {name: metrics[name] for name in ("loss", "grad_norm", "finite")}))
-    return seen, flatten(state.trainable), state
+        state, metrics = step(state, prepared.frozen, batches[number % len(batches)], jnp.int32(0))
+        history.append(jax.tree.map(float, {name: metrics[name] for name in ("loss", "grad_norm", "finite")}))
+    return history, flatten(state.trainable), state
 
 
 # The same sums in another order; Adam's first updates turn differences in small gradients into some of their size.
@@ -73,10 +73,10 @@ def test_a_fused_update_equals_one_with_all_gradients_at_hand(tiny, batches, nam
     config = OptimizerConfig(name, 1e-2, CONSTANT, weight_decay=0.1, rank=4, eps=1e-4)
     usual = run(tiny, batches, config, method)
     fused = run(tiny, batches, dataclasses.replace(config, in_backward=True), method, offload=offload)
-    there = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(fused[2].trainable)}
-    assert there == ({"pinned_host"} if "weights" in offload else {"device"})
-    for one, other in zip(usual[0], fused[0], strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+    memories = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(fused[2].trainable)}
+    assert memories == ({"pinned_host"} if "weights" in offload else {"device"})
+    for expected, actual in zip(usual[0], fused[0], strict=True):
+        assert expected == pytest.approx(actual, rel=1e-4)
     for path, leaf in usual[1].items():
         np.testing.assert_allclose(fused[1][path], leaf, rtol=0, atol=atol, err_msg=path)
     assert jax.tree.structure(usual[2]) == jax.tree.structure(fused[2])
@@ -89,7 +89,7 @@ def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, bat
     config = OptimizerConfig("badam", 1e-2, CONSTANT, switch_every=1, eps=1e-4)
     spec, params = tiny
     batch = {name: value.reshape(2, -1, value.shape[-1]) for name, value in batches[0].items()}
-    found = run(tiny, [batch], config, steps=3, max_grad_norm=0.05)
+    walked = run(tiny, [batch], config, steps=3, max_grad_norm=0.05)
     places = [
         (key, row)
         for number in range(3)
@@ -98,21 +98,21 @@ def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, bat
         if n == number
     ]
     expected = jax.tree.map(jnp.copy, params)
-    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *[jax.tree.map(lambda v, n=n: v[n], batch) for n in range(2)])
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *[jax.tree.map(lambda v, n=n: v[n], batch) for n in range(2)])
 
     @jax.jit
     def slopes(params):
         def loss(params):
-            scored = OBJECTIVES["sft"](merge(params, {}), spec, COMPUTE, whole, None)
+            scored = OBJECTIVES["sft"](merge(params, {}), spec, COMPUTE, joined, None)
             return scored.loss / scored.weight
 
         return jax.grad(loss)(params)
 
-    for (key, row), seen in zip(places, found[0], strict=True):
-        mine = {path: leaf[row] for path, leaf in flatten(slopes(expected)["layers"][key]).items()}
-        norm = float(np.sqrt(sum(float((leaf**2).sum()) for leaf in mine.values())))
-        assert seen["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        for path, leaf in mine.items():
+    for (key, row), metrics in zip(places, walked[0], strict=True):
+        active = {path: leaf[row] for path, leaf in flatten(slopes(expected)["layers"][key]).items()}
+        norm = float(np.sqrt(sum(float((leaf**2).sum()) for leaf in active.values())))
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        for path, leaf in active.items():
             node = expected["layers"][key]
             *parents, last = path.split("/")
             for parent in parents:
@@ -120,14 +120,14 @@ def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, bat
             clipped = leaf * min(1.0, 0.05 / norm)
             node[last] = node[last].at[row].add(-1e-2 * clipped / (jnp.abs(clipped) + 1e-4))
     for path, leaf in flatten(expected).items():
-        np.testing.assert_allclose(found[1][path], leaf, rtol=0, atol=2e-5, err_msg=path)
+        np.testing.assert_allclose(walked[1][path], leaf, rtol=0, atol=2e-5, err_msg=path)
 
 
 def test_a_gradient_that_is_not_finite_stops_a_fused_update(tiny, batches):
     """Nothing is updated once a gradient is not finite: here the loss's own, before any layer's."""
     bad = batches[0] | {"weights": batches[0]["weights"].at[0, 0, 2].set(jnp.inf)}
-    seen, leaves, state = run(tiny, [bad], OptimizerConfig("sgd", 1e-2, CONSTANT, in_backward=True), steps=1)
-    assert seen[0]["finite"] == 0
+    history, leaves, state = run(tiny, [bad], OptimizerConfig("sgd", 1e-2, CONSTANT, in_backward=True), steps=1)
+    assert history[0]["finite"] == 0
     for path, leaf in flatten(tiny[1]).items():
         np.testing.assert_array_equal(leaves[path], leaf)
     assert int(state.step) == int(state.opt_state["count"]) == 0
@@ -159,9 +159,9 @@ def temporaries(config, spec):
     batch["weights"] = jax.ShapeDtypeStruct((1, 1, 16), jnp.float32)
     state = abstract_state(arrays.trainable, optimizer)
     facts = step.lower(state, {}, batch, jax.ShapeDtypeStruct((), jnp.int32)).compile().memory_analysis()
-    whole = sum(array.nbytes for array in flatten(arrays.trainable).values())
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    return whole, facts.temp_size_in_bytes, facts.alias_size_in_bytes >= kept
+    gradient_bytes = sum(array.nbytes for array in flatten(arrays.trainable).values())
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return gradient_bytes, facts.temp_size_in_bytes, facts.alias_size_in_bytes >= state_bytes
 
 
 @pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adamw", "badam"])
@@ -170,8 +170,8 @@ def test_no_whole_gradient_exists_in_the_compiled_program(name):
     gradient and its parameters and state, new and old), and the ordinary step's more."""
     spec = deep()
     walked = OptimizerConfig(name, 1e-2, CONSTANT, in_backward=name != "badam")
-    whole, needed, in_place = temporaries(walked, spec)
-    assert needed < whole / 5
+    gradient_bytes, needed, in_place = temporaries(walked, spec)
+    assert needed < gradient_bytes / 5
     assert in_place
     if name == "sgd":
-        assert temporaries(OptimizerConfig("sgd", 1e-2, CONSTANT), spec)[1] > whole
+        assert temporaries(OptimizerConfig("sgd", 1e-2, CONSTANT), spec)[1] > gradient_bytes

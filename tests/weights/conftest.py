@@ -31,7 +31,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """make_model(family, dtype="float32", max_shard_size="5GB", **config) -> a directory, made anew each time."""
+    """make_model(family, dtype="float32", max_shard_size="5GB", **config) -> a new directory each time."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 

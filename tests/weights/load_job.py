@@ -23,15 +23,15 @@ SHELL = ["sh", "-c", '"$@"; exit $?', "sh"]
 
 
 def job(model: pathlib.Path, processes: int, mesh: dict[str, int], timeout: float = 120, **order: Any) -> list[Any]:
-    """What each process said. AssertionError if one fails or hangs."""
+    """Returns what each process reported. Raises AssertionError if one fails or hangs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    asked = json.dumps({"model": str(model), "mesh": mesh, "processes": processes, "port": port, **order})
+    order_text = json.dumps({"model": str(model), "mesh": mesh, "processes": processes, "port": port, **order})
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     running = [
         subprocess.Popen(
-            [*SHELL, sys.executable, str(MEMBER), asked, str(number)],
+            [*SHELL, sys.executable, str(MEMBER), order_text, str(number)],
             env=environment | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -39,17 +39,17 @@ def job(model: pathlib.Path, processes: int, mesh: dict[str, int], timeout: floa
         )
         for number in range(processes)
     ]
-    said = []
+    results = []
     try:
         for process in running:
             out, errors = process.communicate(timeout=timeout)
             assert process.returncode == 0, errors[-3000:]
-            said.append(json.loads(out.splitlines()[-1]))
+            results.append(json.loads(out.splitlines()[-1]))
     finally:
         for process in running:
             process.kill()
             process.wait()
-    return said
+    return results
 
 
 def header(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, itemsize: int) -> bytes:

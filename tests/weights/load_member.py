@@ -49,7 +49,7 @@ def load(order: dict[str, Any]) -> dict[str, Any]:
         report=reports.append,
     )
     leaves = dict(named_leaves(params))
-    said: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "before": before,
         "peak": high_water(),
         "local": sum(s.data.nbytes for leaf in leaves.values() for s in leaf.addressable_shards),
@@ -62,14 +62,14 @@ def load(order: dict[str, Any]) -> dict[str, Any]:
         "line": reports[0].line,
     }
     if order.get("digests"):
-        said["digests"] = {
+        facts["digests"] = {
             f"{path} {[part.indices(n)[:2] for part, n in zip(shard.index, leaf.shape, strict=True)]}": hashlib.sha256(
                 np.asarray(shard.data).tobytes()
             ).hexdigest()
             for path, leaf in leaves.items()
             for shard in leaf.addressable_shards
         }
-    return said
+    return facts
 
 
 def main() -> None:

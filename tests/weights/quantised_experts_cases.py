@@ -26,7 +26,7 @@ def main(directory: str) -> None:
 
     quantize = QuantizeConfig("nf4", 8, double=True)
     plain, _ = load_spec(directory, "float32")
-    whole = flatten(load_params(directory, plain))
+    full = flatten(load_params(directory, plain))
     spec = abstract(LoraConfig(rank=4, targets="all-linear"), plain, quantize=quantize).spec
     different: dict[str, list[str]] = {}
     for axes in MESHES:
@@ -38,7 +38,7 @@ def main(directory: str) -> None:
         different[json.dumps(axes)] = [
             f"{path}/{part}"
             for path, leaf in quantised.items()
-            for expected in [QuantisedWeight.quantise(whole[path], quantize)]
+            for expected in [QuantisedWeight.quantise(full[path], quantize)]
             for part in ("codes", "scales", "nested", "offset")
             if not np.array_equal(np.asarray(getattr(leaf, part)), np.asarray(getattr(expected, part)))
         ]

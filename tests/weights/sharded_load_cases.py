@@ -1,7 +1,7 @@
 """Loads a model onto meshes of 8 simulated devices: `python sharded_load_cases.py MODEL RESULT.json [slow]`.
 
 For each mesh it says whether every leaf is, bit for bit, that of one device; whether it lies as the layout says; and
-what was read.
+the bytes read.
 """
 
 from __future__ import annotations
@@ -94,24 +94,24 @@ def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> d
         method = methods[name]
         plan = abstract(method, spec)
         layout, _ = layout_for(make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()), spec)
-        one = prepare(method, spec, load_params(directory, spec), jax.random.key(7))
+        single = prepare(method, spec, load_params(directory, spec), jax.random.key(7))
         params = load_params(directory, plan.spec, layout=layout)
-        held = set(map(id, jax.tree.leaves(params)))
+        loaded_ids = set(map(id, jax.tree.leaves(params)))
         many = prepare(method, plan.spec, params, jax.random.key(7), layout=layout)
-        assert many.spec == one.spec == plan.spec
+        assert many.spec == single.spec == plan.spec
         results[f"{mesh}, {name}"] = {"leaves": 0, "other": [], "misplaced": [], "kept": 0, "emptied": params == {}}
-        said = results[f"{mesh}, {name}"]
+        counts = results[f"{mesh}, {name}"]
         for tree in ("trainable", "frozen"):
             described = jax.tree_util.tree_leaves_with_path(getattr(plan, tree))
-            ones, manys = jax.tree.leaves(getattr(one, tree)), jax.tree.leaves(getattr(many, tree))
+            ones, manys = jax.tree.leaves(getattr(single, tree)), jax.tree.leaves(getattr(many, tree))
             for (path, array), a, b in zip(described, ones, manys, strict=True):
                 where = jax.tree_util.keystr(path)
-                said["leaves"] += 1
-                said["kept"] += id(b) in held
+                counts["leaves"] += 1
+                counts["kept"] += id(b) in loaded_ids
                 if a.dtype != array.dtype or b.dtype != array.dtype or not np.array_equal(bits(a), bits(b)):
-                    said["other"].append(where)
+                    counts["other"].append(where)
                 if b.sharding != layout.of(array):
-                    said["misplaced"].append(where)
+                    counts["misplaced"].append(where)
     return results
 
 
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     model, result = map(pathlib.Path, sys.argv[1:3])
     if sys.argv[3:] == ["slow"]:
-        said = {"prepared": compare_prepared(model, PREPARED_SLOWLY)}
+        report = {"prepared": compare_prepared(model, PREPARED_SLOWLY)}
     else:
-        said = {"loaded": compare(model), "prepared": compare_prepared(model, PREPARED)}
-    result.write_text(json.dumps(said))
+        report = {"loaded": compare(model), "prepared": compare_prepared(model, PREPARED)}
+    result.write_text(json.dumps(report))

@@ -10,26 +10,26 @@ from meshtune.families.tensors import TensorMap, View
 L, H, K, h, D, E, F = 2, 8, 4, 4, 32, 8, 24
 
 
-def stacked(*dims: tuple[int, str]) -> ArraySpec:
+def stacked_spec(*dims: tuple[int, str]) -> ArraySpec:
     sizes, axes = zip(*((L, "layers"), *dims), strict=True)
     return ArraySpec(sizes, "float32", axes, role="matrix" if len(dims) == 2 else "experts")
 
 
 d, f, experts = (D, "embed"), (F, "ffn"), (E, "experts")
 LEAVES = {
-    "q": stacked((H * h, "heads"), d),
-    "k": stacked((K * h, "kv_heads"), d),
-    "v": stacked((K * h, "kv_heads"), d),
-    "grouped": stacked(((H + 2 * K) * h, "packed_heads"), d),
-    "packed": stacked((3 * H * h, "packed_heads"), d),
-    "gate": stacked(f, d),
-    "up": stacked(f, d),
-    "conv1d": stacked(f, d),
-    "each/up": stacked(experts, f, d),
-    "fused/gate": stacked(experts, f, d),
-    "fused/up": stacked(experts, f, d),
-    "interleaved/gate": stacked(experts, f, d),
-    "interleaved/up": stacked(experts, f, d),
+    "q": stacked_spec((H * h, "heads"), d),
+    "k": stacked_spec((K * h, "kv_heads"), d),
+    "v": stacked_spec((K * h, "kv_heads"), d),
+    "grouped": stacked_spec(((H + 2 * K) * h, "packed_heads"), d),
+    "packed": stacked_spec((3 * H * h, "packed_heads"), d),
+    "gate": stacked_spec(f, d),
+    "up": stacked_spec(f, d),
+    "conv1d": stacked_spec(f, d),
+    "each/up": stacked_spec(experts, f, d),
+    "fused/gate": stacked_spec(experts, f, d),
+    "fused/up": stacked_spec(experts, f, d),
+    "interleaved/gate": stacked_spec(experts, f, d),
+    "interleaved/up": stacked_spec(experts, f, d),
 }
 
 
@@ -45,7 +45,7 @@ def table() -> list[TensorMap]:
     fused = View.identity((E, 2 * F, D)).split(E, 2, F, D)
     interleaved = View.identity((E, D, 2 * F)).split(E, D, F, 2)
 
-    def turned(view: View) -> View:
+    def turn_view(view: View) -> View:
         return view.transpose(0, 2, 3, 1).merge(E, F, D)
 
     views = [
@@ -59,13 +59,13 @@ def table() -> list[TensorMap]:
         ("conv1d", "conv1d", View.identity((D, F)).transpose(1, 0)),
         ("fused", "fused/gate", fused.slice(1, 0, 1).merge(E, F, D)),
         ("fused", "fused/up", fused.slice(1, 1, 2).merge(E, F, D)),
-        ("interleaved", "interleaved/gate", turned(interleaved.slice(3, 0, 1))),
-        ("interleaved", "interleaved/up", turned(interleaved.slice(3, 1, 2))),
+        ("interleaved", "interleaved/gate", turn_view(interleaved.slice(3, 0, 1))),
+        ("interleaved", "interleaved/up", turn_view(interleaved.slice(3, 1, 2))),
     ]
     entries = [TensorMap(f"{row}.{name}", path, (row,), LEAVES[path], v) for row in range(L) for name, path, v in views]
-    each = View.identity((F, D))
+    full_view = View.identity((F, D))
     for row in range(L):
-        entries += [TensorMap(f"{row}.{e}.up", "each/up", (row, e), LEAVES["each/up"], each) for e in range(E)]
+        entries += [TensorMap(f"{row}.{e}.up", "each/up", (row, e), LEAVES["each/up"], full_view) for e in range(E)]
     return entries
 
 
@@ -75,7 +75,7 @@ def tensors() -> dict[str, np.ndarray]:
     return {entry.name: rng.standard_normal(entry.view.tensor, np.float32) for entry in table()}
 
 
-def expected(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def expected_leaves(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The leaves, made with numpy from whole tensors."""
     leaves = {path: np.full(array.shape, np.nan, np.float32) for path, array in LEAVES.items()}
     for entry in table():

@@ -28,8 +28,8 @@ def change(make_model):
 
 
 @pytest.fixture
-def refused(monkeypatch):
-    def refused(directory: Path) -> str:
+def refusal(monkeypatch):
+    def refusal_of(directory: Path) -> str:
         def allocate(_):
             raise AssertionError("allocated before the check")
 
@@ -39,28 +39,28 @@ def refused(monkeypatch):
         assert str(directory) in str(caught.value)
         return str(caught.value)
 
-    return refused
+    return refusal_of
 
 
-def test_a_missing_tensor_is_named(change, refused):
-    message = refused(change("llama", lambda t: t.pop("model.layers.2.mlp.up_proj.weight")))
+def test_a_missing_tensor_is_named(change, refusal):
+    message = refusal(change("llama", lambda t: t.pop("model.layers.2.mlp.up_proj.weight")))
     assert "tensor 'model.layers.2.mlp.up_proj.weight' is missing" in message
 
 
-def test_a_misnamed_tensor_gets_a_suggestion(change, refused):
+def test_a_misnamed_tensor_gets_a_suggestion(change, refusal):
     def rename(t):
         t["model.layers.2.mlp.up_project.weight"] = t.pop("model.layers.2.mlp.up_proj.weight")
 
-    message = refused(change("llama", rename))
+    message = refusal(change("llama", rename))
     assert "disagree in 2 places" in message
     assert "did you mean 'model.layers.2.mlp.up_project.weight'?" in message
     assert "'model.layers.2.mlp.up_project.weight' in model.safetensors belongs to nothing" in message
 
 
-def test_a_wrong_shape_names_file_shapes_and_config_field(make_model, edit_config, refused):
+def test_a_wrong_shape_names_file_shapes_and_config_field(make_model, edit_config, refusal):
     directory = make_model("llama")
     edit_config(directory, intermediate_size=60)
-    message = refused(directory)
+    message = refusal(directory)
     assert "disagree in 20 places" in message  # three weights and two biases that know F, in four layers
     assert (
         "tensor 'model.layers.0.mlp.gate_proj.weight' in model.safetensors has shape [56, 32], expected [60, 32] "
@@ -70,7 +70,7 @@ def test_a_wrong_shape_names_file_shapes_and_config_field(make_model, edit_confi
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"vocab_size": 128}, "vocab_size is 128 in the config, 99 in the file"),
         ({"num_key_value_heads": 4}, "num_key_value_heads x head_dim is 48 in the config, 24 in the file"),
@@ -80,42 +80,42 @@ def test_a_wrong_shape_names_file_shapes_and_config_field(make_model, edit_confi
         ({"mlp_bias": False}, "the weights have parts that the config switches off"),
     ],
 )
-def test_each_config_field_that_disagrees_is_named(make_model, edit_config, refused, fields, said):
+def test_each_config_field_that_disagrees_is_named(make_model, edit_config, refusal, fields, message):
     directory = make_model("llama")
     edit_config(directory, **fields)
-    assert said in refused(directory)
+    assert message in refusal(directory)
 
 
-def test_an_untied_config_without_a_head_suggests_tying(make_model, edit_config, refused):
+def test_an_untied_config_without_a_head_suggests_tying(make_model, edit_config, refusal):
     directory = make_model("llama-tied")
     edit_config(directory, tie_word_embeddings=False)
-    message = refused(directory)
+    message = refusal(directory)
     assert "tensor 'lm_head.weight' is missing" in message
     assert "set tie_word_embeddings to true" in message
 
 
-def test_a_tied_config_with_another_head_is_refused(make_model, edit_config, refused):
+def test_a_tied_config_with_another_head_is_refused(make_model, edit_config, refusal):
     """transformers would quietly use one of the two."""
     directory = make_model("llama")
     edit_config(directory, tie_word_embeddings=True)
-    assert "'lm_head.weight' in model.safetensors is not equal to 'model.embed_tokens.weight'" in refused(directory)
+    assert "'lm_head.weight' in model.safetensors is not equal to 'model.embed_tokens.weight'" in refusal(directory)
 
 
-def test_a_model_saved_without_its_head_is_recognised(change, refused):
+def test_a_model_saved_without_its_head_is_recognised(change, refusal):
     def strip(t):
         for name in [name for name in t if name.startswith("model.")]:
             t[name.removeprefix("model.")] = t.pop(name)
         t.pop("lm_head.weight")
 
-    assert "saved without its head" in refused(change("llama", strip))
+    assert "saved without its head" in refusal(change("llama", strip))
 
 
-def test_quantised_weights_are_refused(change, refused):
+def test_quantised_weights_are_refused(change, refusal):
     def quantise(t):
         name = "model.layers.0.mlp.up_proj.weight"
         t[name] = (t[name] * 127).astype(np.int8)
         t[name.replace("weight", "weight_scale")] = np.ones(1, np.float32)
 
-    message = refused(change("llama", quantise))
+    message = refusal(change("llama", quantise))
     assert "has dtype I8; supported: F64, F32, F16, BF16" in message
     assert "use the full-precision checkpoint" in message

@@ -16,10 +16,10 @@ from meshtune.weights.fingerprint import base_hash
 
 
 def test_copying_and_sharding_keep_the_hash(make_model, tmp_path):
-    one = make_model("llama")
-    first = base_hash(one)
+    original = make_model("llama")
+    first = base_hash(original)
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", first)
-    assert base_hash(shutil.copytree(one, tmp_path / "copy")) == first
+    assert base_hash(shutil.copytree(original, tmp_path / "copy")) == first
     assert base_hash(make_model("llama", max_shard_size=10_000)) == first
 
 
@@ -69,21 +69,21 @@ def test_the_hash_of_a_llama_is_that_of_earlier_versions(make_model):
 
 def test_dtype_and_any_changed_tensor_change_the_hash(make_model):
     directory = make_model("llama")
-    seen = {base_hash(directory), base_hash(make_model("llama", "bfloat16"))}
+    hashes = {base_hash(directory), base_hash(make_model("llama", "bfloat16"))}
     tensors = load_file(directory / "model.safetensors")
     for name in tensors:
         save_file(tensors | {name: tensors[name] * 1.01}, directory / "model.safetensors")
-        seen.add(base_hash(directory))
-    assert len(seen) == len(tensors) + 2
+        hashes.add(base_hash(directory))
+    assert len(hashes) == len(tensors) + 2
 
 
 def test_a_large_tensor_is_sampled_from_its_first_byte_to_its_last(make_model):
     directory = make_model("llama", vocab_size=4096)  # the embedding is 512 KiB
     tensors = load_file(directory / "model.safetensors")
-    seen = {base_hash(directory)}
+    hashes = {base_hash(directory)}
     for row, column in ((0, 0), (-1, -1)):
         changed = tensors["model.embed_tokens.weight"].copy()
         changed[row, column] += 1
         save_file(tensors | {"model.embed_tokens.weight": changed}, directory / "model.safetensors")
-        seen.add(base_hash(directory))
-    assert len(seen) == 3
+        hashes.add(base_hash(directory))
+    assert len(hashes) == 3

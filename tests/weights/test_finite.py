@@ -60,9 +60,9 @@ def test_weights_check_values_reads_them_all(broken, stories260k):
     assert tensors_not_finite(stories260k) == {}
     assert list(tensors_not_finite(broken)) == [NAME]
     runner = CliRunner()
-    whole = runner.invoke(app, ["check", str(stories260k), "--values"])
-    assert "every number is finite" in whole.output
-    found = runner.invoke(app, ["check", str(broken), "--values"])
-    assert isinstance(found.exception, UserError)
-    assert NAME in found.exception.what
+    passing = runner.invoke(app, ["check", str(stories260k), "--values"])
+    assert "every number is finite" in passing.output
+    failing = runner.invoke(app, ["check", str(broken), "--values"])
+    assert isinstance(failing.exception, UserError)
+    assert NAME in failing.exception.what
     assert runner.invoke(app, ["check", str(broken)]).exit_code == 0

@@ -37,7 +37,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """/api/models/<repo>/revision/<r>, /api/models/<repo>/tree/<sha> and /<repo>/resolve/<sha>/<file>."""
 
     model: Path
-    asked: list[str]
+    requests: list[str]
     token: str | None
     REFUSALS = {  # noqa: RUF012
         "org/gated": (403, "GatedRepo"),
@@ -54,7 +54,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(urlparse(self.path).path).strip("/").split("/")
-        type(self).asked.append("/".join(path))
+        type(self).requests.append("/".join(path))
         type(self).token = self.headers.get("authorization") or type(self).token
         repo = "/".join(path[2:4] if path[0] == "api" else path[:2])
         if repo in self.REFUSALS:
@@ -102,7 +102,7 @@ def hub(make_model):
     for name in ("pytorch_model.bin", "modeling_x.py", "training_args.pt", "consolidated.safetensors"):
         (directory / name).write_bytes(b"never wanted")
     (directory / "tokenizer.json").write_text("{}")
-    Hub.model, Hub.asked, Hub.token = directory, [], None
+    Hub.model, Hub.requests, Hub.token = directory, [], None
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -110,29 +110,29 @@ def hub(make_model):
 
 
 def ask(*questions, cache: Path, cwd: Path | None = None, **environment: str) -> list[str]:
-    """What `locate` says in a process of its own: the hub's library reads its settings when it is imported."""
+    """Calls `locate` in a separate process: the hub's library reads its settings when it is imported."""
     settings = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     settings |= {"HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1"}
-    asked = json.dumps([(*question, None, None)[:3] for question in questions])
+    requests = json.dumps([(*question, None, None)[:3] for question in questions])
     done = subprocess.run(
-        [sys.executable, "-c", ASK, asked], capture_output=True, text=True, env=settings | environment, cwd=cwd
+        [sys.executable, "-c", ASK, requests], capture_output=True, text=True, env=settings | environment, cwd=cwd
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_a_model_is_downloaded_once_without_pickles_or_code(hub, tmp_path):
-    Hub.asked.clear()
+    Hub.requests.clear()
     (first,) = ask(("org/model", "v1"), cache=tmp_path, HF_ENDPOINT=hub, HF_TOKEN="hf_secret")
-    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert {path.name for path in Path(first).iterdir()} == wanted
+    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in Path(first).iterdir()} == expected
     assert (Path(first) / "model.safetensors").read_bytes() == (Hub.model / "model.safetensors").read_bytes()
     assert Hub.token == "Bearer hf_secret"
-    assert {asked.split("/")[-1] for asked in Hub.asked if "resolve" in asked} == wanted
+    assert {requests.split("/")[-1] for requests in Hub.requests if "resolve" in requests} == expected
 
-    Hub.asked.clear()
+    Hub.requests.clear()
     assert ask(("org/model", SHA), cache=tmp_path, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1") == [first]
-    assert not Hub.asked
+    assert not Hub.requests
 
 
 def test_a_tokenizer_alone_is_downloaded_without_the_weights(hub, tmp_path):
@@ -163,7 +163,7 @@ def test_no_network_and_offline_mode_are_told_apart(tmp_path):
     assert "hf download org/model" in offline
 
 
-def refused(path, *arguments, **options) -> str:
+def refusal(path, *arguments, **options) -> str:
     with pytest.raises(UserError) as caught:
         locate(path, *arguments, **options)
     return str(caught.value)
@@ -173,33 +173,33 @@ def test_a_local_directory_is_itself(make_model):
     directory = make_model("llama")
     assert locate(str(directory)) == directory
     assert locate(directory) == directory
-    assert "a local directory, which has no revisions" in refused(directory, "main")
+    assert "a local directory, which has no revisions" in refusal(directory, "main")
 
 
 def test_a_path_that_does_not_exist_suggests_its_neighbours(tmp_path, monkeypatch):
     (tmp_path / "SmolLM2-135M").mkdir()
-    assert f"did you mean '{tmp_path / 'SmolLM2-135M'}'?" in refused(tmp_path / "smollm-135m")
-    assert f"the folder '{tmp_path / 'modles'}' does not exist either" in refused(tmp_path / "modles/a/b")
+    assert f"did you mean '{tmp_path / 'SmolLM2-135M'}'?" in refusal(tmp_path / "smollm-135m")
+    assert f"the folder '{tmp_path / 'modles'}' does not exist either" in refusal(tmp_path / "modles/a/b")
     monkeypatch.chdir(tmp_path)
-    message = refused("SmolLM2-135")
+    message = refusal("SmolLM2-135")
     assert "model path 'SmolLM2-135' does not exist" in message
     assert "did you mean 'SmolLM2-135M'?" in message
     assert "organisation/name" in message
-    assert "did you mean 'SmolLM2-135M'?" in refused("./SmolLM2-135")
+    assert "did you mean 'SmolLM2-135M'?" in refusal("./SmolLM2-135")
 
 
 def test_a_file_where_a_directory_is_expected_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
-    message = refused(tmp_path / "model.safetensors")
+    message = refusal(tmp_path / "model.safetensors")
     assert "is a file" in message
     assert f"give the folder: {tmp_path}" in message
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path, make_model):
-    assert "no config.json" in refused(tmp_path)
+    assert "no config.json" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    assert "only pickled weights are here" in refused(tmp_path)
+    assert "only pickled weights are here" in refusal(tmp_path)
     assert locate(tmp_path, allow=TOKENIZER) == tmp_path
 
 

@@ -22,7 +22,7 @@ from model_specs import split_stacks
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def stored(directory: Path) -> dict[str, np.ndarray]:
+def stored_tensors(directory: Path) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -31,7 +31,7 @@ def stored(directory: Path) -> dict[str, np.ndarray]:
 
 def assert_equal_to_files(params, spec, directory: Path, dtype, files=None) -> None:
     """Every tensor is, bit for bit, what the file holds cast to the dtype by numpy."""
-    flat, files = flatten(params), files or stored(directory)
+    flat, files = flatten(params), files or stored_tensors(directory)
     abstract = flatten(abstract_params(spec))
     assert {path: leaf.shape for path, leaf in flat.items()} == {path: a.shape for path, a in abstract.items()}
     for entry in tensors(spec):
@@ -52,26 +52,28 @@ def test_params_equal_the_files_of_every_family(make_model, family, dtype):
     assert_equal_to_files(load_params(directory, spec), spec, directory, jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize(("kept", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
-def test_weights_are_cast_to_the_dtype_asked_for(make_model, kept, wanted):
-    directory = make_model("llama", kept)
-    spec, _ = load_spec(directory, wanted)
-    assert_equal_to_files(load_params(directory, spec), spec, directory, jnp.dtype(wanted))
+@pytest.mark.parametrize(
+    ("stored_dtype", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_weights_are_cast_to_the_dtype_asked_for(make_model, stored_dtype, dtype):
+    directory = make_model("llama", stored_dtype)
+    spec, _ = load_spec(directory, dtype)
+    assert_equal_to_files(load_params(directory, spec), spec, directory, jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("stored_as", [np.float64, ml_dtypes.float8_e4m3fn])
 def test_other_floating_dtypes_are_read_too(make_model, stored_as):
     directory = make_model("llama")
-    tensors = {name: tensor.astype(stored_as) for name, tensor in stored(directory).items()}
+    tensors = {name: tensor.astype(stored_as) for name, tensor in stored_tensors(directory).items()}
     save_file(tensors, directory / "model.safetensors")
     spec, _ = load_spec(directory, "float32")
     assert_equal_to_files(load_params(directory, spec), spec, directory, jnp.float32, tensors)
 
 
 def test_a_single_file_equals_its_shards(make_model, tmp_path):
-    one, many = make_model("qwen3"), make_model("qwen3", max_shard_size=15_000)
-    spec, _ = load_spec(one)
-    pairs = zip(jax.tree.leaves(load_params(one, spec)), jax.tree.leaves(load_params(many, spec)), strict=True)
+    single, many = make_model("qwen3"), make_model("qwen3", max_shard_size=15_000)
+    spec, _ = load_spec(single)
+    pairs = zip(jax.tree.leaves(load_params(single, spec)), jax.tree.leaves(load_params(many, spec)), strict=True)
     assert all(bool(jnp.array_equal(a, b)) for a, b in pairs)
 
 
@@ -99,13 +101,13 @@ def test_loaded_params_may_be_donated(make_model):
     """A buffer that something else also held would be overwritten, or overwrite, when donated."""
     directory = make_model("llama")
     spec, _ = load_spec(directory)
-    files = stored(directory)
+    files = stored_tensors(directory)
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
-    params, other = load_params(directory, spec), load_params(directory, spec)
+    params, second = load_params(directory, spec), load_params(directory, spec)
     params = double(double(params))
     got = np.asarray(params["embed"]["weight"])
     np.testing.assert_array_equal(got, 4 * files["model.embed_tokens.weight"])
-    assert_equal_to_files(other, spec, directory, jnp.float32)
+    assert_equal_to_files(second, spec, directory, jnp.float32)
 
 
 def test_dtype_comes_from_the_tensors_where_the_config_says_nothing(make_model, edit_config):
@@ -117,16 +119,16 @@ def test_dtype_comes_from_the_tensors_where_the_config_says_nothing(make_model, 
 def test_progress_ends_at_the_total(make_model):
     directory = make_model("llama")
     spec, _ = load_spec(directory)
-    seen: list[tuple[int, int]] = []
-    load_params(directory, spec, progress=lambda done, total: seen.append((done, total)))
-    total = sum(tensor.nbytes for tensor in stored(directory).values())
-    assert seen[-1] == (total, total)
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    reports: list[tuple[int, int]] = []
+    load_params(directory, spec, progress=lambda done, total: reports.append((done, total)))
+    total = sum(tensor.nbytes for tensor in stored_tensors(directory).values())
+    assert reports[-1] == (total, total)
+    assert [done for done, _ in reports] == sorted({done for done, _ in reports})
 
 
 def test_a_written_out_copy_of_a_tied_head_is_accepted(make_model):
     directory = make_model("llama-tied")
-    tensors = stored(directory)
+    tensors = stored_tensors(directory)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(6, np.float32)
     save_file(tensors, directory / "model.safetensors")
@@ -135,7 +137,7 @@ def test_a_written_out_copy_of_a_tied_head_is_accepted(make_model):
 
 
 def test_no_pickle_is_opened(make_model, tmp_path):
-    """A pickle beside the weights, that would leave a mark if it were ever loaded, is not."""
+    """A pickle next to the weights, that would leave a mark if it were ever loaded, is not."""
     directory = shutil.copytree(make_model("llama"), tmp_path / "model")
     mark = tmp_path / "owned"
     poison = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."

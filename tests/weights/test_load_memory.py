@@ -1,4 +1,4 @@
-"""Peak host memory of loading, measured by the kernel in a process of its own."""
+"""Peak host memory of loading, measured by the kernel in a separate process."""
 
 from __future__ import annotations
 

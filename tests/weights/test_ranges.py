@@ -1,4 +1,4 @@
-"""Numbers that a dtype or a type cannot hold are named, nothing is left behind, and what is offered instead works."""
+"""Numbers that a dtype or a type cannot hold are named, nothing is left behind, and the offered alternative works."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshtune.runs.export import export
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
-def changed(tmp_path: Path, value: float, dtype: str = "float32", whole: bool = False) -> Path:
+def change_numbers(tmp_path: Path, value: float, dtype: str = "float32", everywhere: bool = False) -> Path:
     """The quickstart's model with a number, or all numbers, of one matrix changed."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     tensors = load_file(model / "model.safetensors")
-    if whole:
+    if everywhere:
         tensors[NAME] = tensors[NAME] * np.float32(value)
     else:
         tensors[NAME][0, 0] = value
@@ -38,7 +38,7 @@ def changed(tmp_path: Path, value: float, dtype: str = "float32", whole: bool = 
     (float("inf"), {"dtype": "bfloat16"}),
 ])  # fmt: skip
 def test_a_number_beyond_a_dtype_is_named_and_nothing_is_left_behind(tmp_path, value, options):
-    model = changed(tmp_path, value)
+    model = change_numbers(tmp_path, value)
     dest = tmp_path / ("out.gguf" if "gguf" in options else "out")
     with pytest.raises(UserError) as error:
         export(model, dest, **options)
@@ -53,11 +53,11 @@ def test_a_number_beyond_a_dtype_is_named_and_nothing_is_left_behind(tmp_path, v
 
 
 def test_a_tensor_that_is_too_small_for_its_type_is_named(tmp_path):
-    model = changed(tmp_path, 1e-12, whole=True)
-    said = export(model, tmp_path / "half.gguf", gguf="F16").verified
-    assert "the numbers of blk.1.ffn_down.weight in F16 are too small for their type" in said
-    assert "100" not in said.partition("; but")[0]
-    assert "--gguf BF16 keeps them" in said
+    model = change_numbers(tmp_path, 1e-12, everywhere=True)
+    verdict = export(model, tmp_path / "half.gguf", gguf="F16").verified
+    assert "the numbers of blk.1.ffn_down.weight in F16 are too small for their type" in verdict
+    assert "100" not in verdict.partition("; but")[0]
+    assert "--gguf BF16 keeps them" in verdict
     assert "too small" not in export(model, tmp_path / "brain.gguf", gguf="BF16").verified
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_rounding_changes_is_not_called_a_defect(tmp_path):
 
 
 def test_float32_files_under_a_config_of_bfloat16_keep_their_numbers(tmp_path):
-    model = changed(tmp_path, 1.0000001)
+    model = change_numbers(tmp_path, 1.0000001)
     config = (model / "config.json").read_text().replace('"torch_dtype": "float32"', '"torch_dtype": "bfloat16"')
     (model / "config.json").write_text(config)
     export(model, tmp_path / "out", dtype="float32")

@@ -1,4 +1,5 @@
-"""Loading onto meshes of 8 simulated devices, and in several processes: the same numbers, only what is held is read."""
+"""Loading onto meshes of 8 simulated devices, and in several processes: the same numbers, and each process reads only
+its own part."""
 
 from __future__ import annotations
 
@@ -110,10 +111,10 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(small):
-    """What one process holds of the model, as hashes of the slices of 4 devices along fsdp."""
-    (said,) = job(small[0], 1, {"fsdp": 4}, devices=4, digests=True)
-    assert said["report"]["read"] == small[1]
-    return said["digests"]
+    """A single process's arrays of the model, as hashes of the slices of 4 devices along fsdp."""
+    (members,) = job(small[0], 1, {"fsdp": 4}, devices=4, digests=True)
+    assert members["report"]["read"] == small[1]
+    return members["digests"]
 
 
 def assert_same(digests: dict[str, str], alone: dict[str, str]) -> None:
@@ -122,14 +123,14 @@ def assert_same(digests: dict[str, str], alone: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
 def test_a_process_reads_what_its_devices_hold_and_no_more(small, alone, processes, devices):
-    said = job(small[0], processes, {"fsdp": 4}, devices=devices, digests=True)
-    assert set().union(*(one["digests"] for one in said)) == set(alone)
-    for one in said:
-        assert_same(one["digests"], alone)
-        assert one["report"]["read"] == one["distinct"]
-        assert one["report"]["files"] == 3
-        assert one["distinct"] < 1.02 * small[1] / processes
-        over = one["peak"] - one["before"] - one["local"]
+    members = job(small[0], processes, {"fsdp": 4}, devices=devices, digests=True)
+    assert set().union(*(member["digests"] for member in members)) == set(alone)
+    for member in members:
+        assert_same(member["digests"], alone)
+        assert member["report"]["read"] == member["distinct"]
+        assert member["report"]["files"] == 3
+        assert member["distinct"] < 1.02 * small[1] / processes
+        over = member["peak"] - member["before"] - member["local"]
         assert over < 250 * MB, "a few blocks of 16 MB, and what compiling takes"
 
 
@@ -138,13 +139,13 @@ def test_a_process_reads_what_its_devices_hold_and_no_more(small, alone, process
     [(2, None, {0}), (4, 2, {0, 2}), pytest.param(4, None, {0}, marks=pytest.mark.slow)],
 )
 def test_with_broadcast_one_process_of_a_group_reads(small, alone, processes, group, readers):
-    said = job(small[0], processes, {"fsdp": 4}, devices=4 // processes, digests=True, broadcast=True, group=group)
-    assert {number for number, one in enumerate(said) if one["report"]["read"]} == readers
-    assert {number for number, one in enumerate(said) if one["report"]["files"]} == readers
-    for one in said:
-        assert_same(one["digests"], alone)
-        assert one["report"]["read"] <= small[1]
-        assert one["peak"] - one["before"] - one["local"] < 300 * MB
+    members = job(small[0], processes, {"fsdp": 4}, devices=4 // processes, digests=True, broadcast=True, group=group)
+    assert {number for number, member in enumerate(members) if member["report"]["read"]} == readers
+    assert {number for number, member in enumerate(members) if member["report"]["files"]} == readers
+    for member in members:
+        assert_same(member["digests"], alone)
+        assert member["report"]["read"] <= small[1]
+        assert member["peak"] - member["before"] - member["local"] < 300 * MB
 
 
 def test_with_broadcast_what_is_wrong_is_said_on_every_process(small, tmp_path):
@@ -152,9 +153,9 @@ def test_with_broadcast_what_is_wrong_is_said_on_every_process(small, tmp_path):
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"intermediate_size": 2820, "dtype": "bfloat16"}))
-    said = job(tmp_path, 2, {"fsdp": 2}, broadcast=True)
-    assert said[0] == said[1]
-    assert "config.json and the weights disagree" in said[0]["error"]
+    members = job(tmp_path, 2, {"fsdp": 2}, broadcast=True)
+    assert members[0] == members[1]
+    assert "config.json and the weights disagree" in members[0]["error"]
 
 
 # 1.5 billion parameters, 3 GB in bfloat16.
@@ -179,14 +180,14 @@ def large(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "broadcast"), [(1, False), (2, False), (4, False), (4, True)])
 def test_a_model_of_3_gb_takes_host_memory_for_a_few_blocks_only(large, processes, broadcast):
-    """Over what was held before and the arrays themselves, which on a CPU are host memory too.
+    """Beyond the memory before and the arrays themselves, which on a CPU are host memory too.
 
-    The requirement is 2 GiB and the largest local shard of a tensor; a few blocks of 16 MB and what compiling takes
-    come to some 200 MB.
+    The requirement is 2 GiB and the largest local shard of a tensor; a few blocks of 16 MB and the compiler
+    take some 200 MB.
     """
-    said = job(large[0], processes, {"fsdp": processes}, timeout=500, broadcast=broadcast)
-    assert sum(one["local"] for one in said) >= large[1]
-    for number, one in enumerate(said):
-        assert one["peak"] - one["before"] - one["local"] < 400 * MB
-        expected = one["distinct"] if not broadcast else large[1] * (number == 0)
-        assert one["report"]["read"] == expected
+    members = job(large[0], processes, {"fsdp": processes}, timeout=500, broadcast=broadcast)
+    assert sum(member["local"] for member in members) >= large[1]
+    for number, member in enumerate(members):
+        assert member["peak"] - member["before"] - member["local"] < 400 * MB
+        expected = member["distinct"] if not broadcast else large[1] * (number == 0)
+        assert member["report"]["read"] == expected

@@ -20,7 +20,7 @@ from meshtune.weights.safetensors_files import headers
 from meshtune.weights.shards import Shards
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.writer import first_difference, write_file
-from weights.tensor_layouts import LEAVES, expected, table, tensors
+from weights.tensor_layouts import LEAVES, expected_leaves, table, tensors
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def leaves(folder):
         shards = Shards(LEAVES, None, [None])
         read_into(shards, table(), headers(folder), reader)
         assert reader.bytes == sum(array.nbytes for array in tensors().values())
-        return shards.assembled()
+        return shards.assemble()
 
 
 def test_the_table_is_valid():
@@ -51,8 +51,8 @@ def test_leaves_are_the_views_of_whole_tensors(folder, limit, monkeypatch):
     with TensorReader() as reader:
         shards = Shards(LEAVES, None, [None])
         read_into(shards, table(), headers(folder), reader)
-        got = shards.assembled()
-    for path, array in expected(tensors()).items():
+        got = shards.assemble()
+    for path, array in expected_leaves(tensors()).items():
         assert np.array_equal(np.asarray(got[path]), array), path
 
 
@@ -67,7 +67,7 @@ def split(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
 def test_slices_read_by_themselves_are_slices_of_the_whole(parts, limit):
     """Both ways in which a block reaches a shard: through a view of its memory, and in runs for a device."""
     stored = tensors()
-    whole = expected(stored)
+    full = expected_leaves(stored)
     by_name: dict[str, list[TensorMap]] = {}
     for entry in table():
         by_name.setdefault(entry.name, []).append(entry)
@@ -78,23 +78,23 @@ def test_slices_read_by_themselves_are_slices_of_the_whole(parts, limit):
     through_views = {path: {box: empty(box) for box in group} for path, group in boxes.items()}
     in_runs = {path: {box: empty(box) for box in group} for path, group in boxes.items()}
     for name, entries in by_name.items():
-        seen = np.zeros(stored[name].shape, int)
+        reads = np.zeros(stored[name].shape, int)
         for block in read_plan(
             entries, {path: dict.fromkeys(group, (None,)) for path, group in boxes.items()}, 4, limit
         ):
             box = tuple(slice(*edges) for edges in block.box)
             numbers = stored[name].reshape(block.split_shape)[box]
-            seen.reshape(block.split_shape)[box] += 1
+            reads.reshape(block.split_shape)[box] += 1
             for cut in block.cuts:
                 cut.within(through_views[cut.entry.path][cut.box])[...] = cut.of(numbers)
                 for at, part in cut.runs(numbers):
                     target = tuple(slice(start, start + n) for start, n in zip(at, part.shape, strict=True))
                     in_runs[cut.entry.path][cut.box][target] = part
-        assert (seen == 1).all(), f"every number of {name} is read once"
+        assert (reads == 1).all(), f"every number of {name} is read once"
     for shards in (through_views, in_runs):
         for path, group in shards.items():
             for box, part in group.items():
-                assert np.array_equal(part, whole[path][tuple(slice(*edges) for edges in box)]), (path, box)
+                assert np.array_equal(part, full[path][tuple(slice(*edges) for edges in box)]), (path, box)
 
 
 def empty(box: Box) -> np.ndarray:
@@ -133,10 +133,10 @@ def test_a_leaf_read_alone_reads_its_own_bytes_where_they_are_runs(folder):
     with TensorReader() as reader:
         shards = Shards({path: LEAVES[path]}, None, [None])
         read_into(shards, [entry for entry in table() if entry.path == path], headers(folder), reader)
-        assert np.array_equal(np.asarray(shards.assembled()[path]), expected(tensors())[path])
+        assert np.array_equal(np.asarray(shards.assemble()[path]), expected_leaves(tensors())[path])
         assert reader.bytes == LEAVES[path].nbytes
 
 
 def test_leaves_may_be_donated(leaves):
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(leaves["q"])
-    assert np.array_equal(np.asarray(doubled), 2 * expected(tensors())["q"])
+    assert np.array_equal(np.asarray(doubled), 2 * expected_leaves(tensors())["q"])

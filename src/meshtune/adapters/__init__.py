@@ -1,1 +1,1 @@
-"""Training methods: adapters as data beside the weights, PEFT's file format, merging."""
+"""Training methods: adapters as data next to the weights, PEFT's file format, merging."""

@@ -13,7 +13,7 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import held_weight
 from meshtune.adapters.multi_lora import MultiLoRA
 from meshtune.adapters.peft_format import LoadedAdapter, check_copies
-from meshtune.adapters.placement import placed
+from meshtune.adapters.placement import place_arrays
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, stack_path, unflatten
 from meshtune.mesh.layout import Layout
@@ -38,12 +38,12 @@ class AdapterSet:
         """
         for adapter in adapters.values():
             check_copies(params, spec, adapter)
-        combined = _combined(spec, list(adapters.values()))
-        leaves = {path: _placed(path, leaf, spec, layout) for path, leaf in combined.items()}
+        combined = _combine_adapters(spec, list(adapters.values()))
+        leaves = {path: _place_adapter(path, leaf, spec, layout) for path, leaf in combined.items()}
         return cls(unflatten(flatten(params) | leaves), tuple(adapters))
 
     def number(self, name: str) -> int | None:
-        """The number of an adapter, which a request names; None for the base alone."""
+        """The number of an adapter, which a request names; None for the base without an adapter."""
         return self.names.index(name) if name in self.names else None
 
 
@@ -89,7 +89,7 @@ def _factors(adapter: LoadedAdapter) -> dict[_Place, _Factors]:
     return factors
 
 
-def _combined(spec: ModelSpec, adapters: Sequence[LoadedAdapter]) -> dict[str, MultiLoRA]:
+def _combine_adapters(spec: ModelSpec, adapters: Sequence[LoadedAdapter]) -> dict[str, MultiLoRA]:
     """The MultiLoRAs of a base by path, of NumPy's arrays. Where the layers of one stack differ in rank, the smaller
     ones are filled up with zeros."""
     factors = [_factors(adapter) for adapter in adapters]
@@ -124,8 +124,8 @@ def _side_by_side(parts: Sequence[Sequence[_Factors | None]]) -> MultiLoRA:
     return MultiLoRA(a, b, scales, np.zeros((count, 1, rank), np.float32))
 
 
-def _placed(path: str, leaf: MultiLoRA, spec: ModelSpec, layout: Layout | None) -> MultiLoRA:
-    """A MultiLoRA on the devices, sharded beside the weight that it adapts."""
+def _place_adapter(path: str, leaf: MultiLoRA, spec: ModelSpec, layout: Layout | None) -> MultiLoRA:
+    """A MultiLoRA on the devices, sharded like the weight that it adapts."""
     arrays = flatten(abstract_params(spec))
     node = path.removesuffix("/adapter")
     weight = arrays[held_weight(node, spec)]
@@ -140,4 +140,4 @@ def _placed(path: str, leaf: MultiLoRA, spec: ModelSpec, layout: Layout | None) 
         form(leaf.scales, *lead, "whole", "whole"),
         form(leaf.row_scales, *lead, "whole", "whole"),
     )
-    return placed(leaf, forms, layout)
+    return place_arrays(leaf, forms, layout)

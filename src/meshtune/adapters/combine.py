@@ -17,13 +17,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from meshtune.adapters.peft_config import PeftConfig, read_config
-from meshtune.adapters.peft_format import CONFIG, WEIGHTS, BaseRecord, opened, read_fields, record_of
+from meshtune.adapters.peft_format import CONFIG, WEIGHTS, BaseRecord, open_tensors, read_fields, record_of
 from meshtune.adapters.peft_tensors import PREFIX
-from meshtune.adapters.weighted import METHODS, Factors, keeps_factors, prunes, weighted
+from meshtune.adapters.weighted import METHODS, Factors, combine_factors, keeps_factors, prunes
 from meshtune.errors import UserError, nearest
 from meshtune.weights.ends import GENERATION, read_ends
 from meshtune.weights.export import write_generation
-from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.publish import disk_errors, publish_directory
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -88,7 +88,7 @@ def combine(
         parts, shares = zip(*adapting, strict=True)
         _same_shape(name, parts)
         options = {"density": 1.0 if density is None else density, "majority": majority, "draw": draw}
-        a, b = weighted(parts, shares, method, made_rank, **options)
+        a, b = combine_factors(parts, shares, method, made_rank, **options)
         dtype = parts[0].a.dtype
         tensors[f"{PREFIX}{name}{A}"], tensors[f"{PREFIX}{name}{B}"] = a.astype(dtype), b.astype(dtype)
     fields = _fields(adapters, modules, made_rank)
@@ -108,7 +108,7 @@ def combine(
             ],
         },
     }
-    with published(dest, CONFIG) as partial, disk_errors(dest):
+    with publish_directory(dest, CONFIG) as partial, disk_errors(dest):
         save_file(tensors, partial / WEIGHTS, {"format": "pt", "meshtune": json.dumps(record)})
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         for pattern in ("tokenizer*", "chat_template*", "special_tokens*", GENERATION):
@@ -171,7 +171,7 @@ def _read(path: pathlib.Path) -> _Adapter:
             fix="merge it into its base instead (meshtune export --merge)",
         )
     halves: dict[str, dict[str, np.ndarray]] = {}
-    with opened(path / WEIGHTS) as file:
+    with open_tensors(path / WEIGHTS) as file:
         for name in file.keys():  # noqa: SIM118
             inner = name.removeprefix(PREFIX).replace(".default.", ".")
             half = next((half for half in (A, B) if inner.endswith(half)), None)

@@ -16,7 +16,7 @@ AdapterName = Literal["lora", "dora", "pissa", "loftq", "oft", "vera"]  # the ke
 
 @dataclasses.dataclass(frozen=True)
 class LoraOptions(Method):
-    """Adapters beside frozen weights: LoRA (https://arxiv.org/abs/2106.09685) and its variants (docs/adapters.md)."""
+    """Adapters on frozen weights: LoRA (https://arxiv.org/abs/2106.09685) and its variants (docs/adapters.md)."""
 
     kind: Literal["lora"] = option("lora", "Which method: lora, full, freeze or llama_pro.")
     adapter: AdapterName = option(

@@ -20,7 +20,7 @@ from meshtune.adapters.peft_format import (
     attach,
     check_base,
     load_adapter,
-    opened,
+    open_tensors,
     read_fields,
 )
 from meshtune.adapters.peft_tensors import sort
@@ -39,12 +39,12 @@ def resumed_config(source: str | os.PathLike[str], spec: ModelSpec, requested: L
     """The method that resumes training of the adapter in `source`: its type, ranks, alphas and modules are the
     adapter's, dropout is the requested one.
 
-    Reads the adapter's config and the names of its tensors alone. Raises UserError where it is no adapter of a base of
+    Reads only the adapter's config and the names of its tensors. Raises UserError where it is no adapter of a base of
     this spec, and where an option is requested that differs from the adapter's.
     """
     source = pathlib.Path(source)
     peft = read_config(read_fields(source), str(source / CONFIG))
-    with opened(source / WEIGHTS) as file:
+    with open_tensors(source / WEIGHTS) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     content = sort(shapes, spec, peft, str(source / WEIGHTS))
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
-from meshtune.adapters.lora import LoRA, dropped
+from meshtune.adapters.lora import LoRA, drop_out
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.arrays.spec import ArraySpec
@@ -93,7 +93,7 @@ class DoRA(AdapterDefaults):
         y = matmul(x, weight, out)
         if key is None or self.dropout == 0:
             return (share * (y + self.lora.product(x, y.dtype))).astype(y.dtype)
-        left = dropped(x, self.dropout, key)
+        left = drop_out(x, self.dropout, key)
         change = share * self.lora.product(left, y.dtype) + (share - 1) * matmul(left, weight, out)
         return (y + change).astype(y.dtype)
 

@@ -1,4 +1,4 @@
-"""Checks adapters on a mixture of experts, of which users rarely mean a part."""
+"""Checks adapters on a mixture of experts, where users rarely mean only a part."""
 
 from __future__ import annotations
 

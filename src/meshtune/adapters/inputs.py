@@ -56,7 +56,7 @@ class Measure:
         """The linear layer, unchanged and without its bias."""
         assert fixed is not None, "the mask of counted tokens is not in the tree"
         counted = jnp.square(x.astype(jnp.float32)) * fixed.tokens[..., None]
-        return _noted(matmul(x, weight, out), self.squares, jnp.sum(counted, axis=(0, 1)))
+        return _note_squares(matmul(x, weight, out), self.squares, jnp.sum(counted, axis=(0, 1)))
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> Measure:
         """Gathered for computing: see adapters.kind.Adapter."""
@@ -64,7 +64,7 @@ class Measure:
 
 
 @jax.custom_vjp
-def _noted(y: Array, squares: Float[Array, "i"], counted: Float[Array, "i"]) -> Array:
+def _note_squares(y: Array, squares: Float[Array, "i"], counted: Float[Array, "i"]) -> Array:
     return y
 
 
@@ -77,7 +77,7 @@ def _noted_backward(counted: Array, cotangent: Array) -> tuple[Array, Array, Arr
     return jnp.zeros_like(cotangent), counted, jnp.zeros_like(counted)
 
 
-_noted.defvjp(_noted_forward, _noted_backward)
+_note_squares.defvjp(_noted_forward, _noted_backward)
 
 
 def input_sizes(
@@ -100,7 +100,7 @@ def input_sizes(
     where = None if layout is None else {node: layout.of(form) for node, form in forms.items()}
     total = jax.jit(lambda: {node: jnp.zeros(form.shape) for node, form in forms.items()}, out_shardings=where)()
 
-    def summed(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
+    def sum_squares(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
         counted = (batch["segment_ids"] > 0).astype(jnp.float32)
         inputs = inputs_of(batch)
 
@@ -114,7 +114,7 @@ def input_sizes(
 
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     outs = None if layout is None else (where, layout.replicated)
-    step = jax.jit(summed, donate_argnums=0, out_shardings=outs, compiler_options=options)
+    step = jax.jit(sum_squares, donate_argnums=0, out_shardings=outs, compiler_options=options)
     tokens = 0.0
     for batch in batches:
         total, counted = step(total, params, {name: batch[name] for name in ("tokens", "positions", "segment_ids")})

@@ -18,8 +18,8 @@ Weight = jax.Array | QuantisedWeight  # of a linear layer: [.., out, in]
 
 
 class Adapter(Protocol):
-    """The trainable arrays beside one weight, a pytree at "<node>/adapter" in `trainable`; stacked layers lead all
-    arrays.
+    """The trainable arrays of one weight's adapter, a pytree at "<node>/adapter" in `trainable`; stacked layers lead
+    all arrays.
 
     `fixed` are its frozen arrays, at "<node>/fixed" in `frozen`, or its part of the arrays that all adapters share.
     """

@@ -64,7 +64,7 @@ class LoftQ(AdapterDefaults):
             wide = wide.astype(jnp.float32)
             a, b = _factors(wide, quantised, inputs, adapter, config, key)
             for _ in range(config.loftq_iterations - 1):
-                quantised = quantised.requantised(wide - dataclasses.replace(adapter, a=a, b=b).delta())
+                quantised = quantised.requantise_numbers(wide - dataclasses.replace(adapter, a=a, b=b).delta())
                 a, b = _factors(wide, quantised, inputs, adapter, config, key)
             return quantised, a, b
 

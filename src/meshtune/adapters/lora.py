@@ -1,4 +1,4 @@
-"""LoRA: a low-rank product beside a frozen weight (https://arxiv.org/abs/2106.09685)."""
+"""LoRA: a low-rank product added to a frozen weight (https://arxiv.org/abs/2106.09685)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class LoRA(AdapterDefaults):
     ) -> Float[Array, "*B o"]:
         """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
         y = matmul(x, weight, out)
-        y = jnp.add(y, self.product(dropped(x, self.dropout, key), y.dtype))
+        y = jnp.add(y, self.product(drop_out(x, self.dropout, key), y.dtype))
         return y if fixed is None else y - fixed.product(x, y.dtype)
 
     def apply_grouped(
@@ -152,7 +152,7 @@ class LoRA(AdapterDefaults):
         return self.scale * jnp.einsum("...or,...ri->...oi", b, a, precision=jax.lax.Precision.HIGHEST)
 
 
-def dropped(x: Float[Array, "*B i"], rate: float, key: Array | None) -> Float[Array, "*B i"]:
+def drop_out(x: Float[Array, "*B i"], rate: float, key: Array | None) -> Float[Array, "*B i"]:
     """Dropout of x at `rate`; x itself without a key."""
     if key is None or rate == 0:
         return x

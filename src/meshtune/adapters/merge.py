@@ -14,11 +14,11 @@ from meshtune.model.inputs import ROWS, TokenRows
 from meshtune.quantize.weight import QuantisedWeight
 
 
-def merged(params: Tree) -> Tree:
+def merge_adapters(params: Tree) -> Tree:
     """The whole tree without adapters, their effect added to the weights; `params` is used up.
 
     The sum is made in float32, one stacked weight at a time and in the weight's own memory, and kept in its dtype.
-    Quantised weights, adapted or not, become plain ones: the numbers that their codes stand for.
+    Quantised weights, adapted or not, become plain ones: their dequantised numbers.
     A tied head has no weight to hold the sum: its adapter comes with one (LoadedAdapter.mergeable).
     """
     weights = used_up(params)

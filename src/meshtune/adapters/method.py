@@ -19,7 +19,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.model_modules import ModelModules
-from meshtune.adapters.placement import cast, placed
+from meshtune.adapters.placement import cast, place_arrays
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
@@ -93,7 +93,7 @@ def abstract(
     adapters = {name: _abstract_adapter(config, trainable_dtype) for name, config in selection.adapted.items()}
     nodes = ({among.by_name[name].node for name in names} for names in (selection.trained, selection.adapted))
     rows = rows_by_node(method.adapters, spec, *nodes)
-    model = arranged(uniform(spec, kinds), selection.trained, adapters, trainable_dtype, rows)
+    model = arrange_model(uniform(spec, kinds), selection.trained, adapters, trainable_dtype, rows)
     if method.adapters is not None:
         fixed = _fixed_arrays(method.adapters, model, trainable_dtype)
         model = dataclasses.replace(model, frozen=merge(model.frozen, fixed))
@@ -151,7 +151,7 @@ def prepare(
         else:
             trainable[path] = cast(weights.pop(path), leaf, layout)
     if SHARED in frozen:
-        weights[SHARED] = placed(frozen[SHARED].start(), frozen[SHARED], layout)
+        weights[SHARED] = place_arrays(frozen[SHARED].start(), frozen[SHARED], layout)
     buffers = {path: cast(weights.pop(path), leaf, layout) for path, leaf in flatten(plan.buffers).items()}
     return PreparedModel(plan.spec, unflatten(trainable), unflatten(weights), unflatten(buffers))
 
@@ -193,8 +193,8 @@ def count(prepared: PreparedModel) -> ParameterCounts:
             adapters += sum(array.size for array in jax.tree.leaves(leaf))
         else:
             full += leaf.size
-    others = flatten(merge(prepared.frozen, prepared.buffers))
-    weights = (leaf for path, leaf in others.items() if not of_adapters(path))
+    fixed = flatten(merge(prepared.frozen, prepared.buffers))
+    weights = (leaf for path, leaf in fixed.items() if not of_adapters(path))
     return ParameterCounts(adapters, full, sum(leaf.size for leaf in weights))
 
 
@@ -213,7 +213,7 @@ def _fixed_arrays(method: LoraConfig, model: PreparedModel, dtype: str) -> Tree:
     return unflatten({path: array for path, array in arrays.items() if array is not None})
 
 
-def arranged(
+def arrange_model(
     spec: ModelSpec,
     trained: list[str],
     adapters: Mapping[str, Callable[[ArraySpec], Adapter]],

@@ -24,7 +24,7 @@ from meshtune.model.linear import matmul
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MultiLoRA:
-    """The LoRAs of N adapters beside one weight: A [R, in] and B [out, R], where R is the sum of their ranks.
+    """The LoRAs of N adapters on one weight: A [R, in] and B [out, R], where R is the sum of their ranks.
 
     `scales` [N, R] are each adapter's scale in its own ranks, zero in the others, and `row_scales` [B, R] those of the
     rows of a batch; [1, R] is for all rows. Stacked layers lead all arrays.
@@ -59,14 +59,14 @@ class MultiLoRA:
         return dataclasses.replace(self, a=a, b=b)
 
     def of_rows(self, selection: Float[Array, "B N"]) -> MultiLoRA:
-        """The same adapters, of which every row selects those where `selection` is one."""
+        """The same adapters; every row selects those where `selection` is one."""
         highest = jax.lax.Precision.HIGHEST
         row_scales = jnp.einsum("bn,...nr->...br", selection, self.scales, precision=highest)
         return dataclasses.replace(self, row_scales=row_scales)
 
 
 def select(params: Tree, selection: Float[Array, "B N"] | None) -> Tree:
-    """Parameters whose MultiLoRAs select adapters for the rows of a batch; None: the parameters as they are."""
+    """Parameters whose MultiLoRAs select adapters for the rows of a batch; None: the parameters unchanged."""
     if selection is None:
         return params
 

@@ -34,7 +34,8 @@ PARAMETRISED_SINCE = "0.18.0"  # the version of PEFT whose series this is
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OFT(AdapterDefaults):
-    """y = (x R) W^T. `q` [n, b (b - 1) / 2] holds what is above the diagonal of Q in each of n blocks of b inputs."""
+    """y = (x R) W^T. `q` [n, b (b - 1) / 2] holds the numbers above the diagonal of Q in each of n blocks of b
+    inputs."""
 
     q: Any
     block: int = dataclasses.field(metadata={"static": True})

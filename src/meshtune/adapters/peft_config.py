@@ -46,9 +46,9 @@ TASKS = ("CAUSAL_LM", "SEQ_CLS")  # a reward model is a sequence classification 
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """The fields of an adapter_config.json that say what the tensors beside it mean.
+    """The fields of an adapter_config.json that say what the tensors of the adapter mean.
 
-    `expert_parts` are the parts of a parameter of experts, such as gate and up, that have factors of their own in equal
+    `expert_parts` are the parts of a parameter of experts, such as gate and up, that have their own factors in equal
     shares of the ranks, where the file's metadata say so.
     """
 
@@ -71,16 +71,16 @@ class PeftConfig:
         return float(self._pattern("alpha_pattern", name, self.config.alpha))
 
     def config_of(self, module: Module, views: Mapping[str, View] | None = None) -> LoraConfig:
-        """The config of one module's adapter; `views` are those of tensors that hold the adapters of several experts,
-        of which a part may have only some of the ranks."""
+        """The config of one module's adapter; `views` are those of tensors that hold the adapters of several experts;
+        a part of them may have only some of the ranks."""
         if views is None:
             return dataclasses.replace(self.config, rank=self.rank(module.name), alpha=self.alpha(module.name))
-        rank, alpha, own = self.rank(module.parameter), self.alpha(module.parameter), views["a"].shape[1]
+        rank, alpha, part_rank = self.rank(module.parameter), self.alpha(module.parameter), views["a"].shape[1]
         scale = self.config.scale(rank, alpha)
-        return dataclasses.replace(self.config, rank=own, alpha=scale / self.config.scale(own, 1.0))
+        return dataclasses.replace(self.config, rank=part_rank, alpha=scale / self.config.scale(part_rank, 1.0))
 
-    def targeted(self, module: Module) -> bool:
-        """Whether peft would put an adapter beside this linear module."""
+    def targets_module(self, module: Module) -> bool:
+        """Tells whether peft would put an adapter on this linear module."""
         targets, name = self.fields.get("target_modules"), module.name
         if module.role == "experts":  # what peft did before transformers 5 is told by the tensors alone
             parts = self.expert_parts.get(module.parameter.rpartition(".")[2], [part_of(module)])
@@ -250,14 +250,14 @@ def write_config(
 ) -> dict[str, Any]:
     """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
     `ranks` and `alphas` are by HF module, empty for kinds that have neither. `parameters` are the adapted ones of
-    experts; beside them, modules whose names peft takes to mean experts are named by their parameter too.
+    experts; besides, modules whose names peft takes to mean experts are named by their parameter too.
 
     `names` are all modules of the model: short names are used where they select exactly the right ones. `transposed`
     says that the adapted weights are [in, out] in transformers. In a `composite` there are other modules, which are
     excluded.
     """
-    taken = [name for name in adapted if parameters and name.endswith(TAKEN_FOR_EXPERTS)]
-    weights = {name: f"{name}.weight" for name in taken}
+    for_experts = [name for name in adapted if parameters and name.endswith(TAKEN_FOR_EXPERTS)]
+    weights = {name: f"{name}.weight" for name in for_experts}
     adapted = [name for name in adapted if name not in weights]
     ranks = {weights.get(name, name): rank for name, rank in ranks.items()}
     alphas = {weights.get(name, name): alpha for name, alpha in alphas.items()}

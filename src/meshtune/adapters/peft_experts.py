@@ -1,8 +1,8 @@
-"""LoRA on experts as PEFT stores it: beside the parameters of a layer's experts module, all experts in two tensors.
+"""LoRA on experts as PEFT stores it: on the parameters of a layer's experts module, all experts in two tensors.
 
 transformers holds `gate_up_proj` and `down_proj` in the experts module of every layer, which the family's table of
 tensors names (`Stored.parameter`, `Stored.layout`); peft_expert_views says where the two tensors have which factors.
-Here gate and up have factors of their own: the rank in peft is then the sum of theirs, the factor of the inputs has
+Here gate and up have separate factors: the rank in peft is then the sum of theirs, the factor of the inputs has
 both one below the other, and that of the outputs is zero where one's outputs meet the other's ranks.
 """
 
@@ -59,7 +59,7 @@ class WrittenExperts:
 
 
 def written_experts(adapters: Mapping[str, tuple[Module, int, LoRA]]) -> WrittenExperts:
-    """What a file holds for adapters on experts: module name -> (module, row in its stack, the stack's adapter)."""
+    """Contents of a file for adapters on experts: module name -> (module, row in its stack, the stack's adapter)."""
     by_parameter: dict[str, list[tuple[Module, int, LoRA]]] = {}
     for module, row, adapter in adapters.values():
         by_parameter.setdefault(module.parameter, []).append((module, row, adapter))
@@ -165,25 +165,30 @@ def _read_fused(
 ) -> None:
     parameter, layout = parts[0].parameter, parts[0].layout
     in_parameter, rank = parts_of(parameter), peft.rank(parameter)
-    straight, other = (_views(parts[0], rank, exchanged=exchanged) for exchanged in (False, True))
+    straight, swapped = (_views(parts[0], rank, exchanged=exchanged) for exchanged in (False, True))
     has = (shapes[names["a"]], shapes[names["b"]])
-    if has not in (straight.shapes, other.shapes):
+    if has not in (straight.shapes, swapped.shapes):
         raise misfit(
             names["a"],
             where,
             f"it is {has[0]} and lora_B {has[1]}; {straight.experts} experts with rank {rank} need {straight.shapes}",
         )
-    exchanged = has == other.shapes
-    if straight.shapes == other.shapes:
+    exchanged = has == swapped.shapes
+    if straight.shapes == swapped.shapes:
         exchanged = is_exchanged(layout, _version(peft, where))
-    views = other if exchanged else straight
-    own = peft.expert_parts.get(parameter.rpartition(".")[2])
+    views = swapped if exchanged else straight
+    parts_with_factors = peft.expert_parts.get(parameter.rpartition(".")[2])
     for module in parts:
         part = part_of(module)
-        if own is not None and part not in own:
+        if parts_with_factors is not None and part not in parts_with_factors:
             continue
         ranks = (
-            (0, rank) if own is None else (own.index(part) * rank // len(own), (own.index(part) + 1) * rank // len(own))
+            (0, rank)
+            if parts_with_factors is None
+            else (
+                parts_with_factors.index(part) * rank // len(parts_with_factors),
+                (parts_with_factors.index(part) + 1) * rank // len(parts_with_factors),
+            )
         )
         experts_read.views[module.name] = {
             "a": views.of_inputs(ranks),

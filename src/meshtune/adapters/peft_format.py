@@ -1,6 +1,6 @@
 """Adapters on disk, as peft reads and writes them: adapter_config.json and adapter_model.safetensors.
 
-What Meshtune knows beyond peft's fields (the base's hash, the version that wrote it) is in the safetensors metadata.
+Facts beyond peft's fields (the base's hash, the version that wrote it) are in the safetensors metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, AdapterType
 from meshtune.adapters.layout import restack, uniform
-from meshtune.adapters.method import SHARED, arranged, held_weight, used_up
+from meshtune.adapters.method import SHARED, arrange_model, held_weight, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
 from meshtune.adapters.registry import ADAPTERS
@@ -37,7 +37,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.publish import disk_errors, publish_directory
 from meshtune.weights.writer import write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -45,7 +45,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class BaseRecord:
-    """What an adapter was trained against. `hash` is weights.fingerprint's, or None where the writer recorded none.
+    """The base that an adapter was trained against. `hash` is weights.fingerprint's, or None where the writer recorded
+    none.
 
     `quantize` are the fields of the QuantizeConfig that the base was quantised with, or None.
     """
@@ -60,8 +61,8 @@ class BaseRecord:
         return None if self.quantize is None else QuantizeConfig(**self.quantize)
 
 
-def recorded(config: QuantizeConfig | None) -> dict[str, object] | None:
-    """What `BaseRecord.quantize` holds."""
+def quantize_record(config: QuantizeConfig | None) -> dict[str, object] | None:
+    """Returns the fields for `BaseRecord.quantize`."""
     if config is None:
         return None
     left_out = [name for name, value in (("modules", config.modules), ("requantise", config.requantise)) if not value]
@@ -73,7 +74,7 @@ class LoadedAdapter:
     """An adapter read from disk: adapters, and modules trained in full, as `trainable` for `spec`.
 
     `spec` differs from the base's where layers are adapted differently (its stacks are split) and where the adapter
-    unties the head from the embedding. `copies` are weights of the base, by HF module, that peft wrote beside an
+    unties the head from the embedding. `copies` are weights of the base, by HF module, that peft wrote along with an
     adapted head; `frozen` is what the adapters share.
     """
 
@@ -86,7 +87,7 @@ class LoadedAdapter:
 
     @property
     def mergeable(self) -> LoadedAdapter:
-        """The adapter for a model to merge it into: a tied head that it adapts gets a weight of its own."""
+        """The adapter for a model to merge it into: a tied head that it adapts gets a separate weight."""
         if not (self.spec.tied and "head/adapter" in flatten(self.trainable)):
             return self
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, tied=False))
@@ -137,7 +138,7 @@ def save_adapter(
     }
     if written.expert_parts:
         record["experts"] = written.expert_parts
-    with published(dest, CONFIG, job) as partial:
+    with publish_directory(dest, CONFIG, job) as partial:
         with raise_collectively(job, "adapter: files"), disk_errors(dest):
             metadata = {"format": "pt", "meshtune": json.dumps(record)}
             for _ in write_file(partial / WEIGHTS, written.tensors, metadata, writes=job.is_main_process):
@@ -160,7 +161,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
     peft = read_config(read_fields(source), str(source / CONFIG))
     if peft.scored and not spec.scored:
         spec = scored_spec(spec)
-    with opened(source / WEIGHTS) as file:
+    with open_tensors(source / WEIGHTS) as file:
         peft = dataclasses.replace(peft, expert_parts=_expert_parts(file, source / WEIGHTS))
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         content = sort(shapes, spec, peft, str(source / WEIGHTS))
@@ -176,7 +177,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
             makers[name] = functools.partial(_abstract, ADAPTERS[peft.kind], module_config)
         spec = uniform(spec, choice)
         rows = {among[name].node: ids for name, ids in peft.rows(list(content.rows)).items()}
-        trainable = read(arranged(spec, full, makers, "float32", rows).trainable, spec, file, content, layout)
+        trainable = read(arrange_model(spec, full, makers, "float32", rows).trainable, spec, file, content, layout)
         copies = {module: file.get_tensor(name) for name, module in content.copies.items()}
         shared = read_shared(spec, file, content, peft, layout) if content.adapted else None
         frozen = {} if shared is None else {SHARED: shared}
@@ -245,7 +246,7 @@ def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: safetenso
 
 
 def record_of(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:
-    """What an adapter's file says of its base, from the metadata of its tensors and its config."""
+    """Reads the record of an adapter's base, from the metadata of its tensors and its config."""
     if "meshtune" in metadata:
         try:
             return BaseRecord(**parse_json(metadata["meshtune"], WEIGHTS)["base"])
@@ -283,7 +284,7 @@ def read_fields(source: pathlib.Path) -> dict[str, object]:
         ) from error
 
 
-def opened(path: pathlib.Path) -> safetensors.safe_open:
+def open_tensors(path: pathlib.Path) -> safetensors.safe_open:
     """An adapter's tensors, to read one by one. Raises UserError if they are not there, or not whole."""
     if not path.is_file():
         pickled = (path.parent / "adapter_model.bin").exists()

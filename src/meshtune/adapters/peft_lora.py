@@ -27,7 +27,7 @@ def lora_fields(config: LoraConfig) -> dict[str, object]:
 
 
 def lora_options(fields: Mapping[str, object], where: str) -> dict[str, object]:
-    """What they say. Raises UserError for a start that changed weights which are not in the adapter."""
+    """Reads the options. Raises UserError for a start that changed weights which are not in the adapter."""
     start = fields.get("init_lora_weights", True)
     if start not in HARMLESS_STARTS:
         raise UserError(
@@ -35,10 +35,10 @@ def lora_options(fields: Mapping[str, object], where: str) -> dict[str, object]:
             where=f"{where}, field init_lora_weights",
             fix="save it with peft's path_initial_model_for_weight_conversion, which makes it a plain LoRA",
         )
-    return scaled(fields, where)
+    return read_scaling(fields, where)
 
 
-def scaled(fields: Mapping[str, Any], where: str) -> dict[str, object]:
+def read_scaling(fields: Mapping[str, Any], where: str) -> dict[str, object]:
     """Rank, alpha, dropout and scaling. Raises UserError where rank or alpha is missing."""
     if "r" not in fields or "lora_alpha" not in fields:
         raise UserError("r or lora_alpha is missing", where=where, fix="this is not a complete adapter_config.json")

@@ -1,4 +1,4 @@
-"""Errors for the tensors of an adapter's file that do not fit the base or the config beside them."""
+"""Errors for the tensors of an adapter's file that do not fit the base or the adapter's config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_layers(
         return
     numbers = {int(match[1]) for name in names if (match := LAYER.search(name))}
     count = max(numbers, default=-1) + 1
-    lacking = [m for m in among.values() if m.layer is not None and m.layer >= count and peft.targeted(m)]
+    lacking = [m for m in among.values() if m.layer is not None and m.layer >= count and peft.targets_module(m)]
     if count <= spec.layers and not (lacking and numbers == set(range(count)) and count):
         return
     base = peft.fields.get("base_model_name_or_path")

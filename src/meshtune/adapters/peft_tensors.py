@@ -17,7 +17,7 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
 from meshtune.adapters.peft_misfits import OF_EMBEDDINGS, check_layers, check_shape, misfit, missing, on_embedding
-from meshtune.adapters.placement import placed
+from meshtune.adapters.placement import place_arrays
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
@@ -36,7 +36,7 @@ from meshtune.weights.file_tensors import Tensor
 class Content:
     """Tensor names by HF module: those of adapters by array field, those of modules saved in full by leaf.
 
-    `copies` are the base's own weights, which peft writes beside an adapted lm_head; `shared` are, by array field,
+    `copies` are the base's own weights, which peft writes along with an adapted lm_head; `shared` are, by array field,
     those of what all adapters share, and `rows` those of rows trained by themselves, by HF module. `views` are those of
     the adapters' tensors that hold several experts.
     """
@@ -116,7 +116,7 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
 
 
 def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfig, where: str) -> Content:
-    """Which tensor is what, checked against the base's spec and the config beside it.
+    """Sorts tensors by their meaning, checked against the base's spec and the adapter's config.
 
     Raises UserError naming the tensor that is unknown, missing, or of a shape that does not fit.
     """
@@ -163,7 +163,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
                 raise missing(f"{PREFIX}{module}.{leaf}", where)
             check_shape(tensors[leaf], shapes, among[module].views[leaf].tensor, where)
     for module in among.values():
-        if peft.targeted(module) and module.name not in content.adapted:
+        if peft.targets_module(module) and module.name not in content.adapted:
             raise missing(f"{PREFIX}{module.name}.{next(iter(suffixes))[1:]}", where)
     for module in peft.config.train_modules:
         if not any(name.endswith(module) for name in (*content.full, *_containers(content.full))):
@@ -184,7 +184,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
 def read_shared(
     spec: ModelSpec, file: safetensors.safe_open, content: Content, peft: PeftConfig, layout: Layout | None
 ) -> PyTree:
-    """What the adapters of a file share, float32: as it is there, or drawn again where it was left out; or None."""
+    """Reads the arrays that the adapters of a file share, float32: stored, or drawn again where left out; or None."""
     among = modules(spec)
     form = ADAPTERS[peft.kind].shared([among[name].leaves["weight"] for name in content.adapted], peft.config)
     if form is None:
@@ -195,7 +195,7 @@ def read_shared(
         numbers = dataclasses.replace(numbers, **arrays)
         specs = {field: dataclasses.replace(getattr(form, field), shape=array.shape) for field, array in arrays.items()}
         form = dataclasses.replace(form, **specs)
-    return placed(numbers, form, layout)
+    return place_arrays(numbers, form, layout)
 
 
 def read(
@@ -327,7 +327,7 @@ def _check_rows(
 def _check_shared(
     among: Mapping[str, Module], content: Content, shapes: Mapping[str, tuple[int, ...]], peft: PeftConfig, where: str
 ) -> None:
-    """What is shared is as large as the largest weight needs, or larger."""
+    """Checks that shared arrays are as large as the largest weight needs, or larger."""
     kind = ADAPTERS[peft.kind]
     weights = [among[name].leaves["weight"] for name in content.adapted]
     form = kind.shared(weights, peft.config) if weights else None

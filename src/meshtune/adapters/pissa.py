@@ -1,6 +1,6 @@
 """PiSSA: LoRA initialised to the principal components of the weight (https://arxiv.org/abs/2404.02948).
 
-The paper removes these components from the weight. Here the weight is unchanged, and their product, stored beside it,
+The paper removes these components from the weight. Here the weight is unchanged, and their product, stored separately,
 is subtracted: the result is the same, but the base is never modified, the model without its adapters is the original
 one, and the adapter is at any time a plain LoRA of twice the rank.
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array, Key
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA
-from meshtune.adapters.peft_lora import READ, lora_fields, scaled
+from meshtune.adapters.peft_lora import READ, lora_fields, read_scaling
 from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options, not_of_quantised
 from meshtune.arrays.spec import ArraySpec
@@ -87,11 +87,11 @@ class PiSSA(AdapterDefaults):
     @staticmethod
     def options(fields: Mapping[str, object], where: str) -> dict[str, object]:
         """An adapter in PEFT's own form was made, and will be used, with an exact decomposition."""
-        return scaled(fields, where) | {"svd_iterations": None, "pissa_convert": False}
+        return read_scaling(fields, where) | {"svd_iterations": None, "pissa_convert": False}
 
 
 def plain_lora(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
-    """PiSSA's adapters as LoRAs of twice the rank beside the unchanged base, as PEFT's conversion makes them:
+    """PiSSA's adapters as LoRAs of twice the rank on the unchanged base, as PEFT's conversion makes them:
     B A - B0 A0 = [B, -B0] [A; A0]."""
     flat, fixed = flatten(trainable), flatten(frozen)
     for path, leaf in flat.items():

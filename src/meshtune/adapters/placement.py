@@ -12,7 +12,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import cast_offloaded, is_offloaded
 
 
-def placed(array: PyTree, form: PyTree, layout: Layout | None) -> PyTree:
+def place_arrays(array: PyTree, form: PyTree, layout: Layout | None) -> PyTree:
     """Numbers that every process has in host memory, as arrays sharded by a layout."""
     if layout is None:
         return jax.tree.map(jnp.asarray, array)

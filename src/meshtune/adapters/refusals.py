@@ -46,7 +46,7 @@ def without(config: LoraConfig, names: tuple[str, ...], why: str) -> None:
 
 
 def not_of_quantised() -> UserError:
-    """What PiSSA says of a quantised base."""
+    """Error of PiSSA for a quantised base."""
     return UserError(
         "PiSSA takes the base apart, and this one is quantised: what quantising lost would be among the parts",
         where="method.adapter, quantize",
@@ -55,7 +55,7 @@ def not_of_quantised() -> UserError:
 
 
 def only_of_quantised(name: str) -> UserError:
-    """What LoftQ says of the HF module `name`, which is not quantised."""
+    """Error of LoftQ for the HF module `name`, which is not quantised."""
     return UserError(
         f"loftq begins at what quantising a weight lost, and {name} is not quantised",
         where="method.targets, quantize",

@@ -1,4 +1,4 @@
-"""Which rows of the embedding and of the head a method trains while the others stay as they are."""
+"""Which rows of the embedding and of the head a method trains while the others stay unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSOR, FIELD = "token_adapter.trainable_tokens_delta", "trainable_token_indices
 def rows_by_node(
     adapters: LoraConfig | None, spec: ModelSpec, nodes_in_full: set[str], adapted: set[str]
 ) -> dict[str, tuple[int, ...]]:
-    """The rows that are trained by themselves, by node: of the embedding, and of a head with a weight of its own.
+    """The rows that are trained by themselves, by node: of the embedding, and of an untied head.
 
     Raises UserError where an adapter on the same matrix, or its kind, does not go with them.
     """

@@ -1,4 +1,4 @@
-"""What is asked of a training method, and of the modules that it chooses among."""
+"""Interfaces of a training method, and of the modules that it chooses among."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Method:
         return self
 
     def choose(self, modules: Modules) -> Selection:
-        """What the method trains of a model. Raises UserError for what the model does not have."""
+        """Chooses the parameters that the method trains. Raises UserError for modules that the model does not have."""
         raise NotImplementedError
 
     def with_token_rows(self, rows: tuple[int, ...]) -> Method:
@@ -101,7 +101,7 @@ class Method:
 
     @property
     def resumes(self) -> str | None:
-        """The path of the adapter that training goes on with."""
+        """The path of the adapter that training continues."""
         return None
 
     @property

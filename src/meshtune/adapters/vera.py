@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
-from meshtune.adapters.lora import dropped
+from meshtune.adapters.lora import drop_out
 from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
@@ -47,7 +47,7 @@ class Projections:
         return dataclasses.replace(self, a=a.astype(self.a.dtype), b=random.kaiming(self.b.shape).astype(self.b.dtype))
 
     def cut(self, shape: tuple[int, ...]) -> Projections:
-        """What a weight of this shape [.., out, in] uses."""
+        """The part that a weight of this shape [.., out, in] uses."""
         return dataclasses.replace(self, a=self.a[:, : shape[-1]], b=self.b[: shape[-2]])
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> Projections:
@@ -132,7 +132,9 @@ class VeRA(AdapterDefaults):
         """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
         assert fixed is not None, "VeRA's projections are not in the tree"
         y = matmul(x, weight, out)
-        narrow = checkpoint_name(matmul(dropped(x, self.dropout, key), fixed.a) * self.lambda_d.astype(x.dtype), NARROW)
+        narrow = checkpoint_name(
+            matmul(drop_out(x, self.dropout, key), fixed.a) * self.lambda_d.astype(x.dtype), NARROW
+        )
         return y + matmul(narrow, fixed.b, y.dtype) * self.lambda_b.astype(y.dtype)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> VeRA:

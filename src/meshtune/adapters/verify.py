@@ -1,4 +1,4 @@
-"""An adapter is exported when what was written, read again, gives the logits of what was trained."""
+"""An adapter is exported when the written files, read again, give the logits of the trained model."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def verify_adapter(
     trained = _probe(merge(model.trainable, model.frozen), model.spec, compute)
     written = _probe(params, spec, compute)
     with raise_collectively(job, "verify: logits"):
-        return _compared(trained, written, str(path), tolerance)
+        return _compare_logits(trained, written, str(path), tolerance)
 
 
-def _compared(trained: np.ndarray, written: np.ndarray, where: str, tolerance: float) -> float:
+def _compare_logits(trained: np.ndarray, written: np.ndarray, where: str, tolerance: float) -> float:
     if not np.isfinite(trained).all():
         raise UserError(
             "the trained model gives logits that are not finite, so its export cannot be verified",

@@ -60,7 +60,7 @@ def prunes(method: str) -> bool:
     return PARTS.get(method.removesuffix("_svd"), ("all",))[0] != "all"
 
 
-def weighted(
+def combine_factors(
     parts: Sequence[Factors],
     weights: Sequence[float],
     method: str,
@@ -78,19 +78,21 @@ def weighted(
     if method == "cat":
         a = np.concatenate([_wide(part.a) * np.float32(w * part.scale) for part, w in zip(parts, weights, strict=True)])
         b = np.concatenate([_wide(part.b) for part in parts], axis=1)
-        return _padded(a, b, rank)
+        return _pad_rank(a, b, rank)
     if method == "svd":
         return _best(parts, weights, rank)
     if method.endswith("_svd"):
-        update = _mixed([part.update for part in parts], weights, method.removesuffix("_svd"), density, majority, draw)
+        update = _mix_arrays(
+            [part.update for part in parts], weights, method.removesuffix("_svd"), density, majority, draw
+        )
         return _split(np.linalg.svd(update.astype(np.float64), full_matrices=False), rank)
     # The root of each weight on either side; its sign on one.
     scales = [w * part.scale for part, w in zip(parts, weights, strict=True)]
     of_b = [math.sqrt(abs(w)) for w in scales]
     of_a = [math.copysign(root, w) for root, w in zip(of_b, scales, strict=True)]
-    a = _mixed([_wide(part.a) for part in parts], of_a, method, density, majority, draw)
-    b = _mixed([_wide(part.b) for part in parts], of_b, method, density, majority, draw)
-    return _padded(a, b, rank)
+    a = _mix_arrays([_wide(part.a) for part in parts], of_a, method, density, majority, draw)
+    b = _mix_arrays([_wide(part.b) for part in parts], of_b, method, density, majority, draw)
+    return _pad_rank(a, b, rank)
 
 
 def _best(parts: Sequence[Factors], weights: Sequence[float], rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,15 +111,15 @@ def _best(parts: Sequence[Factors], weights: Sequence[float], rank: int) -> tupl
 def _split(decomposed: tuple[np.ndarray, np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
     u, s, v = decomposed
     a, b = v[:rank].astype(np.float32), (u[:, :rank] * s[:rank]).astype(np.float32)
-    return _padded(a, b, rank)
+    return _pad_rank(a, b, rank)
 
 
-def _padded(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad_rank(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     missing = rank - a.shape[0]
     return np.pad(a, ((0, missing), (0, 0))), np.pad(b, ((0, 0), (0, missing)))
 
 
-def _mixed(
+def _mix_arrays(
     arrays: list[np.ndarray],
     weights: Sequence[float],
     method: str,

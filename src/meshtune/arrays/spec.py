@@ -29,7 +29,7 @@ LAYERS = "layers"
 class ArraySpec:
     """An array before it exists: its shape, dtype name, logical axes (one name per dimension), initialiser and role.
 
-    `unit` neighbours along the last axis belong together: the array is split over devices between them alone.
+    `unit` neighbours along the last axis belong together: the array is split over devices only between them.
     `head_rows` neighbouring rows of a matrix compute one attention head's queries or keys; 1 where that has no meaning.
     """
 
@@ -56,7 +56,7 @@ class ArraySpec:
 
     @property
     def layer(self) -> ArraySpec:
-        """One layer's part of a stacked array; an array that is not stacked as it is."""
+        """One layer's part of a stacked array; an array that is not stacked unchanged."""
         if not self.is_stacked:
             return self
         return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])

@@ -1,1 +1,1 @@
-"""The board: a web page for tuning, over files that the runs write. It holds no state of its own (docs/board.md)."""
+"""The board: a web page for tuning, over files that the runs write. It holds no state itself (docs/board.md)."""

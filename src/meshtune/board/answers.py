@@ -1,4 +1,4 @@
-"""What the board's API answers: JSON, and what is wrong as a list of problems."""
+"""Answers of the board's API: JSON, with errors as a list of problems."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 def problems_of(error: Exception) -> list[dict[str, str | None]]:
-    """What is wrong, as {path, message, fix} for each field; `path` is that of the field, as `train.steps`."""
+    """The problems as {path, message, fix} for each field; `path` is that of the field, as `train.steps`."""
     if isinstance(error, RecipeError) and error.problems:
         return [{"path": path, "message": message, "fix": fix} for path, message, fix in error.problems]
     if isinstance(error, UserError):

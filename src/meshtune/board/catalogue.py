@@ -22,11 +22,11 @@ def catalogue(workspace: Workspace) -> list[dict[str, Any]]:
     The search ends after MOST_FOLDERS folders.
     """
     entries: list[tuple[float, dict[str, Any]]] = []
-    seen = 0
+    visited = 0
     pending = [(folder, 0) for folder in (workspace.root, *workspace.readable)]
-    while pending and seen < MOST_FOLDERS:
+    while pending and visited < MOST_FOLDERS:
         folder, depth = pending.pop(0)
-        seen += 1
+        visited += 1
         try:
             content = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:

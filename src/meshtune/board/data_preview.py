@@ -55,7 +55,7 @@ def preview(request: dict[str, Any]) -> dict[str, Any]:
     }
     if has_model and all(not source["problems"] for source in answer["sources"]):
         try:
-            answer |= _tokenised(recipe)
+            answer |= _tokenise_preview(recipe)
         except UserError as error:
             answer["problems_of_data"] = problems_of(error)
     return answer
@@ -70,7 +70,7 @@ def _names(recipe: Recipe) -> list[str]:
 
 
 def _source(recipe: Recipe, section: SourceSection) -> dict[str, Any]:
-    """The count, fields, first records and format of a source, or what is wrong with it."""
+    """The count, fields, first records and format of a source, or its problem."""
     name = section.path or section.name
     dataset_type = STAGES[recipe.stage.kind].dataset_type
     fields: dict[str, Any] = {"name": name, "records": [], "fields": [], "count": None, "format": None, "problems": []}
@@ -95,7 +95,7 @@ def _source(recipe: Recipe, section: SourceSection) -> dict[str, Any]:
     return fields
 
 
-def _tokenised(recipe: Recipe) -> dict[str, Any]:
+def _tokenise_preview(recipe: Recipe) -> dict[str, Any]:
     """The first documents token by token, and the reports; records that cannot be used are listed, not raised."""
     tokenizer, _ = tokenizer_of(recipe.model)
     capped = [

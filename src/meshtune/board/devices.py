@@ -72,7 +72,7 @@ def checked_choice(value: object) -> dict[str, Any]:
     return {**value, "keys": keys}
 
 
-def used(choice: Mapping[str, Any]) -> frozenset[str]:
+def devices_of(choice: Mapping[str, Any]) -> frozenset[str]:
     """The keys of the devices that a choice takes: all accelerators, or else the CPU, where it names none."""
     keys = choice.get("keys") or [device.key for device in devices() if device.key != CPU] or [CPU]
     return frozenset(keys)

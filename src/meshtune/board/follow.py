@@ -24,7 +24,7 @@ _CURSOR = re.compile(r"(\d{1,20})-(\d{1,15})")
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What was appended since. `reset`: the file is another, or shorter, so that what came before is void.
+    """New content of a file. `reset`: the file is another, or shorter, so that what came before is void.
 
     `skipped` bytes were passed over. `cursor` is where the next reading begins.
     """
@@ -41,7 +41,7 @@ def read_lines(path: pathlib.Path, cursor: str = START, *, limit: int = CHUNK) -
     if len(news.content) == limit and b"\n" not in news.content:  # a line that is longer than the limit
         news = _read(path, cursor, 64 * limit)
     end = news.content.rfind(b"\n") + 1
-    return _shortened(news, end)
+    return _shorten(news, end)
 
 
 def read_text(path: pathlib.Path, cursor: str = START, *, limit: int = CHUNK, behind: int | None = None) -> News:
@@ -57,7 +57,7 @@ def read_text(path: pathlib.Path, cursor: str = START, *, limit: int = CHUNK, be
             break
         if byte < 0x80:
             break
-    return _shortened(news, end)
+    return _shorten(news, end)
 
 
 def _read(path: pathlib.Path, cursor: str, limit: int, behind: int | None = None) -> News:
@@ -80,14 +80,14 @@ def _read(path: pathlib.Path, cursor: str, limit: int, behind: int | None = None
         return News(b"", START, bool(inode))
 
 
-def _shortened(news: News, end: int) -> News:
+def _shorten(news: News, end: int) -> News:
     inode, _, offset = news.cursor.partition("-")
     cursor = f"{inode}-{int(offset) - (len(news.content) - end)}"
     return dataclasses.replace(news, content=news.content[:end], cursor=cursor)
 
 
 def log_end(path: pathlib.Path, *, lines: int = 12) -> str:
-    """What a command that failed said last: from its last `error:` on, or else its last lines."""
+    """The last output of a command that failed: from its last `error:` on, or else its last lines."""
     try:
         size, inode = path.stat().st_size, path.stat().st_ino
     except OSError:

@@ -145,13 +145,13 @@ class Job:
     def log(self) -> pathlib.Path:
         """The file with what the run prints: for one under Slurm that of its process 0, before that the batch script's;
         for one that was started without the board its own copy."""
-        own: list[pathlib.Path] = []
+        candidates: list[pathlib.Path] = []
         if self.request.is_attached:
-            own = [pathlib.Path(self.request.output or "") / CONSOLE_LOG]
+            candidates = [pathlib.Path(self.request.output or "") / CONSOLE_LOG]
         elif self.request.is_slurm:
             script = pathlib.Path(self.request.root) / f"slurm-{self.slurm.get('id')}.out"
-            own = [pathlib.Path(self.request.output or "") / LOGS / "process-0.log", script]
-        return next((path for path in own if path.exists()), self.folder / LOG)
+            candidates = [pathlib.Path(self.request.output or "") / LOGS / "process-0.log", script]
+        return next((path for path in candidates if path.exists()), self.folder / LOG)
 
     @property
     def id(self) -> str:
@@ -163,7 +163,7 @@ class Job:
         return None if self.request.output is None else pathlib.Path(self.request.output)
 
     def to_json(self) -> dict[str, Any]:
-        """What the API says of a job."""
+        """Describes the job for the API."""
         request = self.request
         return {
             "id": self.id,

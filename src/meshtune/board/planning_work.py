@@ -1,4 +1,4 @@
-"""What the planning process does: plans a recipe, and says what every `auto` of it comes to."""
+"""Work of the planning process: plans a recipe, and resolves every `auto` of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(request: dict[str, Any]) -> dict[str, Any]:
     recipe = load_recipe(content_of(request["recipe"]), notify=silent)
     target = local_machine() if request["target"] == LOCAL else find_target(request["target"])
     compile_step, reason = compiler_for(target) if request.get("compile") else (None, "")
-    updates = updates_of(recipe) if request.get("count") else _stated(recipe)
+    updates = updates_of(recipe) if request.get("count") else _stated_updates(recipe)
     price = request.get("price")
     report = report_for(recipe, target, compile_step, price=price, updates=updates, reason=reason)
     fields: dict[str, Any] = to_json(report) | {"reason": reason, "limit": report.best.memory_limit}
@@ -35,12 +35,12 @@ def plan(request: dict[str, Any]) -> dict[str, Any]:
     return {"plan": fields, "choices": [_choice(choice) for choice in choices(recipe, report)]}
 
 
-def _stated(recipe: Recipe) -> Updates:
+def _stated_updates(recipe: Recipe) -> Updates:
     return Updates(recipe.train.steps, "train.steps" if recipe.train.steps else "")
 
 
 def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
-    """What every key that the recipe leaves open comes to on the target of a plan, with the reason."""
+    """Resolves every key that the recipe leaves open on the target of a plan, with the reason."""
     scored, candidate = report.best.scored, report.best.scored.candidate
     work, device = candidate.workload, report.target.device
     precision = work.precision
@@ -85,7 +85,7 @@ def _choice(decision: Decision) -> dict[str, Any]:
 
 
 def _templates(**texts: str) -> dict[str, Any]:
-    """What the page translates of texts, by their names: a template with its values, or the text."""
+    """Texts that the page translates, by name: a template with its values, or the text."""
     return {name: template_of(text) for name, text in texts.items()}
 
 

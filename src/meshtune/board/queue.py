@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 
 from meshtune.board import slurm
-from meshtune.board.devices import CPU, used
+from meshtune.board.devices import CPU, devices_of
 from meshtune.board.follow import is_run
 from meshtune.board.job import (
     ACTIVE,
@@ -68,7 +68,7 @@ def add(
     its environment that no file holds, starts at once. Raises: UserError if another job that has not ended writes to
     the same output.
     """
-    with _locked(workspace):
+    with _lock(workspace):
         jobs = read_jobs(workspace.jobs)
         if (writer := _writer_to(request.output, jobs)) is not None:
             raise UserError(
@@ -98,7 +98,7 @@ def attach(workspace: Workspace, output: pathlib.Path) -> Job:
             where="output",
             fix="give the output of a run, once it has begun",
         )
-    with _locked(workspace):
+    with _lock(workspace):
         jobs = read_jobs(workspace.jobs)
         known = next((job for job in reversed(jobs) if job.request.kind == "train" and job.output == output), None)
         if known is not None:
@@ -113,17 +113,17 @@ def attach(workspace: Workspace, output: pathlib.Path) -> Job:
 
 def start_next(workspace: Workspace) -> None:
     """Starts queued jobs whose devices nobody uses, in order; one that waits keeps its devices from later ones."""
-    with _locked(workspace):
+    with _lock(workspace):
         jobs = read_jobs(workspace.jobs)
         jobs = [job for job in jobs if not (job.request.is_slurm or job.request.is_attached)]
-        busy = [_held(job) for job in jobs if job.state in ACTIVE]
+        busy = [_reserved_devices(job) for job in jobs if job.state in ACTIVE]
         for job in jobs:
             if job.state != "queued":
                 continue
-            needed = used(job.request.devices)
-            if job.request.devices.get("beside") or not any(needed & taken for taken in busy):
+            needed = devices_of(job.request.devices)
+            if job.request.devices.get("beside") or not any(needed & reserved for reserved in busy):
                 _start(job)
-            busy.append(_held(job))
+            busy.append(_reserved_devices(job))
 
 
 def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
@@ -131,7 +131,7 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
 
     The signal is sent once, since a run takes a second one as the wish to end without saving.
     """
-    with _locked(workspace):
+    with _lock(workspace):
         job = find(workspace, job_id)
         if job.request.is_attached:
             problem = f"job {job.id} was started without the board"
@@ -154,7 +154,7 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
 
 def resume(workspace: Workspace, job_id: str) -> Job:
     """Puts a job that has ended back into the queue, to go on from its newest checkpoint. Raises: UserError."""
-    with _locked(workspace):
+    with _lock(workspace):
         job = find(workspace, job_id)
         if job.state in ("queued", *ACTIVE):
             return job
@@ -188,7 +188,7 @@ def resume(workspace: Workspace, job_id: str) -> Job:
 
 def remove(workspace: Workspace, job_id: str) -> None:
     """Removes a job that does not run; what it wrote to its output stays. Raises: UserError while it runs."""
-    with _locked(workspace):
+    with _lock(workspace):
         job = find(workspace, job_id)
         if job.state in ACTIVE and not job.request.is_attached:
             raise UserError(f"job {job.id} runs", fix="stop it first")
@@ -226,9 +226,9 @@ def _submit(job: Job) -> None:
     replace_json(job.folder / slurm.RECORD, {"id": number})
 
 
-def _held(job: Job) -> frozenset[str]:
+def _reserved_devices(job: Job) -> frozenset[str]:
     """The devices that a job keeps from later ones. A model that is talked to on a CPU keeps nothing but memory."""
-    return used(job.request.devices) - (frozenset({CPU}) if job.request.kind == "serve" else frozenset())
+    return devices_of(job.request.devices) - (frozenset({CPU}) if job.request.kind == "serve" else frozenset())
 
 
 def _start(job: Job, secrets: Mapping[str, str] | None = None) -> None:
@@ -269,7 +269,7 @@ def _mark(path: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(workspace: Workspace) -> Iterator[None]:
+def _lock(workspace: Workspace) -> Iterator[None]:
     with (workspace.folder / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Changes to a recipe's YAML text that leave its comments and the order of its keys as they are."""
+"""Changes to a recipe's YAML text that keep its comments and the order of its keys."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ def content_of(text: str) -> dict[str, Any]:
     return content
 
 
-def changed(text: str, changes: list[Change]) -> str:
+def change_recipe(text: str, changes: list[Change]) -> str:
     """The text with changes applied in order. Raises: UserError for a text that is not a recipe's."""
     for change in changes:
-        text = _changed(text, change)
+        text = _change_text(text, change)
     return text
 
 
-def dumped(content: dict[str, Any]) -> str:
+def dump_recipe(content: dict[str, Any]) -> str:
     """A recipe as text, in the short forms that people write."""
-    return yaml.dump(_shortened(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(_shorten(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _changed(text: str, change: Change) -> str:
+def _change_text(text: str, change: Change) -> str:
     content = content_of(text)
-    expected = written_out(applied(written_out(content), change))
+    expected = written_out(apply_change(written_out(content), change))
     if expected == written_out(content):
         return text
-    for edit in (_replaced, _removed, _inserted):
+    for edit in (_replace_value, _remove_key, _insert_key):
         edited = edit(text, change)
         if edited is not None and _reads_as(edited, expected):
             return edited
-    return dumped(expected)
+    return dump_recipe(expected)
 
 
 def _reads_as(text: str, expected: dict[str, Any]) -> bool:
@@ -90,7 +90,7 @@ def _reads_as(text: str, expected: dict[str, Any]) -> bool:
         return False
 
 
-def applied(content: dict[str, Any], change: Change) -> dict[str, Any]:
+def apply_change(content: dict[str, Any], change: Change) -> dict[str, Any]:
     """A copy of a recipe in its long form with one value changed. Sections that become empty are left out."""
     content = copy.deepcopy(content)
     _apply(content, change.path, change.value)
@@ -98,20 +98,20 @@ def applied(content: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _apply(container: Any, path: tuple[str | int, ...], value: Any) -> None:
-    step, rest = path[0], path[1:]
+    step, remaining = path[0], path[1:]
     if isinstance(container, list):
         if not isinstance(step, int) or step > len(container):
             raise UserError(f"there is no entry {step}", where="changes", fix="give the whole list")
         if step == len(container):
-            container.append({} if rest else None)
-    if rest:
+            container.append({} if remaining else None)
+    if remaining:
         inner = container.get(step) if isinstance(container, dict) else container[int(step)]
         if not isinstance(inner, dict | list):
             if value is UNSET:
                 return
             inner = {}
             container[step] = inner  # pyright: ignore[reportArgumentType, reportCallIssue]
-        _apply(inner, rest, value)
+        _apply(inner, remaining, value)
         if inner == {}:
             del container[step]  # pyright: ignore[reportArgumentType, reportCallIssue]
     elif value is not UNSET:
@@ -120,7 +120,7 @@ def _apply(container: Any, path: tuple[str | int, ...], value: Any) -> None:
         del container[step]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def _replaced(text: str, change: Change) -> str | None:
+def _replace_value(text: str, change: Change) -> str | None:
     """The text with another value where the path has one."""
     node = _node_at(yaml.compose(text, Loader=yaml.SafeLoader), change.path)
     if node is None or change.value is UNSET:
@@ -131,7 +131,7 @@ def _replaced(text: str, change: Change) -> str | None:
     return text[:start] + _flow(change.value) + text[end:]
 
 
-def _removed(text: str, change: Change) -> str | None:
+def _remove_key(text: str, change: Change) -> str | None:
     """The text without the lines of a key of a block mapping, and without a section that has no other key."""
     if change.value is not UNSET:
         return None
@@ -161,7 +161,7 @@ def _has_one_key(node: yaml.Node | None) -> bool:
     return isinstance(node, yaml.MappingNode) and len(node.value) == 1
 
 
-def _inserted(text: str, change: Change) -> str | None:
+def _insert_key(text: str, change: Change) -> str | None:
     """The text with a new key at the end of the innermost section that there is."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if change.value is UNSET or any(isinstance(step, int) for step in change.path):
@@ -176,7 +176,7 @@ def _inserted(text: str, change: Change) -> str | None:
     for step in reversed(change.path[depth:]):
         value = {step: value}
     column = parent.start_mark.column if parent is not None else 0
-    block = [" " * column + line for line in dumped(value).splitlines()]
+    block = [" " * column + line for line in dump_recipe(value).splitlines()]
     at = len(lines) if parent is None or depth == 0 else parent.end_mark.line + (parent.end_mark.column > 0)
     while at > 0 and (not lines[at - 1].strip() or lines[at - 1].lstrip().startswith("#")):
         at -= 1
@@ -200,7 +200,7 @@ def _flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _shortened(content: dict[str, Any]) -> dict[str, Any]:
+def _shorten(content: dict[str, Any]) -> dict[str, Any]:
     """The long form with paths alone where a mapping holds nothing else."""
     content = copy.deepcopy(content)
     if isinstance(model := content.get("model"), dict) and set(model) == {"path"}:

@@ -1,6 +1,6 @@
 """`python -m meshtune.board.runner JOB`: runs the command of one job, and writes how it ended.
 
-It is the leader of a session of its own and outlives the server. The command writes to the job's log itself: nobody has
+It leads a separate session and outlives the server. The command writes to the job's log itself: nobody has
 to read it. When the command has ended, what it left running is ended too, and the next job of the queue is started.
 """
 

@@ -23,7 +23,7 @@ OPTIONS = {"nodes": int, "gpus": int, "processes": int, "time": str, "partition"
 FRESH_SECONDS = 3.0
 COMMAND_SECONDS = 30.0
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING", "SUSPENDED", "RESIZING")
-GONE = ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+ENDED = ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
 def available() -> bool:
@@ -86,7 +86,7 @@ class Queue:
             return status
 
     def forget(self, number: str) -> None:
-        """Asks anew at the next reading."""
+        """Asks again at the next reading."""
         with self._lock:
             self._statuses.pop(number, None)
 
@@ -118,7 +118,7 @@ def state_of(record: Mapping[str, Any], asked_to_stop: bool, run_status: str | N
         return "elsewhere"
     if word in WAITING:
         return "stopping" if asked_to_stop else "queued"
-    if word not in GONE:
+    if word not in ENDED:
         return "stopping" if asked_to_stop else "running"
     if run_status == "finished":
         return "finished"

@@ -1,4 +1,4 @@
-"""Data files that come through the page: text alone, into ROOT/data, and never over a file that is there."""
+"""Data files that come through the page: only text, into ROOT/data, and never over a file that is there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEPTH, MOST_FILES, MOST_FOLDERS = 4, 500, 2000
 async def receive(workspace: Workspace, name: str, chunks: AsyncIterator[bytes]) -> pathlib.Path:
     """Writes an upload below ROOT/data, under another name where the name is taken.
 
-    Raises: UserError for what is not text or too large; nothing is left of it then.
+    Raises: UserError for a file that is not text or too large; nothing is left of it then.
     """
     _check_name(name)
     folder = workspace.to_write(FOLDER_NAME, "name")

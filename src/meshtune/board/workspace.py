@@ -54,14 +54,14 @@ class Workspace:
     def to_read(self, text: object, where: str | None = None) -> pathlib.Path:
         """The absolute path of `text`, relative to the root, without symbolic links. The path need not exist.
 
-        It is resolved once: what is opened is the path that this returns. Raises: UserError for what is not a plain
+        It is resolved once: open the path that this returns. Raises: UserError for anything but a plain
         path (`..`, `~`, a variable, an address, spaces around it, control characters), and for a path that leads
         outside of the root and the readable folders.
         """
         return self._resolve(text, (self.root, *self.readable), where)
 
     def to_write(self, text: object, where: str | None = None) -> pathlib.Path:
-        """As `to_read`, of a path that is to be written: below the root alone, and not one of the board's own."""
+        """As `to_read`, for a path to write: only below the root, and not one of the board's own."""
         path = self._resolve(text, (self.root,), where)
         if path == self.root or path.is_relative_to(self.folder):
             raise UserError(
@@ -140,10 +140,10 @@ def workspace_at(root: pathlib.Path, readable: tuple[pathlib.Path, ...] = ()) ->
             raise UserError("there is no such directory", where=f"--read {folder}", fix="give one that exists")
     base, folders = _absolute(root), dict.fromkeys(map(_absolute, readable))
     # What lies in another of them is listed there.
-    outer = [
-        folder for folder in folders if not any(folder.is_relative_to(other) for other in {base, *folders} - {folder})
+    outermost = [
+        folder for folder in folders if not any(folder.is_relative_to(parent) for parent in {base, *folders} - {folder})
     ]
-    workspace = Workspace(base, tuple(outer))
+    workspace = Workspace(base, tuple(outermost))
     try:
         for folder in (workspace.jobs, workspace.uploads):
             folder.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ def check(
     """Check names, shapes, dtypes and file sizes against config.json, from the files' headers only."""
     from meshtune.weights.finite import require_finite
     from meshtune.weights.inspect import inspect_model
-    from meshtune.weights.passed_through import listed
+    from meshtune.weights.passed_through import list_parts
 
     report = inspect_model(directory)
     if values:
@@ -52,7 +52,7 @@ def check(
     if report.composite is not None:
         rows["model"] = f"text model of {report.composite}: {rows['model']}"
     if report.passed_through:
-        rows["passed through"] = listed(report.passed_through)
+        rows["passed through"] = list_parts(report.passed_through)
     if report.unused:
         rows["not needed"] = ", ".join(report.unused[:3]) + (", ..." if len(report.unused) > 3 else "")
     for name, value in rows.items():

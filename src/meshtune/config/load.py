@@ -114,15 +114,15 @@ def _check_tool(content: Mapping[str, Any], name: str) -> None:
 def _settle_alternatives(raw: dict[str, object], origins: dict[yaml_text.Path, str], notify: Notify) -> None:
     """Lets a key on the command line win over the key of the file that says the same in another way, which goes back to
     its default."""
-    for path, other in (*ALTERNATIVES, *((other, path) for path, other in ALTERNATIVES)):
-        override, section = _written_at(path, origins), yaml_text.value_at(raw, other[:-1])
-        if override is None or _written_at(other, origins) is not None or not isinstance(section, dict):
+    for path, alternative in (*ALTERNATIVES, *((alternative, path) for path, alternative in ALTERNATIVES)):
+        override, section = _written_at(path, origins), yaml_text.value_at(raw, alternative[:-1])
+        if override is None or _written_at(alternative, origins) is not None or not isinstance(section, dict):
             continue
-        if yaml_text.value_at(raw, path) in (None, False) or section.get(other[-1]) in (None, False):
+        if yaml_text.value_at(raw, path) in (None, False) or section.get(alternative[-1]) in (None, False):
             continue
-        value = section.pop(other[-1])
+        value = section.pop(alternative[-1])
         shown = str(value).lower() if isinstance(value, bool) else value
-        notify(f"{override}: {'.'.join(map(str, other))}: {shown} in the recipe has no effect")
+        notify(f"{override}: {'.'.join(map(str, alternative))}: {shown} in the recipe has no effect")
 
 
 def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str | None:

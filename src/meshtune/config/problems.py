@@ -48,8 +48,8 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
 
     `raw` is the mapping that was validated, `name` what the user calls it.
     """
-    every = _by_path(error.errors(include_url=False), raw)
-    by_path = dict(itertools.islice(every.items(), MOST_PROBLEMS))
+    all_problems = _by_path(error.errors(include_url=False), raw)
+    by_path = dict(itertools.islice(all_problems.items(), MOST_PROBLEMS))
     problems: list[tuple[Path, str, str | None]] = []
     for path, details in by_path.items():
         sentence = _sentence(path, details, raw)
@@ -61,9 +61,9 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
         as_one = RecipeError(sentence, where=where, fix=fixes[0] if fixes else None)
     else:
         lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
-        lines += f"\n  and {len(every) - len(by_path)} more" if len(every) > len(by_path) else ""
+        lines += f"\n  and {len(all_problems) - len(by_path)} more" if len(all_problems) > len(by_path) else ""
         fix = LIST_KEYS.replace("it", "them", 1) if fixes else None
-        as_one = RecipeError(f"{len(every)} problems in {name}:\n{lines}", where=name, fix=fix)
+        as_one = RecipeError(f"{len(all_problems)} problems in {name}:\n{lines}", where=name, fix=fix)
     as_one.problems = tuple((".".join(map(str, path)), sentence, fix) for path, sentence, fix in problems)
     return as_one
 

@@ -211,5 +211,5 @@ class _Walk:
             self.lines[(*path, key.value)] = line
             yield key.value, entry
 
-    def _error(self, what: str, line: int) -> UserError:
-        return UserError(what, where=f"{self.where}, line {line}", fix="write the value out")
+    def _error(self, problem: str, line: int) -> UserError:
+        return UserError(problem, where=f"{self.where}, line {line}", fix="write the value out")

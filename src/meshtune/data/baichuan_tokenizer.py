@@ -1,7 +1,7 @@
 """Loads the tokenizer of Baichuan and Baichuan2 from tokenizer.model, without running the code in their repositories.
 
 They have no chat template: their code puts the ids of two reserved pieces before user and assistant turns, and the
-end-of-sequence token after the last turn alone. The template here does the same.
+end-of-sequence token after the last turn only. The template here does the same.
 """
 
 from __future__ import annotations

@@ -66,14 +66,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def _without_tools(self) -> CompiledTemplate:
-        return self._compiled(None)
+        return self._compile(None)
 
     @functools.cached_property
     def _with_tools(self) -> CompiledTemplate:
         """The template for conversations with tools, which some tokenizers have separately."""
-        return self._compiled([{}])
+        return self._compile([{}])
 
-    def _compiled(self, tools: list[dict[str, object]] | None) -> CompiledTemplate:
+    def _compile(self, tools: list[dict[str, object]] | None) -> CompiledTemplate:
         text = self.tokenizer.get_chat_template(None, tools=tools)  # pyright: ignore[reportArgumentType]
         return CompiledTemplate(self.tokenizer, self._with_fixed_date(text))
 
@@ -169,8 +169,8 @@ class ChatTemplate:
         ends = {}
         for role, text in texts.items():
             if text is not None and written[role] in text:
-                rest = text[text.index(written[role]) + len(written[role]) :]
-                token = max((token for token in stops if rest.startswith(token)), key=len, default=None)
+                tail = text[text.index(written[role]) + len(written[role]) :]
+                token = max((token for token in stops if tail.startswith(token)), key=len, default=None)
                 if token is not None:
                     ends[role] = token
         return ends

@@ -37,8 +37,8 @@ BY_TOKEN = {
 
 
 def suggested_template(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The shipped template that fits the tokens of a tokenizer: that of its family, else plain, which also stands in
-    for the one that the tokenizer has already."""
+    """The shipped template that fits the tokens of a tokenizer: that of its family, else plain, which also replaces
+    the one that the tokenizer has already."""
     backend = tokenizer.backend_tokenizer
     name = next((name for token, name in BY_TOKEN.items() if backend.token_to_id(token) is not None), "plain")
     return "plain" if template_text(name) == tokenizer.chat_template else name

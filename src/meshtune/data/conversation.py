@@ -1,4 +1,4 @@
-"""The samples that every data format is converted to: conversations and texts, alone, in pairs or with a label.
+"""The samples that every data format is converted to: conversations and texts, single, in pairs or with a label.
 
 The cache key of tokenised data contains the `repr` of samples (store.sample_digest): renaming a class or a field here
 makes every cached store unusable, and every earlier run impossible to resume.

@@ -67,12 +67,14 @@ class Dialect:
         adapted, count = [], 0
         for message in (messages[index] for index in in_order_of_calls(messages)):
             fields = self._fields(message)
-            given = message.get("tool_calls")
-            if isinstance(given, list | tuple) and given:
-                calls = [self._call(call, count + n, len(given) > 1) for n, call in enumerate(given)]
+            calls_of_message = message.get("tool_calls")
+            if isinstance(calls_of_message, list | tuple) and calls_of_message:
+                calls = [
+                    self._call(call, count + n, len(calls_of_message) > 1) for n, call in enumerate(calls_of_message)
+                ]
                 fields["tool_calls"], count = calls, count + len(calls)
                 waiting = [(_id(call), tool_name(call)) for call in calls]
-                names |= {str(call["id"]): tool_name(call) for call in given if "id" in call}
+                names |= {str(call["id"]): tool_name(call) for call in calls_of_message if "id" in call}
             elif message["role"] == "tool":
                 self._link(fields, names, waiting)
             adapted.append(fields)
@@ -90,7 +92,7 @@ class Dialect:
 
     def _call(self, call: JsonObject, number: int, several: bool) -> JsonObject:
         """A call as the template reads it, with an id if it has one, if the template demands it, or if results need it
-        to be told apart."""
+        to name their call."""
         function = call["function"]
         assert isinstance(function, Mapping)
         if self.arguments_as_text:

@@ -19,7 +19,7 @@ from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource
 from meshtune.data.store import DIGEST_BYTES
 from meshtune.data.system_prompt import add_system
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -123,7 +123,7 @@ def load_documents(
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)
         validation = _concatenate(held_out)
-    return _documents(_mixed(train, data.mixing, seed), validation, skipped)
+    return _documents(_mix_sources(train, data.mixing, seed), validation, skipped)
 
 
 def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
@@ -149,11 +149,11 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         train, held_out = _hold_out(train, data.validation, seed)
         readable = [check_usable(checked, data.on_bad, skipped) for checked in held_out]
         if not any(len(checked.usable) for checked in readable):
-            held_out_records = counted(len(skipped), "record")
+            held_out_records = amount(len(skipped), "record")
             problem = f"of {held_out_records} held out none can be used, the first because: {skipped[0].reason}"
             raise UserError(problem, where="data.validation", fix="hold out more, or correct the records")
         validation = _concatenate(readable)
-    return _documents(_mixed(train, data.mixing, seed), validation, skipped)
+    return _documents(_mix_sources(train, data.mixing, seed), validation, skipped)
 
 
 def _documents(train: DocumentList, validation: DocumentList | None, skipped: list[SkippedRecord]) -> Documents:
@@ -178,7 +178,7 @@ def _data_source(section: SourceSection, registry: Registry | None, dataset_type
     return DataSource(path=section.path or "", **options)
 
 
-def _mixed(sources: list[CheckedSource], mixing: str, seed: int) -> DocumentList:
+def _mix_sources(sources: list[CheckedSource], mixing: str, seed: int) -> DocumentList:
     if mixing == "concat" and all(checked.source.weight is None for checked in sources):
         return _concatenate(sources)
     lengths, weights = [len(checked.usable) for checked in sources], [checked.source.weight for checked in sources]
@@ -210,7 +210,7 @@ def _hold_out(
     if counts.sum() < count:
         limit = f"hold out at most {total - len(sources)}, " if total > len(sources) else ""
         requested = f"a share of {validation:g}" if validation < 1 else f"{count}"
-        records = counted(total, "record")
+        records = amount(total, "record")
         raise UserError(
             f"holding out {requested} of {records} ({count}) would leave a source without training data",
             where="data.validation",

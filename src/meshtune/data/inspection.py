@@ -1,4 +1,4 @@
-"""Shows a recipe's data on a terminal: documents token by token, with what is trained on, and the report."""
+"""Shows a recipe's data on a terminal: documents token by token, with the trained ones marked, and the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshtune.data.report import render
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.data.tokens import Example
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.json_text import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console
     if examples:
         console.print(legend(console))
     for example in examples:
-        console.print(Rule(f"{example.origin}: {counted(len(example.ids), 'token')}", style="dim", align="left"))
+        console.print(Rule(f"{example.origin}: {amount(len(example.ids), 'token')}", style="dim", align="left"))
         console.print(coloured_tokens(tokenizer, example, tokens, brackets=console.color_system is None))
     console.print(Rule(style="dim"))
     console.print(render(prepared.report))
@@ -94,7 +94,7 @@ def coloured_tokens(
     if brackets and previous:
         text.append("⟧")
     if len(example.ids) > limit:
-        text.append(f"\n... {counted(len(example.ids) - limit, 'more token')}", "dim")
+        text.append(f"\n... {amount(len(example.ids) - limit, 'more token')}", "dim")
     return text
 
 

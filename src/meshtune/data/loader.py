@@ -19,7 +19,7 @@ import numpy as np
 
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.data.conversation import Origin
-from meshtune.data.packing import PackedRows, pack, padded_length, shuffled, unpacked_rows
+from meshtune.data.packing import PackedRows, pack, padded_length, shuffle_order, unpacked_rows
 from meshtune.data.store import Store
 from meshtune.data.tokens import Example
 from meshtune.data.units import Units
@@ -81,7 +81,7 @@ class Loader:
         with self._lock:
             if epoch not in self._plans:
                 n = len(self._lengths)
-                order = shuffled(n, self.seed, epoch) if self.shuffle else np.arange(n)
+                order = shuffle_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
                 self._plans[epoch] = (
                     pack(self._lengths, order, self.row_length) if self.packing else unpacked_rows(order)
                 )

@@ -42,7 +42,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def shuffled(n: int, seed: int, stream: int) -> np.ndarray:
+def shuffle_order(n: int, seed: int, stream: int) -> np.ndarray:
     """A random permutation of 0..n-1, int64, which does not change with the version of a library."""
     return np.argsort(random_keys(seed, stream, n), kind="stable")
 

@@ -33,7 +33,7 @@ _PROGRAM = (
     "from meshtune.data.without_torch import leave_torch_out; leave_torch_out(); "
     "from meshtune.data.part_process import main; main()"
 )
-_MOST = 8  # processes, unless PROCESSES says otherwise: one process has to take in what they make
+_MAX_PROCESSES = 8  # processes, unless PROCESSES says otherwise: one process has to take in what they make
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PartProcess:
             requests.flush()
             reply = pickle.load(replies)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            raise _died(self._process.wait()) from None
+            raise _death_error(self._process.wait()) from None
         if isinstance(reply, UserError):
             raise reply
         return reply
@@ -101,13 +101,13 @@ def process_count() -> int:
     value = os.environ.get(PROCESSES)
     if not value:
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(available, _MOST)
+        return min(available, _MAX_PROCESSES)
     if not value.isdecimal() or int(value) < 1:
         raise UserError(f"{PROCESSES} is '{value}', not a number of processes", where="environment")
     return int(value)
 
 
-def _died(code: int) -> UserError:
+def _death_error(code: int) -> UserError:
     cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return UserError(
         f"a process that tokenises data has ended with {cause}",

@@ -85,16 +85,18 @@ def tokenised_parts(
     starts = range(0, len(samples), PART)
     with ThreadPoolExecutor(len(makers), "tokenise") as pool:
         shared = 0
-        for _ in _ahead(pool, work, starts[host::hosts], len(makers)) if hosts > 1 and directory is not None else ():
+        for _ in (
+            _submit_ahead(pool, work, starts[host::hosts], len(makers)) if hosts > 1 and directory is not None else ()
+        ):
             shared = min(shared + PART, len(samples))
             progress(shared)
-        for index, part in enumerate(_ahead(pool, work, starts, len(makers))):
+        for index, part in enumerate(_submit_ahead(pool, work, starts, len(makers))):
             progress(max(shared, index * PART))
             yield part
         progress(len(samples))
 
 
-def _ahead(
+def _submit_ahead(
     pool: ThreadPoolExecutor, work: Callable[[int], Part], starts: Sequence[int], threads: int
 ) -> Iterator[Part]:
     """The results of `work` in order; a few are computed ahead."""

@@ -134,10 +134,12 @@ class _Preparation:
     def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """The fields of each source that are not read, without those of turns that the chat template names, and without
         the margin that a reward model learns."""
-        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
+        names_in_template = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
         read = {MARGIN} if self.recipe.stage.kind == "rm" else set[str]()
         names = {
-            path: [n for n in fields if n not in read and ("[]." not in n or n.rpartition(".")[2] not in words)]
+            path: [
+                n for n in fields if n not in read and ("[]." not in n or n.rpartition(".")[2] not in names_in_template)
+            ]
             for path, fields in unread.items()
         }
         return {path: tuple(fields) for path, fields in names.items() if fields}
@@ -153,8 +155,8 @@ class _Preparation:
         model = self.recipe.model
         if model.chat_template is not None:
             revision = None if model.tokenizer else model.revision
-            own = load_tokenizer(model.tokenizer or model.path, revision=revision)
-            if own.chat_template and ends_with_token(ChatTemplate(own)):
+            model_tokenizer = load_tokenizer(model.tokenizer or model.path, revision=revision)
+            if model_tokenizer.chat_template and ends_with_token(ChatTemplate(model_tokenizer)):
                 return "leave model.chat_template out: the tokenizer has its own"
         for name, chat in ChatTemplate(self.tokenizer).alternatives.items():
             if ends_with_token(chat):

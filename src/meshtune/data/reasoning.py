@@ -1,7 +1,7 @@
-"""Reasoning before an answer or a call: in a field of its own, or as <think> text at the beginning of the content.
+"""Reasoning before an answer or a call: in a separate field, or as <think> text at the beginning of the content.
 
 Where the prompt of generation holds the opening tag, as DeepSeek R1's and Qwen3's thinking models have it, completions
-have the closing tag alone, on a line of its own or at the end of the last one.
+have only the closing tag, on a line of its own or at the end of the last one.
 """
 
 from __future__ import annotations

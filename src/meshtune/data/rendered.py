@@ -310,9 +310,9 @@ def _not_written(chat: ChatTemplate, conversation: Conversation, part: str) -> U
 def _fix(chat: ChatTemplate, conversation: Conversation) -> str:
     """The fix for a template that cannot write a conversation: a shipped one that can, if any."""
     skip = "set data.on_bad=skip to leave such records out"
-    for name, other in chat.alternatives.items():
+    for name, alternative in chat.alternatives.items():
         try:
-            view = render_conversation(other, conversation)
+            view = render_conversation(alternative, conversation)
             for index in range(len(conversation.messages)):
                 check_calls_are_written(view, index, view.text)
         except UserError:

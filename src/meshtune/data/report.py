@@ -14,7 +14,7 @@ from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import TokenCounts
 from meshtune.data.window_rows import WindowRows
-from meshtune.errors import counted
+from meshtune.errors import amount
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +95,7 @@ class DataReport:
             listed = ", ".join(fields[:_LISTED]) + (f" and {len(fields) - _LISTED} more" * (len(fields) > _LISTED))
             notes.append(f"fields of {source} that are not read: {listed}")
         if counts.split:
-            documents = counted(counts.split, "document is", "documents are")
+            documents = amount(counts.split, "document is", "documents are")
             notes.append(
                 f"{documents} tokenised in parts at the start of an answer, where the tokenizer would merge it "
                 "with the prompt: generation will see the same tokens"
@@ -226,7 +226,7 @@ def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     return tuple((2**p, 2 ** (p + 1) - 1, int(counts[p])) for p in range(int(powers.min()), int(powers.max()) + 1))
 
 
-def _named(report: DataReport, count: str) -> str:
+def _place(report: DataReport, count: str) -> str:
     """Where the first document of a count is, in parentheses; "" where that is unknown."""
     first = report.counts.first.get(count)
     return f" (the first: {first})" if first else ""
@@ -237,31 +237,31 @@ def _losses(report: DataReport) -> list[str]:
     counts, warnings = report.counts, []
     if report.skipped:
         first = report.skipped[0]
-        skipped = counted(len(report.skipped), "record was", "records were")
+        skipped = amount(len(report.skipped), "record was", "records were")
         warnings.append(f"{skipped} skipped; the first: {first.origin}: {first.reason}")
     if counts.truncated:
         share = counts.truncated / max(counts.documents, 1)
-        documents = counted(counts.documents, "document")
+        documents = amount(counts.documents, "document")
         warnings.append(
             f"{counts.truncated:,} of {documents} ({share:.1%}) {'is' if counts.truncated == 1 else 'are'} cut at "
-            f"max_length {report.max_length}, {counted(counts.tokens_cut, 'token')} in all"
-            f"{_named(report, 'truncated')}: cut answers do not teach the end of turn"
+            f"max_length {report.max_length}, {amount(counts.tokens_cut, 'token')} in all"
+            f"{_place(report, 'truncated')}: cut answers do not teach the end of turn"
             + ("; raise data.max_length" if share > _SHARE_CUT else "")
         )
     if counts.nothing_after_truncation:
         warnings.append(
-            f"{counted(counts.nothing_after_truncation, 'document is', 'documents are')} left out"
-            f"{_named(report, 'nothing_after_truncation')}: nothing to train on after truncation (the prompt alone "
-            f"fills {counted(report.max_length, 'token')}); raise data.max_length"
+            f"{amount(counts.nothing_after_truncation, 'document is', 'documents are')} left out"
+            f"{_place(report, 'nothing_after_truncation')}: nothing to train on after truncation (the prompt alone "
+            f"fills {amount(report.max_length, 'token')}); raise data.max_length"
         )
     if counts.dropped:
-        dropped = counted(
+        dropped = amount(
             counts.dropped, "document is dropped because it exceeds", "documents are dropped because they exceed"
         )
-        warnings.append(f"{dropped} {counted(report.max_length, 'token')}{_named(report, 'dropped')}")
+        warnings.append(f"{dropped} {amount(report.max_length, 'token')}{_place(report, 'dropped')}")
     if counts.nothing_to_train:
-        documents = counted(counts.nothing_to_train, "document with", "documents with")
-        left_out = f"{_is_or_are(counts.nothing_to_train)} left out{_named(report, 'nothing_to_train')}"
+        documents = amount(counts.nothing_to_train, "document with", "documents with")
+        left_out = f"{_is_or_are(counts.nothing_to_train)} left out{_place(report, 'nothing_to_train')}"
         warnings.append(f"{documents} nothing to train on {left_out}")
     return warnings
 
@@ -279,40 +279,40 @@ def _training_problems(report: DataReport) -> list[str]:
             f"tokenizer: generation will not know where to stop; {report.template_fix}"
         )
     if counts.unended:
-        answers = counted(counts.unended, "answer has", "answers have")
-        where = _named(report, "unended")
+        answers = amount(counts.unended, "answer has", "answers have")
+        where = _place(report, "unended")
         warnings.append(f"{answers} no end of turn in the chat template: they do not teach to stop{where}")
     if counts.placeholders:
-        documents = counted(counts.placeholders, "document has", "documents have")
+        documents = amount(counts.placeholders, "document has", "documents have")
         warnings.append(
-            f"{documents} a placeholder in an answer that nothing replaces{_named(report, 'placeholders')}: write what "
+            f"{documents} a placeholder in an answer that nothing replaces{_place(report, 'placeholders')}: write what "
             "it stands for, unless it is to be learned as it is"
         )
     if counts.without_eos:
         warnings.append("the tokenizer has no end-of-sequence token: the model does not learn to stop")
     if counts.prompts_differ:
-        answers = counted(counts.prompts_differ, "answer follows", "answers follow")
+        answers = amount(counts.prompts_differ, "answer follows", "answers follow")
         warnings.append(
-            f"{answers} a prompt that the template writes differently in generation{_named(report, 'prompts_differ')}, "
+            f"{answers} a prompt that the template writes differently in generation{_place(report, 'prompts_differ')}, "
             "such as one without the reasoning of earlier turns"
         )
     if counts.double_bos:
-        conversations = counted(counts.double_bos, "conversation begins", "conversations begin")
-        where = _named(report, "double_bos")
+        conversations = amount(counts.double_bos, "conversation begins", "conversations begin")
+        where = _place(report, "double_bos")
         warnings.append(f"{conversations} with two beginning-of-sequence tokens{where}: check the chat template")
     if counts.straddling:
         warnings.append(
-            f"in {counted(counts.straddling, 'document')} a token spans the end of a prompt and the start of an "
-            f"answer, and is trained on as part of the answer{_named(report, 'straddling')}"
+            f"in {amount(counts.straddling, 'document')} a token spans the end of a prompt and the start of an "
+            f"answer, and is trained on as part of the answer{_place(report, 'straddling')}"
         )
     if counts.special_in_text:
-        documents = counted(
+        documents = amount(
             counts.special_in_text,
             "document contains special tokens in its own text",
             "documents contain special tokens in their own text",
         )
         warnings.append(
-            f"{documents}, which are read as such{_named(report, 'special_in_text')}: remove them, unless they are "
+            f"{documents}, which are read as such{_place(report, 'special_in_text')}: remove them, unless they are "
             "meant"
         )
     return warnings
@@ -333,7 +333,7 @@ def _inefficiencies(report: DataReport) -> list[str]:
         warnings.append(f"{1 - report.efficiency:.0%} of the positions are padding; {remedy}")
     if report.split == "train" and report.rows < report.batch_rows:
         warnings.append(
-            f"an epoch has {counted(report.rows, 'row')}, fewer than the {report.batch_rows:,} of a batch: a smaller "
+            f"an epoch has {amount(report.rows, 'row')}, fewer than the {report.batch_rows:,} of a batch: a smaller "
             "train.batch_size wastes less"
         )
     return warnings
@@ -358,9 +358,9 @@ def render(report: DataReport) -> RenderableType:
     share = counts.trained_tokens / max(counts.tokens, 1)
     table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
     layout = "packed" if report.packing else "padded"
-    table.add_row("rows", f"{report.rows:,}", f"{layout}, {counted(report.row_length, 'position')} each")
+    table.add_row("rows", f"{report.rows:,}", f"{layout}, {amount(report.row_length, 'position')} each")
     table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
-    table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{counted(report.batch_rows, 'row')} each")
+    table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{amount(report.batch_rows, 'row')} each")
     bars = Table(title="tokens per document", title_justify="left", show_header=False, box=None, pad_edge=False)
     bars.add_column(justify="right", style="cyan")
     bars.add_column(justify="right")

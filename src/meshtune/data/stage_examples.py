@@ -1,4 +1,4 @@
-"""What a stage makes of samples: the examples of documents, of pairs or of labelled answers."""
+"""Examples that a stage makes of samples: those of documents, of pairs or of labelled answers."""
 
 from __future__ import annotations
 

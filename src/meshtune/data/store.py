@@ -1,7 +1,7 @@
 """The on-disk cache of tokenised documents: flat memory-mapped arrays, keyed by a hash of everything they depend on.
 
-Every array has a checksum in meta.json, and meta.json a digest of its own. Both are checked as a store is opened; a
-damaged store is built anew, and says so.
+Every array has a checksum in meta.json, and meta.json its own digest. Both are checked when a store is opened; a
+damaged store is rebuilt, and says so.
 """
 
 from __future__ import annotations

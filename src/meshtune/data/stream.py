@@ -1,7 +1,7 @@
 """Batches of data that are tokenised during training: nothing is checked or cached beforehand, however large the files
 are.
 
-What the rows of a batch hold is a function of the data, their order and the position at which the update begins
+The contents of a batch's rows are a function of the data, their order and the position at which the update begins
 (data.text_rows, data.window_rows), so that every process of a job computes the same batches. A journal records that
 position regularly, so that a resumed run need not read the data before it again.
 """

@@ -233,12 +233,12 @@ def _finalize(value: Any) -> Any:
 
 
 def _check_product(left: Any, right: Any) -> None:
-    number, other = (left, right) if isinstance(left, int) else (right, left)
-    if isinstance(other, int) and isinstance(number, int):
-        if number.bit_length() + other.bit_length() > BITS:
+    number, factor = (left, right) if isinstance(left, int) else (right, left)
+    if isinstance(factor, int) and isinstance(number, int):
+        if number.bit_length() + factor.bit_length() > BITS:
             raise TemplateLimitError("the chat template makes a number of more than a thousand digits")
-    elif isinstance(number, int) and not isinstance(other, float):
-        _charge(max(0, number) * _weight(other))
+    elif isinstance(number, int) and not isinstance(factor, float):
+        _charge(max(0, number) * _weight(factor))
 
 
 def _check_format(text: str | bytes, values: Any) -> None:

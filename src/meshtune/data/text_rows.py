@@ -1,7 +1,7 @@
 """The rows of a stream of plain text, which have no padding.
 
 Documents follow each other in a seeded order and fill every position of every row. A document that does not fit is
-continued in the next row, as a segment of its own that begins with the previous token, so that every token but a
+continued in the next row, as a separate segment that begins with the previous token, so that every token but a
 document's first is predicted exactly once.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from meshtune.data.conversation import Conversation, Text
 from meshtune.data.documents import DocumentList
 from meshtune.data.loader import HostBatch, packed_batch, row_sizes
-from meshtune.data.packing import shuffled
+from meshtune.data.packing import shuffle_order
 from meshtune.data.stream import StreamPosition, unreadable
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
@@ -111,7 +111,7 @@ class DocumentCursor:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         count = len(self.rows.documents)
-        return shuffled(count, self.rows.seed, epoch) if self.rows.shuffle else np.arange(count)
+        return shuffle_order(count, self.rows.seed, epoch) if self.rows.shuffle else np.arange(count)
 
     def _read_group(self) -> None:
         self._group_start = self.position.index

@@ -25,7 +25,7 @@ from meshtune.data.stage_examples import StageExamples
 from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, group_examples, open_or_build
 from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.data.units import with_companions
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
@@ -207,11 +207,13 @@ def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
         ("is", "are", "not what the chat template can write"): len(counts.skipped),
     }
     listed = ", ".join(
-        f"{counted(count, one, several)} {what}" for (one, several, what), count in reasons.items() if count
+        f"{amount(count, singular, several)} {reason}"
+        for (singular, several, reason), count in reasons.items()
+        if count
     )
     first = next(iter([*counts.first.values(), *(f"{origin}: {reason}" for origin, reason in counts.skipped)]), None)
     return UserError(
-        f"the {split} data contain nothing to train on: of {counted(counts.documents, 'document')}, {listed or 'none'}"
+        f"the {split} data contain nothing to train on: of {amount(counts.documents, 'document')}, {listed or 'none'}"
         + (f" (the first: {first})" if first else ""),
         where=f"data.{split}",
         fix="see `meshtune data inspect`; raise data.max_length, or check roles and message weights",

@@ -68,7 +68,7 @@ class TokenCounts:
 
     `examples` are documents that were kept, `tokens` their ids and `trained_tokens` those with a weight above 0. The
     fields below `tokens_cut` count documents; reasons to leave one out come first, then warnings about those kept.
-    `first` says where the first document of a count is, and what of it was counted.
+    `first` says where the first document of a count is, and which part of it was counted.
     """
 
     documents: int = 0

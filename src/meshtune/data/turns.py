@@ -113,7 +113,7 @@ def _start_of_calls(view: Rendered, index: int, floor: int) -> int:
         calls = view.messages[index]["tool_calls"]
         assert isinstance(calls, list)
         messages = list(view.messages)
-        messages[index] = {**messages[index], "tool_calls": [_renamed(call, name) for call in calls]}
+        messages[index] = {**messages[index], "tool_calls": [_rename_call(call, name) for call in calls]}
         changed = view.render(messages)
         return floor if changed is None else max(_common_prefix(view.text, changed), floor)
     return max(_end_of_header(view, _header(view, index), floor, first), floor)
@@ -143,7 +143,7 @@ def _end_of_header(view: Rendered, header: str, floor: int, first: int) -> int:
     return first if start < 0 or (ending and ending in view.text[end:first]) else end
 
 
-def _renamed(call: JsonObject, name: str) -> JsonObject:
+def _rename_call(call: JsonObject, name: str) -> JsonObject:
     function = call["function"]
     assert isinstance(function, Mapping)
     return {**call, "function": {**function, "name": name}}
@@ -185,7 +185,7 @@ def _content_span(view: Rendered, index: int, header: str) -> tuple[int, int]:
         # Content that is written verbatim is the turn, ended or not: some templates end only the last turn.
         if not end.head or text.startswith(end.head, last) or (message == complete and messages[index]["content"]):
             return first, last
-    first, last = _removed(view, index)
+    first, last = _removed_span(view, index)
     return first + len(header) if text.startswith(header, first) else first, last
 
 
@@ -212,7 +212,7 @@ def changed_part(view: Rendered, index: int, message: Mapping[str, object]) -> t
     return prefix, max(prefix, len(text) - suffix)
 
 
-def _removed(view: Rendered, index: int) -> tuple[int, int]:
+def _removed_span(view: Rendered, index: int) -> tuple[int, int]:
     """The part of the text, with its header, that is missing once message `index` is removed. For turns whose content
     is not rendered."""
     chat, text, messages, conversation = view.chat, view.text, view.messages, view.conversation

@@ -1,8 +1,8 @@
 """The rows of a stream of samples that must not be divided: conversations, pairs, labelled answers.
 
-The samples of an epoch are in a seeded order, of which WINDOW neighbours at a time are tokenised and packed into rows,
-so that every sample is in every epoch exactly once. What a window holds depends on its samples alone: a resumed run
-tokenises the window that it stopped in again and goes on at the row.
+The samples of an epoch are in a seeded order; WINDOW neighbours at a time are tokenised and packed into rows,
+so that every sample is in every epoch exactly once. The contents of a window depend only on its samples: a resumed run
+tokenises the window that it stopped in again and continues at the row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtune.data.conversation import Sample
 from meshtune.data.loader import HostBatch, packed_batch, row_sizes
-from meshtune.data.packing import PackedRows, pack, shuffled, unpacked_rows
+from meshtune.data.packing import PackedRows, pack, shuffle_order, unpacked_rows
 from meshtune.data.stream import StreamPosition, unreadable
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.data.units import Units
@@ -102,7 +102,7 @@ class WindowRows:
         if not self.shuffle:
             return np.arange(len(self.documents))
         if epoch not in self._orders:
-            self._orders = {epoch: shuffled(len(self.documents), self.seed, epoch)}
+            self._orders = {epoch: shuffle_order(len(self.documents), self.seed, epoch)}
         return self._orders[epoch]
 
     def _read(self, chosen: np.ndarray) -> Window:

@@ -48,17 +48,17 @@ def evaluate(
     outcomes = {}
     for name, load in models.items():
         console.print(f"[bold]{name}[/]")
-        model, own = load(), folder / name
+        model, model_folder = load(), folder / name
         predictions = None
         if evaluation.records:
             prompts = make_prompts(model, evaluation.records, evaluation.predicting)
-            predictions = predict_into(model, evaluation.records, prompts, own, evaluation.predicting, console)
-        results, facts = read_results(own), {}
+            predictions = predict_into(model, evaluation.records, prompts, model_folder, evaluation.predicting, console)
+        results, facts = read_results(model_folder), {}
         if results is None:
             results = []
             if tasks is not None:
                 results, facts = run_tasks(model, evaluation.suite, tasks, console=console)
-            write_results(own, results, facts)
+            write_results(model_folder, results, facts)
         outcomes[name] = Outcome(predictions, results)
     return outcomes
 

@@ -123,9 +123,9 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
             _write_task(folder, installed, benchmark, subject, name, files, suite)
             subjects[name] = (benchmark, subject)
             names.append(name)
-    others = [name for name in suite.tasks if name not in suite.files]
-    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=bool(others))
-    for name in others:
+    tasks_of_lm_eval = [name for name in suite.tasks if name not in suite.files]
+    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=bool(tasks_of_lm_eval))
+    for name in tasks_of_lm_eval:
         if name not in manager.all_tasks:
             fix = f"{nearest(name, manager.all_tasks)}`lm-eval ls tasks` lists them; files: NAME=PATH"
             raise UserError(f"there is no task '{name}'", where="--tasks", fix=fix)

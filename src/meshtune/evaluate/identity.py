@@ -14,8 +14,8 @@ from meshtune.weights.fingerprint import base_hash
 def identity(path: str, adapter: str | None = None, revision: str | None = None) -> str:
     """A hash of a model's mathematics and of all its weights, and of its adapter's if it has one."""
     source = find(path, adapter, revision=revision)
-    own = " ".join([base_hash(source.base), *weights_digests(source.base)])
-    return own if source.adapter is None else f"{own} + {adapter_hash(source.adapter)}"
+    weights_identity = " ".join([base_hash(source.base), *weights_digests(source.base)])
+    return weights_identity if source.adapter is None else f"{weights_identity} + {adapter_hash(source.adapter)}"
 
 
 def adapter_hash(adapter: pathlib.Path) -> str:

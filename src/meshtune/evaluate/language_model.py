@@ -152,7 +152,7 @@ class EngineLM(TemplateLM):
 
     def _prompt(self, context: str, options: Mapping[str, Any]) -> Prompt:
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), self.max_gen_toks))
-        most = int(kwargs.pop("max_gen_toks"))
+        max_tokens = int(kwargs.pop("max_gen_toks"))
         until = handle_stop_sequences(kwargs.pop("until", None), eos=None)
         if not kwargs.pop("do_sample", False):
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING}
@@ -162,10 +162,10 @@ class EngineLM(TemplateLM):
                 where="generation_kwargs",
                 fix=f"give until, max_gen_toks, do_sample, {', '.join(SAMPLING)}",
             )
-        room = self.max_length - most
+        room = self.max_length - max_tokens
         if room < 1:
             raise UserError(
-                f"the task asks for {most} new tokens, and the model's context is {self.max_length}",
+                f"the task asks for {max_tokens} new tokens, and the model's context is {self.max_length}",
                 where="generation_kwargs, max_gen_toks",
                 fix=f"give a smaller one: --gen-kwargs max_gen_toks={self.max_length // 2}",
             )
@@ -173,7 +173,7 @@ class EngineLM(TemplateLM):
         has_begin = isinstance(begin, str) and context.startswith(begin)
         ids = self.tokenizer.encode(context, add_special_tokens=not has_begin)
         self.cut += len(ids) > room
-        request = self.model.engine.request(ids[-room:], Sampling(**kwargs), max_tokens=most)
+        request = self.model.engine.request(ids[-room:], Sampling(**kwargs), max_tokens=max_tokens)
         return Prompt(request, tuple(text for text in until if text), name=f"the context {context[:60]!r}")
 
 

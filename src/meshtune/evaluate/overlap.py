@@ -75,9 +75,9 @@ def _text(document: Document) -> str:
     return document.prompt + document.text
 
 
-def _runs(words: Sequence[str]) -> Iterable[bytes]:
-    return (_hash(words[start : start + RUN_LENGTH]) for start in range(len(words) - RUN_LENGTH + 1))
+def _runs(tokens: Sequence[str]) -> Iterable[bytes]:
+    return (_hash(tokens[start : start + RUN_LENGTH]) for start in range(len(tokens) - RUN_LENGTH + 1))
 
 
-def _hash(words: Sequence[str]) -> bytes:
-    return hashlib.blake2b("\0".join(words).encode(), digest_size=12).digest()
+def _hash(tokens: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\0".join(tokens).encode(), digest_size=12).digest()

@@ -143,8 +143,8 @@ def _generate_answers(
     if rows:
         console.print(f"{len(rows)} of {len(records)} records have an answer already")
     with file.open("a", encoding="utf-8") as lines, show_progress(console, "answers") as progress:
-        asked = [prompt for _, prompt in remaining]
-        for number, answer in answers(model.engine, model.tokenizer, asked, rows=options.rows):
+        texts = [prompt for _, prompt in remaining]
+        for number, answer in answers(model.engine, model.tokenizer, texts, rows=options.rows):
             record, _ = remaining[number]
             rows[record.number] = {
                 "record": record.number,

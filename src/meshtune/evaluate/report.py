@@ -101,8 +101,8 @@ def sentences(professional: Sequence[Difference], general: Mapping[str, Sequence
     if not named or counts["lost"]:
         return lines
     if counts[TOO_FEW] == len(named):
-        most = max(item.samples for _, item in named)
-        return [f"Too few to say: no metric has more than {most} samples, and a verdict needs {ENOUGH}."]
+        samples = max(item.samples for _, item in named)
+        return [f"Too few to say: no metric has more than {samples} samples, and a verdict needs {ENOUGH}."]
     numbers = ", ".join(
         f"{counts[verdict]} {verdict}" for verdict in ("gained", "unclear", "same", TOO_FEW) if counts[verdict]
     )

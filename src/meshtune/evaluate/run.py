@@ -153,19 +153,19 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
     options: dict[str, Any] = {"dtype": loading.pop("dtype", None), "quantize": loading.pop("quantize", "auto")}
     options |= {"mesh": subject.mesh, "job": job}
 
-    def whole(source: Source) -> Loader:
+    def loader_of(source: Source) -> Loader:
         return lambda beside=(): load_variants({"": source}, beside=beside, **options)[""]
 
     source = find(subject.path, subject.adapter, **loading)
     if subject.compare is None:
-        return {"model": whole(source)}
+        return {"model": loader_of(source)}
     if subject.compare == BASE and source.adapter is not None:
         # The tokenizer and its chat template are the run's on both sides, so that the prompts are the same.
         plain = dataclasses.replace(source, adapter=None)
         shared = functools.cache(lambda: load_variants({"base": plain, "tuned": source}, **options))
         return {"base": lambda beside=(): shared()["base"], "tuned": lambda beside=(): shared()["tuned"]}
     if subject.compare != BASE:
-        return {"before": whole(find(subject.compare)), "after": whole(source)}
+        return {"before": loader_of(find(subject.compare)), "after": loader_of(source)}
     directory, _ = split_state(subject.path)
     if not is_run(directory):
         raise UserError(
@@ -175,7 +175,7 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
         )
     recipe = load_recipe(str(directory / "recipe.yaml"))
     base = dataclasses.replace(source, base=locate(recipe.model.path, recipe.model.revision), adapter=None)
-    return {"base": whole(base), "tuned": whole(source)}
+    return {"base": loader_of(base), "tuned": loader_of(source)}
 
 
 def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:

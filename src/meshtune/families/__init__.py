@@ -19,7 +19,7 @@ from meshtune.families.config_fields import HARMLESS, recorded_fields
 from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
-from meshtune.families.unsupported import unsupported
+from meshtune.families.unsupported import unsupported_error
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.published import FIELD, read_scheme
 
@@ -124,7 +124,7 @@ def model_spec(
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
-        raise unsupported(config, FAMILIES, where)
+        raise unsupported_error(config, FAMILIES, where)
     try:
         spec = family_module(kind).model_spec(config, where)
     except UserError:
@@ -157,12 +157,12 @@ def mathematics(config: dict[str, Any], where: str = "config.json") -> dict[str,
     fields = {name: text[name] for name in {"model_type", *(read - HARMLESS)} if text.get(name) is not None}
     if text is config:
         return fields | quantised
-    outer = {name: config[name] for name in ("model_type", "tie_word_embeddings") if config.get(name) is not None}
-    return {**outer, **quantised, TEXT: fields}
+    top = {name: config[name] for name in ("model_type", "tie_word_embeddings") if config.get(name) is not None}
+    return {**top, **quantised, TEXT: fields}
 
 
 def description(model_type: str) -> Family:
-    """What people are told about a model_type of FAMILIES."""
+    """Describes a model_type of FAMILIES to people."""
     return family_module(model_type).DESCRIPTIONS[model_type]
 
 
@@ -176,13 +176,14 @@ def as_stored(spec: ModelSpec, names: Callable[[], Collection[str]], where: str)
     if not has_experts(spec):
         return spec
     single, fused = (
-        {entry.name for entry in tensors(dataclasses.replace(spec, fused_experts=way))} for way in (False, True)
+        {entry.name for entry in tensors(dataclasses.replace(spec, fused_experts=is_fused))}
+        for is_fused in (False, True)
     )
     return spec if single == fused else stored_as(spec, names(), (single, fused), where)
 
 
 def scored_spec(spec: ModelSpec) -> ModelSpec:
-    """The same model with a head of one score instead of its own: a reward model. Raises UserError for a text model
+    """The same model with its head replaced by one of a single score: a reward model. Raises UserError for a text model
     inside a composite."""
     if spec.composite is not None:
         raise UserError(
@@ -194,7 +195,7 @@ def scored_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def scored_fields(config: dict[str, Any], pad: int | None) -> dict[str, Any]:
-    """What the config of a scored model has beside its language model's; `pad` is the padding token's id."""
+    """Fields of a scored model's config besides its language model's; `pad` is the padding token's id."""
     architecture = (config.get("architectures") or [f"{config['model_type'].capitalize()}{LANGUAGE}"])[0]
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
     scored = architecture.replace(OLDER_LANGUAGE, LANGUAGE).replace(LANGUAGE, SCORED)

@@ -61,8 +61,8 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     window = fields.integer("sliding_window")
     sliding = attention_spec(fields, rope=rope, window=window, qkv_bias=bias, out_bias=bias, qk_norm=norm, gate="input")
     attention = {SLIDING: sliding, FULL: dataclasses.replace(sliding, window=None, rope=None)}
-    every = fields.integer("global_attn_every_n_layers", 4)
-    kinds = fields.layer_types((FULL, SLIDING), lambda index: SLIDING if (index + 1) % every else FULL)
+    interval = fields.integer("global_attn_every_n_layers", 4)
+    kinds = fields.layer_types((FULL, SLIDING), lambda index: SLIDING if (index + 1) % interval else FULL)
     router = {
         "scoring": "sigmoid",
         "normalize": True,

@@ -14,7 +14,7 @@ from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
-OWN = {"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm", "mlp/xielu": "mlp.act_fn"}
+APERTUS = {"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm", "mlp/xielu": "mlp.act_fn"}
 ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -49,7 +49,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it; the constants of xIELU are scalars in files."""
-    table = one_to_one(spec, MODULES | qwen3.NORMS | OWN, OUTSIDE)
+    table = one_to_one(spec, MODULES | qwen3.NORMS | APERTUS, OUTSIDE)
     for constant in ("beta", "eps"):
         table = with_view(table, f"mlp/xielu/{constant}", lambda _: View.identity(()).split(1))
     return table

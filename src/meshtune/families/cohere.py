@@ -1,4 +1,4 @@
-"""Command R and R+, Aya: attention and the feed-forward network beside each other after one layer norm, rotary
+"""Command R and R+, Aya: attention and the feed-forward network in parallel after one layer norm, rotary
 embedding of neighbouring pairs, scaled logits (https://arxiv.org/abs/2405.15032)."""
 
 from __future__ import annotations

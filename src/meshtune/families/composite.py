@@ -1,7 +1,7 @@
-"""Composite checkpoints: a text model with vision towers and the like around it, of which the text model is tuned.
+"""Composite checkpoints: a text model with vision towers and the like around it; only the text model is tuned.
 
 The text model is read from `text_config`, its tensors are found by the prefix that they have in the files, and all
-other tensors are passed through as they are. Only composites whose forward pass of text alone is their text model's are
+other tensors are passed through unchanged. Only composites whose forward pass of text alone is their text model's are
 listed here.
 """
 
@@ -33,8 +33,8 @@ SINCE = (("model.", "model.language_model."), ("lm_head", "lm_head"))
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """Describes a composite model_type: the model_types that its text model may have, the first of which is that of a
-    text_config without one, and the prefixes of the tensors of its other parts, behind an optional "model.".
+    """Describes a composite model_type: the model_types that its text model may have (the first is that of a
+    text_config without one), and the prefixes of the tensors of its other parts, behind an optional "model.".
 
     A checkpoint may lack the parts that are `optional`. `ignored` are fields of text_config that the text model would
     read and the composite does not; `tied` is the default of the composite's tie_word_embeddings in transformers,
@@ -108,7 +108,7 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
 }
 # Fields of a composite's config that say nothing of its text model.
-OUTER = re.compile(
+OUTER_FIELD = re.compile(
     r"^((vision|image|video|audio|projector|multimodal|multi_modal|mm|boi|eoi|boa|eoa|spatial)_.*|.*_token_(id|index)"
     r"|language_model_only)$"
 )
@@ -161,7 +161,7 @@ def read_composite(
     fields.get(TEXT)
     tied = fields.get("tie_word_embeddings")
     for field in config:
-        if OUTER.match(field):
+        if OUTER_FIELD.match(field):
             fields.get(field)
     fields.finish(wrapper.architecture)
     if tied is None and names:
@@ -184,7 +184,7 @@ def _layout(names: Collection[str], where: str, default: tuple[tuple[str, str], 
     return BEFORE if before else SINCE if since else default
 
 
-def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+def replace_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
     """A name with the first prefix that it has replaced by the other one of the pair."""
     for prefix, replacement in prefixes:
         if name.startswith(prefix):
@@ -193,20 +193,21 @@ def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 def tensor_name(spec: ModelSpec, name: str) -> str:
-    """What a tensor of the text model is called in the checkpoint's files."""
-    return name if spec.composite is None else renamed(name, spec.composite.tensors)
+    """Returns the name of a text model's tensor in the checkpoint's files."""
+    return name if spec.composite is None else replace_prefix(name, spec.composite.tensors)
 
 
 def module_name(spec: ModelSpec, name: str) -> str:
-    """What transformers calls a module, given its name in the text model alone or in files of the older layout."""
+    """Returns transformers' name of a module, given its name in the plain text model or in files of the older
+    layout."""
     if spec.composite is None:
         return name
-    return renamed(_own_name(name), spec.composite.modules)
+    return replace_prefix(_own_name(name), spec.composite.modules)
 
 
 def _own_name(name: str) -> str:
-    """The name in the text model alone, given that in either layout."""
-    return renamed(name, [(composite, own) for own, composite in (*BEFORE, *SINCE)])
+    """Returns the name in the plain text model, given that in either layout."""
+    return replace_prefix(name, [(composite, plain) for plain, composite in (*BEFORE, *SINCE)])
 
 
 def passed_through(spec: ModelSpec, name: str) -> str | None:
@@ -238,7 +239,7 @@ def _readers(spec: ModelSpec) -> frozenset[int]:
 
 
 def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
-    """What is missing of the parts that are passed through: parts without a tensor, and layers that lack a tensor which
+    """Lists gaps in the parts that are passed through: parts without a tensor, and layers that lack a tensor which
     other layers of the same part have."""
     if spec.composite is None:
         return []
@@ -253,8 +254,8 @@ def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
             if match := re.match(r"(.*?\.layers\.)(\d+)\.(.*)", name):
                 layers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
         for prefix, endings in layers.items():
-            every = set[str]().union(*endings.values())
+            all_endings = set[str]().union(*endings.values())
             for number in range(max(endings) + 1):
-                lacking = sorted(every - endings.get(number, set()))
+                lacking = sorted(all_endings - endings.get(number, set()))
                 problems += [f"tensor '{prefix}{number}.{ending}' of the {part} is missing" for ending in lacking]
     return problems

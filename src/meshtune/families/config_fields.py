@@ -130,12 +130,12 @@ class ConfigFields:
     def with_values(self, part: str, **values: Any) -> ConfigFields:
         """The same config with other values for some fields, for a part of the model that errors name.
 
-        What is read of it counts as read of the whole.
+        Fields read of it count as read of the whole.
         """
         return ConfigFields(self._config | values, f"{self._where}, {part}", self._used, self.notes)
 
-    def error(self, field: str, what: str, fix: str | None = None) -> UserError:
-        return UserError(what, where=f"{self._where}, field {field}", fix=fix)
+    def error(self, field: str, problem: str, fix: str | None = None) -> UserError:
+        return UserError(problem, where=f"{self._where}, field {field}", fix=fix)
 
     def get(self, field: str, default: Any = None) -> Any:
         """The field's value; its default where it is absent or null."""

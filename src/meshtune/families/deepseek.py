@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, Moonlight, Kimi K2's text model and GLM-4.7-Flash: latent attention and routed experts beside
+"""DeepSeek V2 and V3, Moonlight, Kimi K2's text model and GLM-4.7-Flash: latent attention and routed experts with
 shared ones (https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2412.19437)."""
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def _check_training_fields(fields: ConfigFields) -> None:
-    """Reads what says how the model was trained, or which code of its own it came with, and refuses what is unknown."""
+    """Reads what says how the model was trained, or which remote code it came with, and refuses unknown values."""
     for unused in ("auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"):
         fields.get(unused)
     fields.only("moe_layer_freq", 1)

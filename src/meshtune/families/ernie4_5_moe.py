@@ -52,10 +52,10 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def _sparse(fields: ConfigFields) -> list[bool]:
     """Which layers have experts: every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index."""
-    count, every = fields.integer("num_hidden_layers"), fields.integer("moe_layer_interval", 1)
+    count, interval = fields.integer("num_hidden_layers"), fields.integer("moe_layer_interval", 1)
     first, last = fields.get("moe_layer_start_index", 1), fields.get("moe_layer_end_index", -1)
     last = count - 1 if last == -1 else last
-    return [(index + 1) % every == 0 and first <= index <= last for index in range(count)]
+    return [(index + 1) % interval == 0 and first <= index <= last for index in range(count)]
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

@@ -82,7 +82,7 @@ def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     return new
 
 
-def grouped(spec: ModelSpec, blocks: int) -> ModelSpec:
+def group_layers(spec: ModelSpec, blocks: int) -> ModelSpec:
     """The deeper model's spec with its layers stacked group by group, each with its new layer last, so that all new
     layers are arrays of their own. Unchanged stacks where the groups differ in more than their weights."""
     flat: list[LayerSpec] = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]

@@ -16,7 +16,7 @@ CORRECTION = {"mlp/router/correction": Stored("mlp.gate.e_score_correction_bias"
 
 
 def sigmoid_experts(fields: ConfigFields, *, shared: str = "n_shared_experts") -> ExpertsSpec:
-    """Routed experts with V3's router, and a shared one as wide as so many of them as the field `shared` says."""
+    """Routed experts with V3's router, and a shared one as wide as `shared` of them (a field's name)."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     router = {

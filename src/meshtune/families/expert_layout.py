@@ -9,8 +9,8 @@ import dataclasses
 class ExpertLayout:
     """The layout of parameters such as gate_up_proj: [E, out, in], or `transposed`, [E, in, out].
 
-    `marked` says that the experts module has `is_transposed`, by which peft tells in from out. In gate_up_proj the
-    outputs of the gate stand before those of up, or `interleaved`, in turn.
+    `marked` says that the experts module has `is_transposed`, which tells peft in from out. In gate_up_proj the
+    outputs of the gate come before those of up, or `interleaved`, in turn.
     """
 
     transposed: bool = False

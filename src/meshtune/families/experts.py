@@ -1,8 +1,8 @@
-"""What families with a mixture of experts share: reading it from a config, and its tensors in files.
+"""Shared by families with a mixture of experts: reading it from a config, and its tensors in files.
 
 A family builds an `ExpertsSpec` with `experts_spec`, and adds `expert_modules(spec, ..)` to the modules of its table.
 Checkpoints hold each expert's matrices by themselves, or those of all experts in one tensor (as transformers 5 has them
-in memory): `families.as_stored` finds out which, and a model is written as it was read.
+in memory): `families.as_stored` finds out which, and a model is written in the layout that was read.
 """
 
 from __future__ import annotations
@@ -123,26 +123,26 @@ def fused_modules(experts: str, files: Mapping[str, str] = {}) -> dict[str, str 
     `experts` is transformers' experts module, `files` the tensors' names in files where they are not its parameters'.
     """
 
-    def stored(node: str, view: Callable[[Shape], View]) -> Stored:
+    def place_in_file(node: str, view: Callable[[Shape], View]) -> Stored:
         parameter = PARAMETERS[node]
         name = files.get(parameter, f"{experts}.{parameter}")
         return Stored(name, f"{experts}.{NAMES[node]}", view, parameter=f"{experts}.{parameter}")
 
     views = {"gate": _first_half, "up": _second_half, "down": View.identity}
-    return {f"mlp/experts/{node}": stored(node, view) for node, view in views.items()}
+    return {f"mlp/experts/{node}": place_in_file(node, view) for node, view in views.items()}
 
 
 def plain_modules(spec: ModelSpec, experts: str) -> dict[str, Stored]:
     """The routed experts of a family whose experts have no gate; `experts` is transformers' experts module. Files have
     their matrices one by one, or all of a layer in one tensor: [E, F, D] and [E, D, F]."""
 
-    def stored(name: str) -> Stored:
+    def place_in_file(name: str) -> Stored:
         parameter = f"{experts}.{name}"
         if spec.fused_experts:
             return Stored(parameter, parameter, View.identity)
         return Stored(f"{experts}.{{}}.{name}", parameter, parameter=parameter)
 
-    return {f"mlp/experts/{node}": stored(NAMES[node]) for node in ("up", "down")}
+    return {f"mlp/experts/{node}": place_in_file(NAMES[node]) for node in ("up", "down")}
 
 
 def shared_modules(name: str, block: str = "mlp") -> dict[str, str]:
@@ -165,7 +165,7 @@ def _half(shape: Shape, part: int) -> View:
     return tensor.split(experts, 2, width, embed).slice(1, part, part + 1).merge(experts, width, embed)
 
 
-def transposed(shape: Shape) -> View:
+def transpose_experts(shape: Shape) -> View:
     """A tensor [E, F, D] as [E, D, F]."""
     experts, embed, width = shape
     return View.identity((experts, width, embed)).transpose(0, 2, 1)
@@ -218,11 +218,11 @@ def without_balancing(spec: ModelSpec) -> ModelSpec:
 def _with_ffn(spec: ModelSpec, chosen: Callable[[LayerSpec], bool], **fields: float) -> ModelSpec:
     """The model with other fields of the feed-forward networks of the chosen layers."""
 
-    def changed(layer: LayerSpec) -> LayerSpec:
+    def change_layer(layer: LayerSpec) -> LayerSpec:
         ffn: Any = layer.ffn
         return dataclasses.replace(layer, ffn=dataclasses.replace(ffn, **fields)) if chosen(layer) else layer
 
-    stacks = (dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern))) for stack in spec.stacks)
+    stacks = (dataclasses.replace(stack, pattern=tuple(map(change_layer, stack.pattern))) for stack in spec.stacks)
     return dataclasses.replace(spec, stacks=tuple(stacks))
 
 

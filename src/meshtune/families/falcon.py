@@ -1,4 +1,4 @@
-"""Falcon 1 and 2: fused queries, keys and values, attention beside the feed-forward network
+"""Falcon 1 and 2: fused queries, keys and values, attention in parallel to the feed-forward network
 (https://arxiv.org/abs/2311.16867).
 
 Three architectures share the model type: 7B has one key-value head and one norm a layer; 40B, 180B and 11B have groups
@@ -56,7 +56,7 @@ DESCRIPTIONS = {
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """FalconConfig -> ModelSpec, with transformers' defaults for fields that are absent."""
-    fields = ConfigFields(_renamed(config), where)
+    fields = ConfigFields(_rename_fields(config), where)
     fields.harmless(*HARMLESS)
     fields.only("apply_residual_connection_post_layernorm", False)
     placement = _placement(fields)
@@ -78,7 +78,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     return decoder_spec(fields, "falcon", "FalconForCausalLM", [layer] * fields.integer("num_hidden_layers"))
 
 
-def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+def _rename_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The config with the names of the usual fields, and the key-value heads that its architecture has."""
     config = {"tie_word_embeddings": True, "max_position_embeddings": 2048} | config
     renamed = {key: value for key, value in config.items() if key not in ("num_kv_heads", "ffn_hidden_size")}
@@ -107,6 +107,6 @@ def _placement(fields: ConfigFields) -> Placement:
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
-    """The table of tensors: each is one leaf, or one layer of it. Rows of queries, keys and values stand in groups of a
+    """The table of tensors: each is one leaf, or one layer of it. Rows of queries, keys and values form groups of a
     key-value head, as in memory."""
     return one_to_one(spec, MODULES | NORMS[spec.layer_kinds[0].placement], OUTSIDE, LAYERS)

@@ -113,7 +113,7 @@ def _mamba(fields: ConfigFields) -> Mamba2Spec:
 
 
 def _numbers(fields: ConfigFields, field: str, count: int) -> list[float]:
-    """So many multipliers; default: ones."""
+    """Reads `count` multipliers; default: ones."""
     numbers = fields.get(field, [1.0] * count)
     if not isinstance(numbers, list) or len(numbers) != count or not all(isinstance(n, int | float) for n in numbers):
         raise fields.error(field, f"{field} must be {count} numbers, found {numbers!r}")

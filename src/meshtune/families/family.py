@@ -1,4 +1,4 @@
-"""What people are told about a model_type: `meshtune families` and docs/families.md are written from it."""
+"""Descriptions of each model_type for people: `meshtune families` and docs/families.md are written from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Family:
     """Describes one model_type.
 
     `special` says in one line what differs from Llama; `models` are ids of published models on the Hugging Face hub.
-    `template` names the chat template that ships with Meshtune and writes the family's own format, for models whose
-    tokenizer has none. `limits` maps what is refused, a mesh axis ("cp") or a method ("expand"), to the reason.
+    `template` names the chat template that ships with Meshtune and writes the family's format, for models whose
+    tokenizer has none. `limits` maps a refused mesh axis ("cp") or method ("expand") to the reason.
     `mixture` says that a model of another group than mixtures has experts as well.
     `maturity` says on which weights it was compared with transformers.
     """

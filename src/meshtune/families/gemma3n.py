@@ -1,5 +1,5 @@
-"""Gemma 3n's text model, alone or in a multimodal model: several residual streams, per-layer embeddings, low-rank
-residuals beside attention, sparse networks, and keys and values shared between layers
+"""Gemma 3n's text model, by itself or in a multimodal model: several residual streams, per-layer embeddings, low-rank
+residuals in parallel to attention, sparse networks, and keys and values shared between layers
 (https://ai.google.dev/gemma/docs/gemma-3n)."""
 
 from __future__ import annotations

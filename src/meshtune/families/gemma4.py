@@ -1,5 +1,6 @@
 """Gemma 4's text model, alone or in a multimodal model: heads of another size in full-attention layers, keys and values
-shared between layers, per-layer embeddings, and experts beside the dense network (https://ai.google.dev/gemma/docs)."""
+shared between layers, per-layer embeddings, and experts in parallel to the dense network
+(https://ai.google.dev/gemma/docs)."""
 
 from __future__ import annotations
 
@@ -120,13 +121,13 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def _layer_types(fields: ConfigFields) -> list[str]:
-    """The layer types, of which the last is full attention whatever the config says."""
+    """The layer types; the last is full attention whatever the config says."""
     kinds = fields.layer_types((SLIDING, FULL), lambda index: SLIDING if (index + 1) % 6 else FULL)
     return [*kinds[:-1], FULL]
 
 
 def _experts(fields: ConfigFields, norm: NormSpec) -> ExpertsSpec | None:
-    """The experts beside the dense network, which is their shared one; None in a dense model."""
+    """The experts next to the dense network, which is their shared one; None in a dense model."""
     if not fields.get("enable_moe_block", False):
         for unused in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             fields.get(unused)
@@ -140,7 +141,7 @@ def with_shared_memory(attentions: Mapping[str, AttentionSpec], kinds: list[str]
     of the last layer of their type before them."""
     first = len(kinds) - shared
     writers, readers = kinds[:first], kinds[first:]
-    last = {kind: max(index for index, other in enumerate(writers) if other == kind) for kind in set(readers)}
+    last = {kind: max(index for index, writer in enumerate(writers) if writer == kind) for kind in set(readers)}
     return [
         dataclasses.replace(attentions[kind], stores=kind if last.get(kind) == index else None)
         for index, kind in enumerate(writers)
@@ -195,17 +196,21 @@ def _attentions(fields: ConfigFields, norm: NormSpec, kinds: list[str]) -> dict[
 def _full_attention(fields: ConfigFields, kinds: list[str], usual: Mapping[str, int], tied: bool) -> Mapping[str, int]:
     """Head size and key-value heads of full-attention layers: in fields of their own, or, as transformers writes them,
     in per_layer_config, by the number of the layer."""
-    own = {"head_dim": fields.integer("global_head_dim", 512)}
+    special = {"head_dim": fields.integer("global_head_dim", 512)}
     if tied and fields.get("num_global_key_value_heads") is not None:
-        own["num_key_value_heads"] = fields.integer("num_global_key_value_heads")
+        special["num_key_value_heads"] = fields.integer("num_global_key_value_heads")
     fields.get("num_global_key_value_heads")
     by_layer = fields.get("per_layer_config")
     if by_layer is None:
-        return {**usual, **own}
+        return {**usual, **special}
     full = {index for index, kind in enumerate(kinds) if kind == FULL}
-    given = {int(index): values for index, values in by_layer.items()} if isinstance(by_layer, Mapping) else {}
-    first = given.get(min(full), {})
-    if given.keys() - full or any(given.get(index, {}) != first for index in full) or first.keys() - usual.keys():
+    overrides = {int(index): values for index, values in by_layer.items()} if isinstance(by_layer, Mapping) else {}
+    first = overrides.get(min(full), {})
+    if (
+        overrides.keys() - full
+        or any(overrides.get(index, {}) != first for index in full)
+        or first.keys() - usual.keys()
+    ):
         raise fields.error(
             "per_layer_config",
             f"per_layer_config {by_layer!r} does not give all full-attention layers, and no others, the same "

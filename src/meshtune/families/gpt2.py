@@ -61,7 +61,7 @@ DESCRIPTIONS = {
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """GPT2Config -> ModelSpec, with transformers' defaults for fields that are absent."""
-    fields = ConfigFields(_renamed(config), where)
+    fields = ConfigFields(_rename_fields(config), where)
     for name, usual in NAMES.items():
         if config.get(name, config.get(usual)) != config.get(usual, config.get(name)):
             raise fields.error(name, f"{name} is {config[name]!r}, and {usual}, its other name, is {config[usual]!r}")
@@ -81,7 +81,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     return decoder_spec(fields, "gpt2", ARCHITECTURE, layers, learned_positions=True)
 
 
-def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+def _rename_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The config with the names of the usual fields."""
     renamed = {"tie_word_embeddings": True, "max_position_embeddings": 1024}
     renamed |= {NAMES.get(key, key): value for key, value in config.items()}
@@ -95,10 +95,10 @@ def _renamed(config: dict[str, Any]) -> dict[str, Any]:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it; matrices are transposed, and columns of queries, keys
-    and values stand in three blocks."""
+    and values form three blocks."""
     table = one_to_one(spec, MODULES, OUTSIDE, LAYERS)
     for ending in ("attn/o/weight", "mlp/up/weight", "mlp/down/weight"):
-        table = with_view(table, ending, _transposed)
+        table = with_view(table, ending, _transpose_view)
     attention = spec.layer_kinds[0].mixer
     assert attention is not None
     heads = attention.divisors()[0].size
@@ -106,7 +106,7 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
     return with_view(table, "attn/qkv/bias", lambda array: _head_by_head(array, heads))
 
 
-def _transposed(array: ArraySpec) -> View:
+def _transpose_view(array: ArraySpec) -> View:
     rows, columns = array.shape[1:]
     return View.identity((columns, rows)).transpose(1, 0)
 

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: layer norms, biases, a quarter of each head rotated, attention beside the feed-forward network
-(https://arxiv.org/abs/2204.06745, https://arxiv.org/abs/2304.01373)."""
+"""GPT-NeoX and Pythia: layer norms, biases, a quarter of each head rotated, attention in parallel to the feed-forward
+network (https://arxiv.org/abs/2204.06745, https://arxiv.org/abs/2304.01373)."""
 
 from __future__ import annotations
 

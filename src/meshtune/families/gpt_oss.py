@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_layout import ExpertLayout
-from meshtune.families.experts import experts_spec, transposed
+from meshtune.families.experts import experts_spec, transpose_experts
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
@@ -86,7 +86,7 @@ def _experts() -> dict[str, str | Stored]:
             "mlp.experts.gate_up_proj_bias", f"mlp.experts.{name}_proj", lambda shape, part=part: _numbers(shape, part)
         )
     modules["mlp/experts/down/weight"] = Stored(
-        "mlp.experts.down_proj", "mlp.experts.down_proj", transposed, layout=LAYOUT
+        "mlp.experts.down_proj", "mlp.experts.down_proj", transpose_experts, layout=LAYOUT
     )
     modules["mlp/experts/down/bias"] = Stored("mlp.experts.down_proj_bias", "mlp.experts.down_proj", View.identity)
     return modules

@@ -16,7 +16,7 @@ from meshtune.model.spec import ModelSpec
 
 NORMS = {"attn/q_norm": "self_attn.query_layernorm", "attn/k_norm": "self_attn.key_layernorm"}
 # Fields of published configs that describe other models of the same code: image and video towers, pooling, classes.
-OTHER = re.compile(
+TOKEN_FIELD = re.compile(
     r"(vit|anyres|im|image|video|text|pool|class|skip_cls|mask_init|num_media|qk|kv_lora|q_lora|v_head|xdrope)(_.*)?"
 )
 LEFTOVERS = (
@@ -47,7 +47,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def read_variants(fields: ConfigFields, config: dict[str, Any]) -> None:
     """Refuses the variants that published configs can switch on and that transformers does not implement."""
-    fields.harmless(*LEFTOVERS, *(name for name in config if OTHER.fullmatch(name)))
+    fields.harmless(*LEFTOVERS, *(name for name in config if TOKEN_FIELD.fullmatch(name)))
     for off in ("use_cla", "use_mla", "position_embedding_xdrope", "add_classification_head"):
         fields.only(off, False)
     for on in ("use_qk_norm", "use_rotary_pos_emb"):

@@ -1,4 +1,4 @@
-"""Hunyuan A13B: Hunyuan's attention, routed experts beside a shared one (https://arxiv.org/abs/2411.02265)."""
+"""Hunyuan A13B: Hunyuan's attention, routed experts with a shared one (https://arxiv.org/abs/2411.02265)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """InternLM3Config -> ModelSpec. `qkv_bias` is that of queries, keys and values, `bias` that of all else.
 
-    transformers, which writes them as attention_bias and mlp_bias, knows equal ones alone.
+    transformers, which writes them as attention_bias and mlp_bias, knows only equal ones.
     """
     fields = ConfigFields(DEFAULTS | config, where)
     fields.harmless("auto_map")

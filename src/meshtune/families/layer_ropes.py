@@ -22,7 +22,7 @@ def read_ropes(
 
     `thetas` maps every layer type of the family to the field that holds its base frequency in configs from before
     transformers 5 and to its default (None: it must be given). transformers 5 writes one block for each layer type into
-    rope_parameters. Of older configs `rope_scaling` holds for the layer types in `scaled` alone, None: for all; where
+    rope_parameters. Of older configs `rope_scaling` holds only for the layer types in `scaled`, None: for all; where
     it holds for some, transformers 5 gives a type without a block its default, and ignores a block that is not keyed by
     layer type, which is refused here. `head_dim` may differ between layer types; `rotated` and `interleaved` are those
     of `read_rope`.
@@ -56,7 +56,7 @@ def _blocks(
         return {kind: (scaling or {}) if scaled is None or kind in scaled else {} for kind in kinds}
     if nested.keys().isdisjoint(kinds):
         if scaled is None:
-            return dict.fromkeys(kinds, _agreed(fields, nested, scaling))
+            return dict.fromkeys(kinds, _agreeing_block(fields, nested, scaling))
         raise fields.error(
             "rope_parameters",
             f"rope_parameters {dict(nested)!r} does not say which layers it is for",
@@ -75,11 +75,13 @@ def _blocks(
     blocks = {kind: absent if nested.get(kind) is None else nested[kind] for kind in kinds}
     for kind in kinds if scaled is None else scaled:
         if (block := blocks[kind]) is not None:
-            _agreed(fields, block, scaling)
+            _agreeing_block(fields, block, scaling)
     return blocks
 
 
-def _agreed(fields: ConfigFields, block: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _agreeing_block(
+    fields: ConfigFields, block: Mapping[str, Any], scaling: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
     """A block of rope_parameters, if rope_scaling does not contradict it."""
     if scaling:
         old, new = normalised_rope(scaling), normalised_rope(block)

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_layout import ExpertLayout
-from meshtune.families.experts import experts_spec, shared_modules, transposed
+from meshtune.families.experts import experts_spec, shared_modules, transpose_experts
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
@@ -49,7 +49,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """Llama4TextConfig -> ModelSpec. Which layers are rotated, and which attend in chunks, are fields of their own."""
     fields = ConfigFields(DEFAULTS | config, where)
     fields.harmless("cache_implementation", "for_llm_compressor")
-    rotated, norm = _rotated(fields), norm_spec(fields)
+    rotated, norm = _rotary_layers(fields), norm_spec(fields)
     kinds = fields.layer_types((CHUNKED, FULL), lambda index: CHUNKED if rotated[index] else FULL)
     chunk = fields.get("attention_chunk_size")
     if CHUNKED in kinds and chunk is None:
@@ -67,12 +67,12 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     return decoder_spec(fields, "llama4_text", "Llama4ForCausalLM", layers)
 
 
-def _rotated(fields: ConfigFields) -> list[bool]:
+def _rotary_layers(fields: ConfigFields) -> list[bool]:
     """Which layers have a rotary embedding: no_rope_layers has a 1 for each that has one."""
     count, listed = fields.integer("num_hidden_layers"), fields.get("no_rope_layers")
-    every = fields.integer("no_rope_layer_interval", 4)
+    interval = fields.integer("no_rope_layer_interval", 4)
     if not listed:
-        return [(index + 1) % every != 0 for index in range(count)]
+        return [(index + 1) % interval != 0 for index in range(count)]
     if not isinstance(listed, list) or len(listed) < count or not set(listed) <= {0, 1}:
         raise fields.error("no_rope_layers", f"no_rope_layers must list 0 or 1 for each of the {count} layers")
     return [bool(entry) for entry in listed[:count]]
@@ -81,9 +81,9 @@ def _rotated(fields: ConfigFields) -> list[bool]:
 def _sparse(fields: ConfigFields) -> list[bool]:
     """Which layers have experts: those that moe_layers lists, or every interleave_moe_layer_step-th."""
     count, listed = fields.integer("num_hidden_layers"), fields.get("moe_layers")
-    every = fields.integer("interleave_moe_layer_step", 1)
+    interval = fields.integer("interleave_moe_layer_step", 1)
     if listed is None:
-        return [(index + 1) % every == 0 for index in range(count)]
+        return [(index + 1) % interval == 0 for index in range(count)]
     if not isinstance(listed, list) or not set(listed) <= set(range(count)):
         raise fields.error("moe_layers", f"moe_layers must list numbers of layers, from 0 to {count - 1}")
     return [index in listed for index in range(count)]
@@ -129,7 +129,7 @@ def _experts(module: str) -> dict[str, Stored]:
         )
         for part, name in enumerate(("gate", "up"))
     }
-    down = Stored(f"{module}.down_proj", f"{module}.down_proj", transposed, layout=LAYOUT)
+    down = Stored(f"{module}.down_proj", f"{module}.down_proj", transpose_experts, layout=LAYOUT)
     return {f"mlp/experts/{name}": stored for name, stored in {**halves, "down": down}.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import decoder_spec
-from meshtune.families.recurrent import LIMITS, bounds, renamed, with_mamba_groups
+from meshtune.families.recurrent import LIMITS, bounds, rename_modules, with_mamba_groups
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mamba2 import Mamba2Spec
@@ -72,4 +72,4 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it, with the rows of fused projections in groups."""
-    return renamed(with_mamba_groups(one_to_one(spec, MODULES, OUTSIDE), spec), "backbone.", modules=True)
+    return rename_modules(with_mamba_groups(one_to_one(spec, MODULES, OUTSIDE), spec), "backbone.", modules=True)

@@ -78,9 +78,9 @@ def _ministral3(config: dict[str, Any], where: str) -> ModelSpec:
     blocks = {name: config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), dict)}
     blocks = blocks or {"rope_parameters": ROPE}
     betas = {block.get(BETA) or 0.0 for block in blocks.values()}
-    own = (BETA, "max_position_embeddings")
+    extra = (BETA, "max_position_embeddings")
     config = config | {
-        name: {key: value for key, value in block.items() if key not in own} for name, block in blocks.items()
+        name: {key: value for key, value in block.items() if key not in extra} for name, block in blocks.items()
     }
     fields = ConfigFields(config, where)
     rope, window = read_rope(fields, head_sizes(fields)[2]), fields.get("sliding_window")
@@ -91,6 +91,6 @@ def _ministral3(config: dict[str, Any], where: str) -> ModelSpec:
     attention = attention_spec(fields, rope=rope, window=window, long_query=long_query)
     layer = LayerSpec(attention, mlp_spec(fields), norm_spec(fields))
     layers = [layer] * fields.integer("num_hidden_layers")
-    every = "full_attention" if window is None else "sliding_attention"
-    fields.only("layer_types", [every] * len(layers))
+    kind = "full_attention" if window is None else "sliding_attention"
+    fields.only("layer_types", [kind] * len(layers))
     return decoder_spec(fields, "ministral3", "Ministral3ForCausalLM", layers)

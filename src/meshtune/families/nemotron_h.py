@@ -13,7 +13,7 @@ from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec
 from meshtune.families.mamba2 import MODULES as MAMBA
 from meshtune.families.mamba2 import OUTSIDE
-from meshtune.families.recurrent import LIMITS, layer_kinds, renamed, with_mamba_groups
+from meshtune.families.recurrent import LIMITS, layer_kinds, rename_modules, with_mamba_groups
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
@@ -158,4 +158,4 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it, with the rows of fused projections in groups. Files
     have `backbone.` where transformers' modules have `model.`."""
     modules = MODULES | EXPERTS | plain_modules(spec, "mixer.experts")
-    return renamed(with_mamba_groups(one_to_one(spec, modules, OUTSIDE), spec), "backbone.", modules=False)
+    return rename_modules(with_mamba_groups(one_to_one(spec, modules, OUTSIDE), spec), "backbone.", modules=False)

@@ -1,6 +1,6 @@
 """How files lay out the rows of fused projections, as views of them.
 
-In memory the rows of a fused projection stand in groups that belong together, so that whatever splits the rows over
+In memory the rows of a fused projection form groups that belong together, so that whatever splits the rows over
 devices gives each device whole groups: all queries, keys and values of a key-value head (AttentionSpec.packed), the
 gate and up of one number (MlpSpec.packed).
 """

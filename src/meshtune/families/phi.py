@@ -11,7 +11,7 @@ from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
-OWN = {
+PHI = {
     "attn/o": "self_attn.dense",
     "attn/q_norm": "self_attn.q_layernorm",
     "attn/k_norm": "self_attn.k_layernorm",
@@ -49,4 +49,4 @@ def model_spec(config: dict[str, object], where: str) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it."""
-    return one_to_one(spec, MODULES | OWN, OUTSIDE | {"norm": "model.final_layernorm"})
+    return one_to_one(spec, MODULES | PHI, OUTSIDE | {"norm": "model.final_layernorm"})

@@ -20,7 +20,7 @@ from meshtune.quantize.weight import QuantisedWeight
 
 def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | None, spec: ModelSpec) -> dict[str, Any]:
     """Leaves of a model by path, with a QuantisedWeight of ArraySpecs for every linear layer in a stack, experts
-    included; without a config those whose published codes can be computed with as they are.
+    included; without a config those whose published codes can be computed with directly.
 
     Embeddings, the head, norms, biases, routers and short convolutions are not quantised, nor are modules that the
     config excludes. Raises UserError for an unknown format or role, for a module in the config that is not quantised
@@ -75,8 +75,8 @@ def _formats(config: QuantizeConfig, spec: ModelSpec) -> dict[str, str]:
 
 
 def published_forms(spec: ModelSpec) -> dict[str, Form]:
-    """The weights of a checkpoint that is published quantised whose codes can be computed with, by path: those of which
-    every layer is quantised."""
+    """The weights of a checkpoint that is published quantised whose codes can be computed with, by path: those with
+    every layer quantised."""
     scheme, forms, plain = spec.published, dict[str, Form](), set[str]()
     assert scheme is not None
     for entry in tensors(spec):

@@ -1,4 +1,4 @@
-"""What the configs of recurrent mixers share, and how files lay out their arrays, as views of them."""
+"""Fields that configs of recurrent mixers share, and how files lay out their arrays, as views of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layer_kinds(fields: ConfigFields, known: tuple[str, ...], default: str | Non
 
 
 def bounds(fields: ConfigFields, field: str) -> tuple[float, float]:
-    """Two numbers, of which transformers may write infinity as {"__float__": "Infinity"}; default: zero, infinity."""
+    """Two numbers; transformers may write infinity as {"__float__": "Infinity"}; default: zero, infinity."""
     pair = fields.get(field, (0.0, math.inf))
     try:
         low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in pair)
@@ -62,8 +62,8 @@ def with_filters(table: Sequence[TensorMap], node: str) -> list[TensorMap]:
 
 
 def with_head_groups(table: Sequence[TensorMap], ending: str, sections: Sequence[int], groups: int) -> list[TensorMap]:
-    """The table for files in which the rows of the leaves with this ending are sections of so many rows, one after the
-    other, each with an equal part for every group. In memory a group's parts of all sections stand together.
+    """The table for files in which the rows of the leaves with this ending are sections with these numbers of rows, one
+    after the other, each with an equal part for every group. In memory a group's parts of all sections lie together.
 
     Filters are those of torch's Conv1d, as in `with_filters`.
     """
@@ -107,8 +107,8 @@ def with_mamba_groups(table: Sequence[TensorMap], spec: ModelSpec) -> list[Tenso
     return list(table)
 
 
-def renamed(table: Sequence[TensorMap], prefix: str, *, modules: bool) -> list[TensorMap]:
-    """The table for files in which `prefix` stands in the place of "model."; with `modules` that of modules too."""
+def rename_modules(table: Sequence[TensorMap], prefix: str, *, modules: bool) -> list[TensorMap]:
+    """The table for files with `prefix` in the place of "model."; with `modules` that of modules too."""
     entries = []
     for entry in table:
         module, first = entry.module, entry.name.startswith("model.")

@@ -30,7 +30,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """SmolLM3Config -> ModelSpec. `no_rope_layers` has a 1 for every layer WITH a rotary embedding."""
     fields = ConfigFields(DEFAULTS | config, where)
     fields.harmless("max_window_layers")
-    rotated, kinds = _rotated(fields), _kinds(fields)
+    rotated, kinds = _rotary_layers(fields), _kinds(fields)
     bias = bool(fields.get("attention_bias", False))
     rope = read_rope(fields, head_sizes(fields)[2], theta=2_000_000.0)
     attention = attention_spec(fields, rope=rope, qkv_bias=bias, out_bias=bias)
@@ -49,7 +49,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     return decoder_spec(fields, "smollm3", "SmolLM3ForCausalLM", layers)
 
 
-def _rotated(fields: ConfigFields) -> list[bool]:
+def _rotary_layers(fields: ConfigFields) -> list[bool]:
     """Whether each layer has a rotary embedding."""
     count, interval = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
     flags = fields.get("no_rope_layers")
@@ -63,7 +63,7 @@ def _rotated(fields: ConfigFields) -> list[bool]:
 def _kinds(fields: ConfigFields) -> list[str]:
     """The layer types: with a window in layers without a rotary embedding, where use_sliding_window says so."""
     windows = bool(fields.get("use_sliding_window", False)) and fields.get("sliding_window") is not None
-    rotated = _rotated(fields)
+    rotated = _rotary_layers(fields)
 
     def default(index: int) -> str:
         return "sliding_attention" if windows and not rotated[index] else "full_attention"

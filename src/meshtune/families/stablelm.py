@@ -1,4 +1,4 @@
-"""StableLM: layer norms, a quarter of each head rotated; the 12B has parallel blocks and a norm of its own for each
+"""StableLM: layer norms, a quarter of each head rotated; the 12B has parallel blocks and a separate norm for each
 head's queries and keys (https://arxiv.org/abs/2402.17834)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A family's tensors as a table: each entry says which view of which Hugging Face tensor a part of a parameter is.
+"""A family's tensors as a table: each entry names a part of a parameter and its view of a Hugging Face tensor.
 
 Checking, loading, exporting and verifying read the same table, so that a family states its layout of files once. A
 `View` covers fused projections, interleaved and transposed experts and rows in another order; a leaf may be made of
@@ -28,7 +28,7 @@ class View:
     """Part of a tensor, rearranged: `tensor.reshape(split_shape)[take][rows].transpose(order).reshape(shape)`.
 
     `split_shape` refines the tensor's own shape, `take` is (start, stop, step) for each of its dimensions, `rows` puts
-    the elements of the first dimension in another order (None: as they are), `order` permutes dimensions, and `shape`
+    the elements of the first dimension in another order (None: unchanged), `order` permutes dimensions, and `shape`
     merges neighbouring ones. Built from `View.identity(shape)` by its methods, in this order:
 
         View.identity((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)   rows head by head
@@ -57,7 +57,7 @@ class View:
 
     @classmethod
     def identity(cls, shape: Shape) -> View:
-        """A tensor as it is."""
+        """A view of the unchanged tensor."""
         return cls(shape, shape, tuple((0, n, 1) for n in shape), tuple(range(len(shape))), shape)
 
     def split(self, *shape: int) -> View:
@@ -101,7 +101,7 @@ class View:
 
     @functools.cached_property
     def is_identity(self) -> bool:
-        """Whether the part is the whole tensor as it is."""
+        """Tells whether the part is the whole tensor, unchanged."""
         return self == View.identity(self.tensor)
 
     @property
@@ -164,11 +164,11 @@ class View:
         """Whether rows alone are rearranged, so that the part of another array of such rows is `of_rows`."""
         dimension = self.rows_dimension
         finer = self._split_dimensions[dimension]
-        rest = [n for n in range(len(self.split_shape)) if n not in finer]
+        unchanged = [n for n in range(len(self.split_shape)) if n not in finer]
         return (
-            all(self.take[n] == (0, self.split_shape[n], 1) for n in rest)
+            all(self.take[n] == (0, self.split_shape[n], 1) for n in unchanged)
             and sorted(self.order[n] for n in self.groups[0]) == list(finer)
-            and [n for n in self.order if n in rest] == rest
+            and [n for n in self.order if n in unchanged] == unchanged
             and (self.rows is None or dimension == 0)
         )
 
@@ -255,7 +255,7 @@ class Stored:
 def one_to_one(
     spec: ModelSpec, modules: Mapping[str, str | Stored], outside: Mapping[str, str], layers: str = "model.layers"
 ) -> list[TensorMap]:
-    """A table in which every tensor is one leaf, or one layer of a stacked leaf, as it is, but for what is `Stored`.
+    """A table in which every tensor is one leaf, or one layer of a stacked leaf, unchanged, except for `Stored` ones.
 
     `modules` names the Hugging Face module of each node of a layer ("attn/q": "self_attn.q_proj"), or how a leaf of it
     is stored ("mlp/router/correction"), `outside` the module of each other node, `layers` the list of layers. In the

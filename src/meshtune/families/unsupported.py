@@ -1,4 +1,4 @@
-"""What is said of a model_type that no family implements: known elsewhere, a composite, misspelt, or unknown."""
+"""Errors for a model_type that no family implements: known elsewhere, a composite, misspelt, or unknown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KNOWN = frozenset(
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")  # where a composite keeps its own
 
 
-def unsupported(config: Mapping[str, Any], families: Collection[str], where: str) -> UserError:
+def unsupported_error(config: Mapping[str, Any], families: Collection[str], where: str) -> UserError:
     """The error for a config whose model_type is not among `families`.
 
     A name is suggested only for a misspelling: qwen3_moe resembles qwen3, but following that advice would be wrong.

@@ -34,7 +34,7 @@ from meshtune.generate.weights import Weights
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
-from meshtune.model.inputs import folded
+from meshtune.model.inputs import fold_rows
 from meshtune.model.model_cache import check_cache
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
@@ -322,7 +322,7 @@ def load_variants(
             assert source.adapter is not None
             adapter = adapters[name] if layout is None else load_adapter(source.adapter, spec, layout)
             variant, adapted = attach(tree, spec, adapter)
-            weights = merged_copy(adapted) if merges else folded(adapted)
+            weights = merged_copy(adapted) if merges else fold_rows(adapted)
         download = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
         options: dict[str, Any] = {"resident": True, "adapter": number, "driver": driver}
         stops = text_end(source, tokenizer)

@@ -79,9 +79,9 @@ class ChatSession:
             steps=self._model.stream_steps,
             scheduler=self._scheduler,
         )
-        return self._answered(messages, generated)
+        return self._answer(messages, generated)
 
-    def _answered(self, messages: list[dict[str, str]], generated: Iterator[list[str]]) -> Iterator[str]:
+    def _answer(self, messages: list[dict[str, str]], generated: Iterator[list[str]]) -> Iterator[str]:
         answer = ""
         try:
             for (text,) in generated:

@@ -78,7 +78,7 @@ class Engine:
             yield
 
     def scheduler(self, *, rows: int = 8, queue: int | None = None) -> Scheduler:
-        """A queue for requests, of which `rows` are computed at once and `queue` may wait (None: any number)."""
+        """A queue for requests: `rows` are computed at once and `queue` may wait (None: any number)."""
         return Scheduler(self.weights, self.batch_caches(self.driver), self.spec, rows=rows, queue=queue)
 
     def batch_caches(self, driver: Driver | None = None) -> BatchCaches:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
@@ -72,7 +72,7 @@ def merged_copy(params: Tree) -> Tree:
     for path in [path for path in flat if path.endswith("/adapter")]:
         weight = f"{path.removesuffix('/adapter')}/weight"
         flat[weight] = jnp.copy(flat[weight])
-    return merged(unflatten(flat))
+    return merge_adapters(unflatten(flat))
 
 
 def _copied_bytes(adapter: LoadedAdapter, params: Tree) -> int:

@@ -86,7 +86,7 @@ def prefix_tree(texts: Sequence[ScoredText], *, shared: bool = True) -> list[Nod
         if not groups:
             _leaf(roots, texts, by_input, first, branch)
             continue
-        node = _added(roots, branch, first[branch.start : common])
+        node = _add_node(roots, branch, first[branch.start : common])
         path = (*branch.path, node)
         if ends_here is not None:
             _ask(texts, by_input[first], path)
@@ -97,8 +97,8 @@ def prefix_tree(texts: Sequence[ScoredText], *, shared: bool = True) -> list[Nod
 def _common(first: tuple[int, ...], last: tuple[int, ...], start: int) -> int:
     """The length of what two sequences have in common, at least `start`."""
     end = min(len(first), len(last))
-    same = np.asarray(first[start:end]) == np.asarray(last[start:end])
-    return start + (int(np.argmin(same)) if not same.all() else end - start)
+    equal = np.asarray(first[start:end]) == np.asarray(last[start:end])
+    return start + (int(np.argmin(equal)) if not equal.all() else end - start)
 
 
 def _groups(sequences: list[tuple[int, ...]], branch: _Branch, common: int) -> list[tuple[int, int]]:
@@ -113,7 +113,7 @@ def _groups(sequences: list[tuple[int, ...]], branch: _Branch, common: int) -> l
     return groups
 
 
-def _added(roots: list[Node], branch: _Branch, tokens: tuple[int, ...]) -> Node:
+def _add_node(roots: list[Node], branch: _Branch, tokens: tuple[int, ...]) -> Node:
     node = Node(np.asarray(tokens, np.int32), branch.start)
     (roots if branch.parent is None else branch.parent.children).append(node)
     return node
@@ -127,7 +127,7 @@ def _leaf(
     branch: _Branch,
 ) -> None:
     """Adds a node for the tokens that only one sequence has."""
-    node = _added(roots, branch, sequence[branch.start :])
+    node = _add_node(roots, branch, sequence[branch.start :])
     _ask(texts, by_input[sequence], (*branch.path, node))
 
 

@@ -16,7 +16,7 @@ MOST_BYTES = 2 << 30  # then the programs that were read longest ago go
 def keep_programs() -> pathlib.Path | None:
     """Lets JAX keep the programs it compiles in Meshtune's cache folder; returns the folder.
 
-    None where JAX was given a folder of its own (JAX_COMPILATION_CACHE_DIR) or was told to keep none
+    None where JAX was given another folder (JAX_COMPILATION_CACHE_DIR) or was told to keep none
     (JAX_ENABLE_COMPILATION_CACHE=false), and in several processes.
     """
     config = jax.config

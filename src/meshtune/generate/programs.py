@@ -169,24 +169,24 @@ def decode(
         assert cache is not None
         scores = logits(params, spec, hidden)[:, 0]
         token = next_token(scores, counts, feed.length + 1, switches, knobs)
-        decoded = _noted(decoded, i, alive, scores, token)
+        decoded = _note_step(decoded, i, alive, scores, token)
         stopped = (token[:, None] == feed.stop_ids).any(-1)
         remaining = jnp.where(alive & ~stopped, feed.remaining - 1, 0)
         feed = dataclasses.replace(feed, token=token, length=cache.lengths, remaining=remaining)
-        return i + 1, cache.layers, counts.added(token, alive), feed, decoded
+        return i + 1, cache.layers, counts.add(token, alive), feed, decoded
 
-    def unfinished(carry: tuple[Array, dict[str, Tree], Counts, Feed, Decoded]) -> Array:
+    def is_unfinished(carry: tuple[Array, dict[str, Tree], Counts, Feed, Decoded]) -> Array:
         alive = jnp.sum(carry[3].remaining > 0)
         return (carry[0] < steps) & (alive > jnp.where(leave, started - 1, 0))
 
-    start = (jnp.int32(0), layers, counts, feed, _nothing(B, alternatives))
-    _, layers, counts, _, decoded = jax.lax.while_loop(unfinished, step, start)
+    start = (jnp.int32(0), layers, counts, feed, _empty_decoded(B, alternatives))
+    _, layers, counts, _, decoded = jax.lax.while_loop(is_unfinished, step, start)
     # A process sees only its own devices' parts, and all processes continue from the generated tokens.
     decoded = jax.tree.map(lambda x: constrain(x, compute.layout, *("whole",) * x.ndim), decoded)
     return layers, counts, decoded
 
 
-def _nothing(rows: int, alternatives: int | None) -> Decoded:
+def _empty_decoded(rows: int, alternatives: int | None) -> Decoded:
     probabilities = None
     if alternatives is not None:
         chosen, several = jnp.zeros((rows, STEPS)), (rows, STEPS, alternatives)
@@ -194,7 +194,7 @@ def _nothing(rows: int, alternatives: int | None) -> Decoded:
     return Decoded(jnp.full((rows, STEPS), -1, jnp.int32), probabilities, jnp.ones(rows, bool))
 
 
-def _noted(
+def _note_step(
     decoded: Decoded, step: Array, alive: Bool[Array, "B"], scores: Float[Array, "B V"], token: Int[Array, "B"]
 ) -> Decoded:
     """With what step number `step` generated."""
@@ -204,7 +204,7 @@ def _noted(
     probabilities = decoded.probabilities
     if probabilities is not None:
         new = log_probabilities(scores, token, probabilities.tokens.shape[-1])
-        probabilities = jax.tree.map(lambda all_, one: all_.at[:, step].set(one), probabilities, new)
+        probabilities = jax.tree.map(lambda all_, value: all_.at[:, step].set(value), probabilities, new)
     return Decoded(tokens, probabilities, finite)
 
 

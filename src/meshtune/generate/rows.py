@@ -34,15 +34,15 @@ class CachedText:
     long: bool = False
     content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
 
-    def shared(self, other: CachedText) -> int:
+    def shared(self, reader: CachedText) -> int:
         """The number of first tokens whose keys and values are the same in both."""
-        if (self.adapter, self.long) != (other.adapter, other.long):
+        if (self.adapter, self.long) != (reader.adapter, reader.long):
             return 0
-        shorter = min(len(self.tokens), len(other.tokens))
-        pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
+        shorter = min(len(self.tokens), len(reader.tokens))
+        pairs = enumerate(zip(self.tokens, reader.tokens, strict=False))
         common = next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
-        positions = self.content_keys.keys() | other.content_keys.keys()
-        differing = [n for n in positions if self.content_keys.get(n) != other.content_keys.get(n)]
+        positions = self.content_keys.keys() | reader.content_keys.keys()
+        differing = [n for n in positions if self.content_keys.get(n) != reader.content_keys.get(n)]
         return min([common, *differing])
 
 
@@ -150,8 +150,8 @@ class Rows:
         free = [row for row in self.rows if row.generation is None]
         source, length = self._longest_prefix(self._text(generation), [(row, row.cached) for row in self.rows])
         if source is None or source not in free or length < len(source.cached.tokens):
-            others = [row for row in free if row is not source] or free
-            source = min(others, key=lambda row: (len(row.cached.tokens) > 0, row.last_used))
+            candidates = [row for row in free if row is not source] or free
+            source = min(candidates, key=lambda row: (len(row.cached.tokens) > 0, row.last_used))
         self._requests += 1
         source.generation, source.started, source.number, source.last_used = generation, False, self._requests, clock
 
@@ -187,7 +187,7 @@ class Rows:
         request, long = generation.request, self._original is not None and generation.length > self._original
         return CachedText(generation.text[:-1], request.adapter, long, request.content_keys)
 
-    def read(self, most: int) -> None:
+    def read(self, budget: int) -> None:
         """Reads at most `most` tokens of texts, the oldest request's first."""
         if self._original is not None:  # a text that has become long is read again, by the long factors
             short = [row for row in self.rows if row.decodes and not row.cached.long]
@@ -195,10 +195,10 @@ class Rows:
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
         batch: list[_Piece] = []
         for row in sorted(reading, key=lambda row: row.number):
-            piece = self._next_piece(row, most)
+            piece = self._next_piece(row, budget)
             if piece is None and batch:  # it waits for what a row before it reads, perhaps in this batch
                 self._compute(batch)
-                batch, piece = [], self._next_piece(row, most)
+                batch, piece = [], self._next_piece(row, budget)
             if piece is None:
                 continue
             depends = any(piece.source == earlier.target for earlier in batch)
@@ -207,31 +207,31 @@ class Rows:
                 batch = []
             if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
                 batch.append(piece)
-            most -= len(piece.tokens)
+            budget -= len(piece.tokens)
             tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
             row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
         self._compute(batch)
 
-    def _next_piece(self, row: Row, most: int) -> _Piece | None:
+    def _next_piece(self, row: Row, budget: int) -> _Piece | None:
         """The next tokens to read of a row's text, `most` at most; None where it has to wait."""
         assert row.generation is not None
         target, text = self.rows.index(row), self._text(row.generation)
         if row.started:
             length = len(row.cached.tokens)
-            return _Piece(target, target, length, text.tokens[length:][:most], text) if most > 0 else None
-        source, length = self._longest_prefix(text, [(other, other.cached) for other in self.rows])
-        earlier = [other for other in self.rows if other.number < row.number and not other.decodes]
-        expected = [(other, self._text(other.generation)) for other in earlier if other.generation is not None]
+            return _Piece(target, target, length, text.tokens[length:][:budget], text) if budget > 0 else None
+        source, length = self._longest_prefix(text, [(reader, reader.cached) for reader in self.rows])
+        earlier = [reader for reader in self.rows if reader.number < row.number and not reader.decodes]
+        expected = [(reader, self._text(reader.generation)) for reader in earlier if reader.generation is not None]
         _, later = self._longest_prefix(text, expected)
-        if later > length or (most <= 0 and length < len(text.tokens)):
+        if later > length or (budget <= 0 and length < len(text.tokens)):
             return None
         source_number = target if source is None else self.rows.index(source)
-        return _Piece(target, source_number, length, text.tokens[length:][:most], text)
+        return _Piece(target, source_number, length, text.tokens[length:][:budget], text)
 
     def _longest_prefix(self, text: CachedText, rows: Sequence[tuple[Row, CachedText]]) -> tuple[Row | None, int]:
         """The row whose text shares most of this one, and how many tokens need not be read; (None, 0) for too few."""
-        shared = [(text.shared(other), row, other) for row, other in rows]
-        usable = [(n, row) for n, row, other in shared if self._any_length or n == len(other.tokens)]
+        shared = [(text.shared(reader), row, reader) for row, reader in rows]
+        usable = [(n, row) for n, row, reader in shared if self._any_length or n == len(reader.tokens)]
         length, row = max(usable, key=lambda pair: pair[0], default=(0, None))
         return (row, length) if 0 < length >= min(SHORTEST_SHARED, len(text.tokens)) else (None, 0)
 

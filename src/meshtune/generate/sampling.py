@@ -73,7 +73,7 @@ class Counts:
     prompted: Bool[Array, "B V"]
     generated: Int[Array, "B V"]
 
-    def added(self, tokens: Int[Array, "B"], alive: Bool[Array, "B"]) -> Counts:
+    def add(self, tokens: Int[Array, "B"], alive: Bool[Array, "B"]) -> Counts:
         """With one more generated token in every row that is alive."""
         if not self.generated.shape[1]:
             return self
@@ -126,11 +126,13 @@ def compiled_form(
     return switches, knobs
 
 
-def processed(logits: Float[Array, "B V"], counts: Counts, switches: Switches, knobs: Knobs) -> Float[Array, "B V"]:
+def process_logits(
+    logits: Float[Array, "B V"], counts: Counts, switches: Switches, knobs: Knobs
+) -> Float[Array, "B V"]:
     """The logits to draw from: float32, minus infinity where a token is ruled out."""
     scores = logits.astype(jnp.float32)
     if switches.constrained:
-        scores = jnp.where(_unpacked(knobs.allowed, scores.shape[1]), scores, -jnp.inf)
+        scores = jnp.where(_unpack_mask(knobs.allowed, scores.shape[1]), scores, -jnp.inf)
     if switches.bias:
         rows = jnp.arange(scores.shape[0])[:, None]
         scores = scores.at[rows, jnp.where(knobs.biased < 0, scores.shape[1], knobs.biased)].add(
@@ -139,8 +141,8 @@ def processed(logits: Float[Array, "B V"], counts: Counts, switches: Switches, k
     if switches.repetition:
         # https://arxiv.org/abs/1909.05858, section 4.1; dividing a negative score would favour it.
         penalty = knobs.repetition[:, None]
-        seen = counts.prompted | (counts.generated > 0)
-        scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+        occurred = counts.prompted | (counts.generated > 0)
+        scores = jnp.where(occurred, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
     if switches.frequency:
         scores -= knobs.frequency[:, None] * counts.generated
         scores -= knobs.presence[:, None] * (counts.generated > 0)
@@ -164,7 +166,7 @@ def next_token(
     knobs: Knobs,
 ) -> Int[Array, "B"]:
     """One token a row. `positions` are those that the tokens will have; they and the seeds are all the randomness."""
-    scores = processed(logits, counts, switches, knobs)
+    scores = process_logits(logits, counts, switches, knobs)
     likeliest = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if not switches.drawn:
         return likeliest
@@ -193,15 +195,15 @@ def log_probabilities(logits: Float[Array, "B V"], tokens: Int[Array, "B"], alte
     return Probabilities(chosen, ids.astype(jnp.int32), likeliest)
 
 
-def _unpacked(words: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
+def _unpack_mask(packed: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
     """A packed mask as one bool a token."""
-    bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return bits.reshape(words.shape[0], -1)[:, :vocab] == 1
+    bits = (packed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+    return bits.reshape(packed.shape[0], -1)[:, :vocab] == 1
 
 
 def _top_k(scores: Float[Array, "B V"], k: Int[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps the k greatest, and all that equal the k-th; all where k is 0."""
-    keys = _ordered(scores)
+    keys = _ordered_bits(scores)
     count = jnp.where(k > 0, jnp.minimum(k, scores.shape[-1]), scores.shape[-1])
     least = _greatest(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= count, scores.shape[0])
     return jnp.where(keys < least[:, None], -jnp.inf, scores)
@@ -209,7 +211,7 @@ def _top_k(scores: Float[Array, "B V"], k: Int[Array, "B"]) -> Float[Array, "B V
 
 def _top_p(scores: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps the smallest set of likeliest tokens whose probability reaches p (https://arxiv.org/abs/1904.09751)."""
-    keys, probabilities = _ordered(scores), jax.nn.softmax(scores, axis=-1)
+    keys, probabilities = _ordered_bits(scores), jax.nn.softmax(scores, axis=-1)
 
     def ruled_out(key: Array) -> Array:
         return jnp.sum(jnp.where(keys < key[:, None], probabilities, 0), axis=-1) <= 1 - p
@@ -225,7 +227,7 @@ def _min_p(scores: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B
     return jnp.where(probabilities < p[:, None] * probabilities.max(-1, keepdims=True), -jnp.inf, scores)
 
 
-def _ordered(scores: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+def _ordered_bits(scores: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
     """Whole numbers in the same order as the floats (their bits, with the negative half turned over)."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -92,7 +92,9 @@ class Scheduler:
         """Requests that it takes now; None: any number."""
         if self.capacity is None:
             return None
-        return self.capacity - len(self._waiting) - sum(one.finish_reason is None for one in self._current)
+        return (
+            self.capacity - len(self._waiting) - sum(generation.finish_reason is None for generation in self._current)
+        )
 
     @property
     def running(self) -> int:
@@ -165,7 +167,7 @@ class Scheduler:
         """Gives free rows to waiting requests; returns those whose grammar cannot be followed."""
         running = [row.generation for row in self._rows.rows if row.generation is not None]
         with self._lock:
-            chosen = self._chosen(self._most_rows - len(running))
+            chosen = self._choose_requests(self._most_rows - len(running))
             self._current = [*running, *chosen]
         admitted, refused = [], []
         for generation in chosen:
@@ -183,7 +185,7 @@ class Scheduler:
         self._caches.counts = None  # counted again for all rows where a processor reads them
         return refused
 
-    def _chosen(self, free: int) -> list[Generation]:
+    def _choose_requests(self, free: int) -> list[Generation]:
         """The next requests: the oldest of the client that has the fewest rows."""
         running = Counter(row.generation.request.client for row in self._rows.rows if row.generation is not None)
         chosen = []

@@ -55,11 +55,11 @@ def token_log_probabilities(
     padded = -(-length_bucket(len(ids)) // CHUNK) * CHUNK
     tokens = np.zeros(padded, np.int32)
     tokens[: len(ids)] = ids
-    scored = _scored(params, tokens, np.int32(len(ids)), spec=spec, compute=compute, alternatives=alternatives)
+    scored = _score_tokens(params, tokens, np.int32(len(ids)), spec=spec, compute=compute, alternatives=alternatives)
     chosen, likeliest, values = (np.asarray(part)[: len(ids) - 1].tolist() for part in scored)
     return [
-        Token(id_, probability, tuple(zip(others, scores, strict=True)))
-        for id_, probability, others, scores in zip(ids[1:], chosen, likeliest, values, strict=True)
+        Token(id_, probability, tuple(zip(ids_likely, scores, strict=True)))
+        for id_, probability, ids_likely, scores in zip(ids[1:], chosen, likeliest, values, strict=True)
     ]
 
 
@@ -272,7 +272,7 @@ def _target_scores(
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "alternatives"))
-def _scored(
+def _score_tokens(
     params: Tree,
     tokens: Int[Array, "T"],
     length: Int[Array, ""],

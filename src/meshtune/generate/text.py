@@ -56,20 +56,20 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
         self._ids.extend(ids)
-        return self._more(flush=False)
+        return self._new_text(flush=False)
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens come."""
-        return self._more(flush=True)
+        return self._new_text(flush=True)
 
-    def _more(self, flush: bool) -> str:
+    def _new_text(self, flush: bool) -> str:
         shown = self._decode(self._ids[self._start : self._shown])
         for end in range(len(self._ids), max(self._shown, len(self._ids) - CHARACTER), -1):
             text = self._decode(self._ids[self._start : end])
-            whole = flush or not text.endswith(UNFINISHED) or len(text) <= len(shown)
+            is_complete = flush or not text.endswith(UNFINISHED) or len(text) <= len(shown)
             if end == len(self._ids):
-                self.unfinished = not whole
-            if whole:  # without a last character that is yet to be finished
+                self.unfinished = not is_complete
+            if is_complete:  # without a last character that is yet to be finished
                 return self._show(text, shown, end)
         if self.unshown > 4 * CHARACTER:  # bytes that are no text, but for the last ones
             end = len(self._ids) - CHARACTER
@@ -121,7 +121,7 @@ class TokenBytes:
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """The kinds of steps by which tokens become text."""
+        """The kinds of steps that turn tokens into text."""
         decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
         form = {} if decoder is None else json.loads(decoder.__getstate__())
         return frozenset(step["type"] for step in form.get("decoders", [form]) if "type" in step)
@@ -170,12 +170,12 @@ class Alignment:
 
     def _places(self, text: str, count: int) -> list[Place]:
         ids, self._pending = self._pending[:count], self._pending[count:]
-        shown, whole = [id_ for id_ in ids if id_ not in self._hidden], text.encode()
+        shown, content = [id_ for id_ in ids if id_ not in self._hidden], text.encode()
         parts = [self._bytes[id_] for id_ in shown]
-        if shown and whole.startswith(
+        if shown and content.startswith(
             before := b"".join(parts[:-1])
         ):  # a space may be gone, at the beginning of a text
-            parts[-1] = whole[len(before) :]
+            parts[-1] = content[len(before) :]
         places, before = [], b""
         for id_ in ids:
             part = None if id_ in self._hidden else parts.pop(0)
@@ -221,8 +221,8 @@ class StopStrings:
 
     def finish(self) -> str:
         """The text that was held back, when no more comes."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text
 
 
 def overlap(text: str, string: str) -> int:

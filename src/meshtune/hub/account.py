@@ -102,11 +102,11 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
             )
         files = frozenset(sibling.rfilename for sibling in info.siblings or ())
         pushed = _pushed_files(api, name, info.sha) if RECORD in files else frozenset()
-        others = sorted(files - pushed - {GIT})
-        if others and not overwrite:
+        foreign = sorted(files - pushed - {GIT})
+        if foreign and not overwrite:
             raise UserError(
-                f"'{name}' has files that no push of Meshtune wrote: {', '.join(others[:4])}"
-                f"{', ...' if len(others) > 4 else ''}",
+                f"'{name}' has files that no push of Meshtune wrote: {', '.join(foreign[:4])}"
+                f"{', ...' if len(foreign) > 4 else ''}",
                 where=name,
                 fix="push to another repository; or add --overwrite (hub.overwrite): files of the same names are "
                 "replaced, the others stay",

@@ -3,7 +3,7 @@
 Rows are sorted by group, and no row is dropped. `jax.lax.ragged_dot` is such a product, but most of XLA's compilers
 expand it to a product of every row with every matrix; so it is used where it is not, on TPUs, and there not for the
 gradient of the matrices. NVIDIA's and AMD's GPUs have kernels in Triton. Elsewhere a loop over tiles of rows does the
-work of the rows' own groups alone, in the same order every time.
+work of the rows' own groups only, in the same order every time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def backend_for(chip: Chip) -> Backend:
 
 
 class _Call(NamedTuple):
-    """What is static in a product: how a weight is read, for which chip, and the dtypes of factors and result."""
+    """Static facts of a product: how a weight is read, for which chip, and the dtypes of factors and result."""
 
     read: Read
     chip: Chip
@@ -69,7 +69,7 @@ def grouped_matmul(
 
     Factors are in x's dtype; products are accumulated in float32 or wider and given in `out` (default: x's dtype).
     `weight` is an array, or any tree whose leaves have a leading axis of groups and that `read` makes matrices of; a
-    gradient exists for arrays alone. `chip` is the chip it is computed on (None: the first one here); `interpret` runs
+    gradient exists only for arrays. `chip` is the chip it is computed on (None: the first one here); `interpret` runs
     its kernels in Pallas's interpreter, for tests.
     """
     assert x.ndim == 2, x.shape
@@ -111,7 +111,7 @@ def _rows_times(call: _Call, x: Array, weight: Any, sizes: Array, out: DTypeLike
             return product(x, call.read(weight, call.factors), sizes, out, call.chip)
         return _by_groups(call, product, x, weight, sizes, out, columns=1 if transposed else 2)
     matrices = call.read(weight, call.factors)
-    return _ragged(x, matrices, sizes, _OF_GROUPS if transposed else _OF_GROUPS_TRANSPOSED, out)
+    return _ragged_product(x, matrices, sizes, _OF_GROUPS if transposed else _OF_GROUPS_TRANSPOSED, out)
 
 
 def _by_groups(
@@ -119,9 +119,9 @@ def _by_groups(
 ) -> Array:
     """Every row times its group's matrix, where matrices are made of codes: of some groups at a time, so that those of
     all experts, gigabytes in large models, never exist at once. `columns` is the axis of a matrix's columns."""
-    one = jax.eval_shape(lambda: call.read(jax.tree.map(lambda leaf: leaf[:1], weight), call.factors))
+    matrix = jax.eval_shape(lambda: call.read(jax.tree.map(lambda leaf: leaf[:1], weight), call.factors))
     count = sizes.shape[0]
-    several = _groups_at_once(count, one.size * one.dtype.itemsize)
+    several = _groups_at_once(count, matrix.size * matrix.dtype.itemsize)
     if several == count:
         return product(x, call.read(weight, call.factors), sizes, out, call.chip)
 
@@ -130,7 +130,7 @@ def _by_groups(
         part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, several), weight)
         return product(x, call.read(part, call.factors), sizes, out, call.chip, first=first, result=result)
 
-    return lax.fori_loop(0, count // several, step, jnp.zeros((x.shape[0], one.shape[columns]), out))
+    return lax.fori_loop(0, count // several, step, jnp.zeros((x.shape[0], matrix.shape[columns]), out))
 
 
 def _groups_at_once(count: int, nbytes: int) -> int:
@@ -148,7 +148,9 @@ def _of_weight(call: _Call, cotangent: Array, x: Array, sizes: Array) -> Array:
     return grouped_tpu.weight_grad(cotangent, x, sizes, interpret=call.interpret)
 
 
-def _ragged(left: Array, right: Array, sizes: Array, numbers: lax.RaggedDotDimensionNumbers, out: DTypeLike) -> Array:
+def _ragged_product(
+    left: Array, right: Array, sizes: Array, numbers: lax.RaggedDotDimensionNumbers, out: DTypeLike
+) -> Array:
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return lax.ragged_dot_general(left, right, sizes, numbers, precision=precision, preferred_element_type=out)
 
@@ -164,7 +166,7 @@ def _tile_rows(rows: int, groups: int) -> int:
 def _over_tiles(rows: int, sizes: Array, step: Callable[[Any, Array, Callable, Array], Any], begin: Any) -> Any:
     """Calls step(carry, group, tile_of, which rows are the group's) for every tile of every group, in order.
 
-    A tile has `_tile_rows` rows, of which the first and the last ones may belong to other groups; tile_of(x) are those
+    A tile has `_tile_rows` rows; the first and the last ones may belong to other groups; tile_of(x) are those
     of an array, and tile_of(x, new) is the array with new ones.
     """
     size = _tile_rows(rows, sizes.shape[0])
@@ -189,8 +191,8 @@ def _tiles(
     x: Array, weight: Any, sizes: Array, read: Callable[[Any], Array], out: DTypeLike, *, transposed: bool
 ) -> Array:
     """Every row times its group's matrix, or the transposed matrix."""
-    one = jax.eval_shape(lambda: read(_group(weight, jnp.int32(0))))
-    columns, contracted = (one.shape[0], 1) if transposed else (one.shape[1], 0)
+    matrix = jax.eval_shape(lambda: read(_group(weight, jnp.int32(0))))
+    columns, contracted = (matrix.shape[0], 1) if transposed else (matrix.shape[1], 0)
 
     def step(result: Array, group: Array, tile_of: Callable, inside: Array) -> Array:
         product = lax.dot_general(

@@ -64,7 +64,7 @@ def product(
     group.
 
     `weight` may be that of some groups, from group `first` on: their rows are then written into `result`, whose other
-    rows stay as they are.
+    rows stay unchanged.
     """
     rows, terms = x.shape
     groups, columns = weight.shape[0], weight.shape[1 if transposed else 2]
@@ -72,18 +72,18 @@ def product(
     with_rest = jnp.append(sizes, rows - jnp.sum(sizes)).astype(jnp.int32)
     group, start, end, _ = row_tiles(with_rest, rows, tile.rows)
     group = group - first
-    padded_rows, padded_columns = _padded(rows + tile.rows, tile.rows), _padded(columns, tile.columns)
-    padded_terms = _padded(terms, tile.terms)
+    padded_rows, padded_columns = _round_up(rows + tile.rows, tile.rows), _round_up(columns, tile.columns)
+    padded_terms = _round_up(terms, tile.terms)
     weight_block = (padded_columns, padded_terms) if transposed else (padded_terms, padded_columns)
-    tiles = _whole((padded_rows, padded_columns))
+    tiles = _unblocked_spec((padded_rows, padded_columns))
     before = () if result is None else (result,)
     return pl.pallas_call(
         functools.partial(_product_kernel, tile, (groups, columns, terms), transposed),
         grid=(padded_columns // tile.columns, group.shape[0]),
         in_specs=[
-            _whole((padded_rows, padded_terms)),
-            _whole((groups, *weight_block)),
-            *[_whole(group.shape)] * 3,
+            _unblocked_spec((padded_rows, padded_terms)),
+            _unblocked_spec((groups, *weight_block)),
+            *[_unblocked_spec(group.shape)] * 3,
             *[tiles] * len(before),
         ],
         out_specs=tiles,
@@ -138,15 +138,15 @@ def weight_grad(
     groups = sizes.shape[0]
     tile = tile_for(chip, x.dtype, out, into, rows // groups)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
-    padded_rows = _padded(rows + tile.terms, tile.terms)
+    padded_rows = _round_up(rows + tile.terms, tile.terms)
     grid = (-(-into // tile.columns), -(-out // tile.rows), groups)
     return pl.pallas_call(
         functools.partial(_weight_grad_kernel, tile, (out, into)),
         grid=grid,
         in_specs=[
-            _whole((padded_rows, grid[1] * tile.rows)),
-            _whole((padded_rows, grid[0] * tile.columns)),
-            *[_whole((groups,))] * 2,
+            _unblocked_spec((padded_rows, grid[1] * tile.rows)),
+            _unblocked_spec((padded_rows, grid[0] * tile.columns)),
+            *[_unblocked_spec((groups,))] * 2,
         ],
         out_specs=pl.BlockSpec((None, tile.rows, tile.columns), lambda i, o, group: (group, o, i)),
         out_shape=jax.ShapeDtypeStruct((groups, out, into), jnp.float32),
@@ -175,11 +175,11 @@ def _weight_grad_kernel(tile: Tile, shape: tuple[int, int], cotangent, x, firsts
     plt.store(result, total, mask=mask)
 
 
-def _padded(n: int, size: int) -> int:
+def _round_up(n: int, size: int) -> int:
     return -(-n // size) * size
 
 
-def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+def _unblocked_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
     """All of an array, and the part of tiles beyond its end."""
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 

@@ -1,6 +1,6 @@
 """Log-probabilities of targets, holding the logits of only one chunk of each row at a time.
 
-What a loss makes of them (the sum over an answer, the difference of two answers) is known only after the last chunk, so
+The loss made of them (the sum over an answer, the difference of two answers) is known only after the last chunk, so
 the forward pass cannot compute gradients as `cross_entropy` does. But given the cotangents of all log-probabilities,
 the backward pass is a cross-entropy with these cotangents as weights: it recomputes the logits chunk by chunk.
 """

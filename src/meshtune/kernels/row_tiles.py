@@ -1,4 +1,4 @@
-"""Tiles of rows that are sorted by group, none of which spans two groups."""
+"""Tiles of rows that are sorted by group; no tile spans two groups."""
 
 from __future__ import annotations
 

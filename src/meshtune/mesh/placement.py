@@ -24,7 +24,7 @@ def shardings(abstract: Tree, layout: Layout) -> Tree:
     return jax.tree.map(layout.of, abstract)
 
 
-def offloaded(sharding: Sharding | None) -> NamedSharding:
+def host_sharding(sharding: Sharding | None) -> NamedSharding:
     """The same sharding in the host's memory (None is a single device), for ShapeDtypeStructs and out_shardings.
 
     Devices of a described target have no memory kinds, and a program that is traced without arrays does not learn the
@@ -44,7 +44,7 @@ def offload_abstract(tree: PyTree) -> PyTree:
     def offload(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not leaf.shape or math.prod(leaf.shape) * leaf.dtype.itemsize < MIN_OFFLOAD_BYTES:
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=offloaded(leaf.sharding))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding(leaf.sharding))
 
     return jax.tree.map(offload, tree)
 

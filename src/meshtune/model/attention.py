@@ -182,15 +182,14 @@ class AttentionSpec(Mixer):
     and keys (`qk_norm_over`), before they are rotated or after (`qk_norm_after_rope`); `clip` limits the numbers of
     queries, keys and values to [-clip, clip] after that norm. `long_query` makes queries grow with their position.
     With `sinks` every head has a trained score that takes part in its softmax and has no value. With `chunk` a token
-    sees only its own part of its document, of which every part is that many tokens long.
-    The result is multiplied by the sigmoid of a gate, computed from the input (`gate="input"`), or beside each head's
-    queries by the same projection (`gate="query"`).
-    With `packed` one projection `qkv` [(H + 2 K) h, D] computes queries, keys and values: for each key-value head the
-    rows of its queries, of keys and of values, so that tp, which splits the rows, gives every device whole heads.
-    With `v_of_k` values are the result of the keys' projection, neither normalised nor rotated as keys are; `v_norm`
-    normalises values. A layer `stores` its keys and values under a name for later layers, each of which `reads` them in
-    place of computing keys and values, and has a cache of none. With `causal` False tokens see the later ones of their
-    segment too, as in a vision tower.
+    sees only its own part of its document; every part is that many tokens long.
+    The result is multiplied by the sigmoid of a gate, computed from the input (`gate="input"`), or along with each
+    head's queries by the same projection (`gate="query"`). With `packed` one projection `qkv` [(H + 2 K) h, D] computes
+    queries, keys and values: for each key-value head the rows of its queries, of keys and of values, so that tp, which
+    splits the rows, gives every device whole heads. With `v_of_k` values are the result of the keys' projection,
+    neither normalised nor rotated as keys are; `v_norm` normalises values. A layer `stores` its keys and values under a
+    name for later layers, each of which `reads` them in place of computing keys and values, and has a cache of none.
+    With `causal` False tokens see the later ones of their segment too, as in a vision tower.
     """
 
     heads: int
@@ -231,7 +230,7 @@ class AttentionSpec(Mixer):
         return () if self.rope is None else (self.rope,)
 
     def params(self, embed: int) -> Tree:
-        """q [H h, D] ([2 H h, D] with a gate beside each query), k and v [K h, D], or qkv; o [D, H h], gate [H h, D],
+        """q [H h, D] ([2 H h, D] with a gate for each query), k and v [K h, D], or qkv; o [D, H h], gate [H h, D],
         and the norms of queries and keys."""
         d, H, K = (embed, "embed"), self.heads * self.head_dim, self.kv_heads * self.head_dim
         if self.packed:

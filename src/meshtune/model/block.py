@@ -125,8 +125,8 @@ class Activation(NamedTuple):
 class Cost:
     """The cost of a block for one token, over all devices.
 
-    `weights` are the multiplications with its weights in the forward pass (of experts: the active ones alone), `pairs`
-    the operations for each earlier token that is attended to, of which `window` limits the number (None: no limit).
+    `weights` are the multiplications with its weights in the forward pass (of experts: only the active ones), `pairs`
+    the operations for each earlier token that is attended to; `window` limits their number (None: no limit).
     `dispatched` are the numbers that go to the `chosen` experts of a token, and as many come back.
     """
 
@@ -139,7 +139,7 @@ class Cost:
 
 
 class BlockChoice(NamedTuple):
-    """An automatic choice of a block: what is chosen, the choice, and the reason."""
+    """An automatic choice of a block: the option, the choice, and the reason."""
 
     name: str
     value: str

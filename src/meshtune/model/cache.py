@@ -1,8 +1,8 @@
 """The memory of the tokens that a model has read: every mixer's own arrays, and the length of each row.
 
 A row's token at position p is kept in slot p modulo the number of slots: a cache of a sliding window needs one window
-of slots, rows of one batch have lengths of their own, and padding takes no slot. Keys and values may be held as codes
-(coded_cache): they are encoded as they are written, and decoded where they are recalled. They lie head by head,
+of slots, rows of one batch have different lengths, and padding takes no slot. Keys and values may be held as codes
+(coded_cache): they are encoded when written, and decoded where they are recalled. They lie head by head,
 [B, K, S, h], so that attention over a cache is products over batches of heads, and copies nothing.
 """
 
@@ -52,8 +52,8 @@ def grown(cache: Cache, specs: dict[str, Tree]) -> Cache:
 
 @dataclasses.dataclass(frozen=True)
 class RowState:
-    """What a layer's mixer carries from one chunk of packed rows to the next: the `arrays` of its cache, [B, ..], and
-    the segments of the last tokens before the chunk [B, n], the newest last; -1: there is none.
+    """State that a layer's mixer carries from one chunk of packed rows to the next: the `arrays` of its cache, [B, ..],
+    and the segments of the last tokens before the chunk [B, n], the newest last; -1: there is none.
     """
 
     arrays: Tree
@@ -127,11 +127,11 @@ class LayerCache:
         """(arrays [B, S, ..] of all tokens that new ones may see, their positions, the cache that holds the new ones).
 
         `new` are the arrays of the new tokens, which also see themselves; a token sees at most `reach` tokens (None: no
-        limit). Positions are -1 where there is no token. What is held as codes is decoded to the dtype of `new`, new
+        limit). Positions are -1 where there is no token. Arrays held as codes are decoded to the dtype of `new`, new
         tokens too: they are seen alike however many are read at once.
         """
         lengths = self.lengths + jnp.sum(real, axis=1)
-        stored = self._encoded(new)
+        stored = self._encode_new(new)
         following = self
         for name, values in stored.items():
             following = following.write(name, positions, real, values)
@@ -139,16 +139,16 @@ class LayerCache:
         slots, length = self.slots(first), new[first].shape[1]
         if length == 1 or reach is None or slots < reach:  # nothing is overwritten that a new token sees
             past = {name: following._by_token(name) for name in stored}
-            return self._decoded(past, new), self.slot_positions(first, lengths), following
+            return self._decode_past(past, new), self.slot_positions(first, lengths), following
         before = self.slot_positions(first, self.lengths)
         past = {
             name: jnp.concatenate([self._by_token(name), values.astype(self.arrays[name].dtype)], axis=1)
             for name, values in stored.items()
         }
         past_positions = jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1)
-        return self._decoded(past, new), past_positions, following
+        return self._decode_past(past, new), past_positions, following
 
-    def _encoded(self, new: dict[str, Array]) -> dict[str, Array]:
+    def _encode_new(self, new: dict[str, Array]) -> dict[str, Array]:
         """New tokens' arrays as this cache holds them, by the names of its arrays."""
         stored: dict[str, Array] = {}
         for name, values in new.items():
@@ -158,7 +158,7 @@ class LayerCache:
                 stored[name] = values
         return stored
 
-    def _decoded(self, past: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
+    def _decode_past(self, past: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
         """The arrays of `new` for all tokens of `past`."""
         return {
             name: decode(past[name], past[scale_name(name)], values.dtype) if scale_name(name) in past else past[name]

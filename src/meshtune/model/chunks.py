@@ -43,7 +43,7 @@ def over_chunks(
 
     x is [B, T, D]; the leaves of `beside` are [B, T, ..] and differentiated, those of `tokens` are [B, T, ..] and not.
     The function gives (results, sums): each result is [B, T, ..], a row's tokens in the same order; sums are added over
-    the chunks. It may not mix the tokens of x; whatever they are to see of each other is in `shared`. It must be pure
+    the chunks. It may not mix the tokens of x; anything they are to see of each other is in `shared`. It must be pure
     and close over no array. Where the chunk does not divide a row, rows are filled up with zeros (segment 0), whose
     results are cut off, and which sums must leave out. `ranks` is the number of devices that hold the parts of a row:
     a chunk then takes its share from each. None, or a chunk as long as the row: the function itself.
@@ -84,18 +84,18 @@ class _Stateless:
 def _over_chunks(
     function: CarryingChunk, chunk: int, ranks: int, x: Array, beside: Tree, tokens: PyTree, *before: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """`before` is what is shared and the state before the rows."""
+    """`before` holds the shared arrays and the state before the rows."""
     length = x.shape[1] // ranks
     count = math.ceil(length * ranks / chunk)
     size = math.ceil(length / count)
     if missing := count * size - length:
-        x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ranks), (x, beside, tokens))
-    results, sums = cast(tuple[PyTree, PyTree], _chunked(function, count, ranks, *before, x, beside, tokens))
+        x, beside, tokens = jax.tree.map(lambda leaf: _pad_parts(leaf, missing, ranks), (x, beside, tokens))
+    results, sums = cast(tuple[PyTree, PyTree], _apply_chunks(function, count, ranks, *before, x, beside, tokens))
     return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ranks), results) if missing else results), sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(function: CarryingChunk, count: int, ranks: int, *arguments: PyTree) -> PyTree:
+def _apply_chunks(function: CarryingChunk, count: int, ranks: int, *arguments: PyTree) -> PyTree:
     return _in_order(function, count, ranks, *arguments)[:2]
 
 
@@ -117,10 +117,12 @@ def _in_order(
 
     def step(number: Array, running: PyTree) -> PyTree:
         results, totals, state, states = running
-        states = jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, number, 0), states, state)
+        states = jax.tree.map(
+            lambda all_, value: lax.dynamic_update_index_in_dim(all_, value, number, 0), states, state
+        )
         # Where results take the place of x, a chunk of x is read before it is overwritten.
         new, sums, state = compute(state, number, results if in_place else x)
-        return _written(results, new, number, count, ranks), jax.tree.map(jnp.add, totals, sums), state, states
+        return _write_chunk(results, new, number, count, ranks), jax.tree.map(jnp.add, totals, sums), state, states
 
     shapes, sum_shapes, _ = jax.eval_shape(lambda: compute(state, jnp.int32(0), x))
     in_place = _alike(shapes, _chunk_of(x, 0, count, ranks))
@@ -134,7 +136,7 @@ def _in_order(
 
 @jax.tree_util.register_static
 class _Perturbed(tuple[bool, ...]):
-    """Which leaves of what is shared are differentiated."""
+    """Tells which leaves of the shared arrays are differentiated."""
 
 
 def _chunked_forward(function: CarryingChunk, count: int, ranks: int, *arguments: PyTree) -> tuple[PyTree, PyTree]:
@@ -148,7 +150,9 @@ def _chunked_backward(function: CarryingChunk, count: int, ranks: int, saved: Py
     perturbed, shared, states, x, beside, tokens = saved
     leaves, structure = jax.tree.flatten(shared)
     trained = [leaf for leaf, yes in zip(leaves, perturbed, strict=True) if yes]
-    d_results, d_totals = jax.tree.map(_instantiated, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+    d_results, d_totals = jax.tree.map(
+        _instantiate_zero, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero)
+    )
     in_place = _alike(d_results, x)
 
     def step(nth: Array, running: PyTree) -> PyTree:
@@ -166,8 +170,8 @@ def _chunked_backward(function: CarryingChunk, count: int, ranks: int, saved: Py
         d_chunk = _chunk_of(d_x if in_place else d_results, number, count, ranks)
         d_shared, d_state, d_x_chunk, d_beside_chunk = pull((d_chunk, d_totals, d_state))
         totals = [total + part.astype(total.dtype) for total, part in zip(totals, d_shared, strict=True)]
-        d_beside = _written(d_beside, d_beside_chunk, number, count, ranks)
-        return _written(d_x, d_x_chunk, number, count, ranks), d_beside, totals, d_state
+        d_beside = _write_chunk(d_beside, d_beside_chunk, number, count, ranks)
+        return _write_chunk(d_x, d_x_chunk, number, count, ranks), d_beside, totals, d_state
 
     zeros = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in trained]
     d_state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), states)
@@ -180,7 +184,7 @@ def _chunked_backward(function: CarryingChunk, count: int, ranks: int, saved: Py
     return jax.tree.unflatten(structure, d_leaves), d_state, d_x, d_beside, jax.tree.map(lambda _: None, tokens)
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
+_apply_chunks.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
 
 
 def _chunk_of(tree: PyTree, number: PyTree, count: int, ranks: int) -> PyTree:
@@ -193,7 +197,7 @@ def _chunk_of(tree: PyTree, number: PyTree, count: int, ranks: int) -> PyTree:
     return jax.tree.map(cut, tree)
 
 
-def _written(tree: PyTree, chunk: PyTree, number: Array, count: int, ranks: int) -> PyTree:
+def _write_chunk(tree: PyTree, chunk: PyTree, number: Array, count: int, ranks: int) -> PyTree:
     def write(leaf: Array, new: Array) -> Array:
         size = leaf.shape[1] // ranks // count
         parts, new = _in_parts(leaf, ranks), _in_parts(new.astype(leaf.dtype), ranks)
@@ -208,7 +212,7 @@ def _in_parts(leaf: Array, ranks: int) -> Array:
     return leaf if ranks == 1 else leaf.reshape(leaf.shape[0], ranks, leaf.shape[1] // ranks, *leaf.shape[2:])
 
 
-def _padded(leaf: Array, missing: int, ranks: int) -> Array:
+def _pad_parts(leaf: Array, missing: int, ranks: int) -> Array:
     parts = leaf.reshape(leaf.shape[0], ranks, leaf.shape[1] // ranks, *leaf.shape[2:])
     parts = jnp.pad(parts, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (parts.ndim - 3))
     return parts.reshape(leaf.shape[0], -1, *leaf.shape[2:])
@@ -223,7 +227,7 @@ def _alike(tree: PyTree, x: PyTree) -> bool:
     return hasattr(tree, "shape") and (tree.shape, tree.dtype) == (x.shape, x.dtype)
 
 
-def _instantiated(cotangent: PyTree) -> Array:
+def _instantiate_zero(cotangent: PyTree) -> Array:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

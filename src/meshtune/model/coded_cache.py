@@ -1,7 +1,7 @@
 """Keys and values of a cache in 8 bits: int8 codes, and one bfloat16 scale for each token and key-value head.
 
 A head's numbers are divided by their scale, the largest of them by magnitude over 127, and rounded: none moves by more
-than half the scale. Codes are made with the scale as it is stored, so that its rounding adds nothing to that: bfloat16
+than half the scale. Codes are made with the stored scale, so that its rounding adds nothing to that: bfloat16
 has the range of float32, and the step is at most 0.4% wider than with a float32 scale.
 """
 
@@ -33,12 +33,12 @@ def scale_name(name: str) -> str:
     return name + SCALE
 
 
-def coded(arrays: Tree) -> Tree:
-    """The ArraySpecs of a layer's cache with keys and values as codes and scales; other arrays as they are."""
+def code_specs(arrays: Tree) -> Tree:
+    """The ArraySpecs of a layer's cache with keys and values as codes and scales; other arrays unchanged."""
     tree: Tree = {}
     for name, spec in arrays.items():
         if isinstance(spec, dict):
-            tree[name] = coded(spec)
+            tree[name] = code_specs(spec)
         elif is_key_or_value(spec):
             tree[name] = dataclasses.replace(spec, dtype=CODES)
             tree[scale_name(name)] = ArraySpec(spec.shape[:-1], SCALES, spec.axes[:-1], "zeros")

@@ -96,9 +96,10 @@ def enter(
 
 
 def head_params(params: Tree, spec: ModelSpec, after: Array | None = None) -> Tree:
-    """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone; of a
-    scored model the node of its score. Of a head of normalised rows `scale` [V] is what each row's logit is multiplied
-    by: the weight stays as it is, and its gradient goes through the scale. Fetched after the hidden states `after`."""
+    """The node of the output head: where it is tied, the embedding's weight and any adapter of just the head; of a
+    scored model the node of its score. Of a head of normalised rows `scale` [V] multiplies each row's
+    logit: the weight stays unchanged, and its gradient goes through the scale. Fetched after the hidden states
+    `after`."""
     if spec.scored:
         return to_device(params["score"])
     head = params.get("head", {})

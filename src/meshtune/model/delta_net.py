@@ -27,9 +27,9 @@ class DeltaNetSpec(Mixer):
     """A gated delta net of `key_heads` heads of queries and keys and a multiple of them of values.
 
     Projections of the input: queries, keys and values, which a filter of `taps` taps and SiLU follow; z, which gates
-    the normalised result; b, whose sigmoid is the strength of each update, and a, of which the decay
-    exp(-exp(A_log) softplus(a + dt_bias)) is made. They are `qkv`, `z`, `b` and `a`, or fused (`qkvz` and `ba`). The
-    rows of qkv, qkvz, ba and of the filter stand key head by key head: its queries, its keys, its values (and their z),
+    the normalised result; b, whose sigmoid is the strength of each update, and a, for the decay
+    exp(-exp(A_log) softplus(a + dt_bias)). They are `qkv`, `z`, `b` and `a`, or fused (`qkvz` and `ba`). The
+    rows of qkv, qkvz, ba and of the filter go key head by key head: its queries, its keys, its values (and their z),
     so that tp gives every device whole heads.
     """
 
@@ -78,7 +78,7 @@ class DeltaNetSpec(Mixer):
     def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result. The decay and all that has to do with the state are in float32."""
         rows, (B, T) = context.sequences, x.shape[:2]
-        qkv, z, b, a = self._projected(x, node, context.key)
+        qkv, z, b, a = self._project(x, node, context.key)
         qkv, cache = self.filter.apply(qkv, node["filter"], rows, cache)
         by_head = qkv.reshape(B, T, self.key_heads, -1)
         q, k, v = jnp.split(by_head, [self.key_dim, 2 * self.key_dim], axis=-1)
@@ -97,7 +97,7 @@ class DeltaNetSpec(Mixer):
         y = linear(o.reshape(B, T, -1).astype(x.dtype), node["out"], site_key(context.key, "out"))
         return Output(y, cache, {})
 
-    def _projected(self, x: Hidden, node: Tree, key: Array | None) -> tuple[Float[Array, "B T C"], Array, Array, Array]:
+    def _project(self, x: Hidden, node: Tree, key: Array | None) -> tuple[Float[Array, "B T C"], Array, Array, Array]:
         """qkv, z and, in float32, b and a."""
         products = {name: linear(x, node[name], site_key(key, name)) for name in self.into}
         if not self.fused:
@@ -117,7 +117,7 @@ class DeltaNetSpec(Mixer):
         return {STATE: state} | self.filter.cache(batch, dtype)
 
     def carried(self, batch: int, dtype: str) -> Carried:
-        """What it caches: its state and the last inputs of the filter."""
+        """Carries what it caches: its state and the last inputs of the filter."""
         return Carried(self.cache(batch, 0, dtype), max(1, self.taps - 1))
 
     def divisors(self) -> tuple[Divisor, ...]:

@@ -27,8 +27,8 @@ Squares = Float[Array, "*B C C"]
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule reads of each token: q and k of Hk heads, each for H / Hk neighbouring heads of v; float32 log
-    decays g <= 0 and strengths beta in [0, 1] for each head of v. A token with g = beta = 0 leaves the state as it is.
+    """Inputs of the rule for each token: q and k of Hk heads, each for H / Hk neighbouring heads of v; float32 log
+    decays g <= 0 and strengths beta in [0, 1] for each head of v. A token with g = beta = 0 leaves the state unchanged.
     """
 
     q: Float[Array, "B T Hk k"]

@@ -40,17 +40,17 @@ def through_experts(
     of_row = flat[order]
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     rows = _sorted_rows(x, order, place)
-    results = compute(rows, _permuted(weights.reshape(-1), order, place), Groups(sizes, of_row), node)
-    return _permuted(results, place, order).reshape(*experts.shape, -1).sum(axis=1)
+    results = compute(rows, _permute_rows(weights.reshape(-1), order, place), Groups(sizes, of_row), node)
+    return _permute_rows(results, place, order).reshape(*experts.shape, -1).sum(axis=1)
 
 
 @jax.custom_vjp
-def _permuted(rows: Array, order: Array, place: Array) -> Array:
+def _permute_rows(rows: Array, order: Array, place: Array) -> Array:
     """rows[order], whose gradient is a gather by `place`, the inverse permutation, and not a scatter."""
     return rows[order]
 
 
-_permuted.defvjp(
+_permute_rows.defvjp(
     lambda rows, order, place: (rows[order], place), lambda place, cotangent: (cotangent[place], None, None)
 )
 

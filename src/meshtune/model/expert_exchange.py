@@ -1,8 +1,8 @@
 """How the tokens of a layer of experts reach the devices of their experts, over the mesh axis ep. No token is dropped.
 
 `gather`: every device takes the tokens of all its ep neighbours, computes those of its own experts, and the sums are
-added and returned. `all_to_all`: a device sends each of its tokens to the devices of its experts alone, in rounds of
-slots: the first round has room for somewhat more than an even share of them, and what it does not hold follows in
+added and returned. `all_to_all`: a device sends each of its tokens only to the devices of its experts, in rounds of
+slots: the first round has room for somewhat more than an even share of them, and the rest follows in
 further rounds, which are skipped where there is nothing left.
 """
 
@@ -71,7 +71,7 @@ def by_gather(
     node: Any,
     count: int,
 ) -> Float[Array, "N D"]:
-    """The sum over each token's experts, of which this device has `count`."""
+    """The sum over each token's experts; this device has `count` of all experts."""
     x, experts, weights = (lax.all_gather(part, "ep", tiled=True) for part in (x, experts, weights))
     y = local(x, experts - lax.axis_index("ep") * count, weights, node)
     return lax.psum_scatter(y, "ep", tiled=True)
@@ -87,7 +87,7 @@ def by_all_to_all(
     ep: int,
     mesh_axes: tuple[str, ...],
 ) -> Float[Array, "N D"]:
-    """The sum over each token's experts, of which this device has `count`.
+    """The sum over each token's experts; this device has `count` of all experts.
 
     Rounds after the first keep nothing for the backward pass, which computes them again. Whether a round is needed is
     decided for all devices of `mesh_axes` alike, as programs with collectives must.
@@ -104,17 +104,17 @@ def by_all_to_all(
 
     def one_round(number: Array | int, x: Array, weights: Array, node: Any) -> Array:
         within = rank - number * slots
-        held = (within >= 0) & (within < slots) & (device < ep)
-        slot = jnp.where(held, device * slots + within, ep * slots)  # of each choice; the last one is none
+        is_local = (within >= 0) & (within < slots) & (device < ep)
+        slot = jnp.where(is_local, device * slots + within, ep * slots)  # of each choice; the last one is none
         index = number * slots + jnp.arange(slots)
         filled = index < sizes[:, None]
         source = order[jnp.where(filled, starts[:, None] + index, 0)]
         source = jnp.where(filled, source, tokens * top_k).reshape(-1)  # the choice in each slot
-        sent = _to_slots(x, source, slot), _moved(weights.reshape(-1), source, slot)
+        sent = _to_slots(x, source, slot), _move_rows(weights.reshape(-1), source, slot)
         of_device = jnp.take(flat % count, source, mode="fill", fill_value=count)
-        rows, factors, chosen = (_exchanged(part) for part in (*sent, of_device))
-        back = _exchanged(local(rows, chosen[:, None], factors[:, None], node))
-        return _moved(back, slot, source).reshape(tokens, top_k, -1).sum(axis=1)
+        rows, factors, chosen = (_exchange_slots(part) for part in (*sent, of_device))
+        back = _exchange_slots(local(rows, chosen[:, None], factors[:, None], node))
+        return _move_rows(back, slot, source).reshape(tokens, top_k, -1).sum(axis=1)
 
     y = one_round(0, x, weights, node)
     if rounds == 1:
@@ -131,8 +131,8 @@ def by_all_to_all(
     return lax.scan(add, y, jnp.arange(1, rounds))[0]
 
 
-def _exchanged(slots: Array) -> Array:
-    """What the devices of ep sent here, from what is sent to each: [ep * slots, ..] in the order of devices."""
+def _exchange_slots(slots: Array) -> Array:
+    """Receives from the devices of ep, given the slots to send to each: [ep * slots, ..] in the order of devices."""
     return lax.all_to_all(slots, "ep", split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -142,13 +142,13 @@ def _rows(rows: Array, index: Array) -> Array:
 
 
 @jax.custom_vjp
-def _moved(rows: Array, index: Array, inverse: Array) -> Array:
+def _move_rows(rows: Array, index: Array, inverse: Array) -> Array:
     """rows[index], zeros where an index is beyond the rows. No row is taken twice: `inverse` says which result is of
     each row, and so the gradient is a gather too."""
     return _rows(rows, index)
 
 
-_moved.defvjp(
+_move_rows.defvjp(
     lambda rows, index, inverse: (_rows(rows, index), inverse),
     lambda inverse, cotangent: (_rows(cotangent, inverse), None, None),
 )

@@ -1,4 +1,4 @@
-"""A mixture of experts: a feed-forward network of which a router chooses a few parts for every token
+"""A mixture of experts: a feed-forward network whose router chooses a few parts for every token
 (https://arxiv.org/abs/1701.06538). No token is dropped."""
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ExpertsSpec(FeedForward):
     Without a gate, down_e(activation(up_e(x))). With `clamp` c the gate is limited to c and up to +-c, and they give
     (up + 1) * gate * sigmoid(1.702 gate) (https://arxiv.org/abs/2508.10925). With `scale_input` the weight multiplies
     an expert's input in place of its result. A `shared` network computes every token in addition, with `shared_gate`
-    times sigmoid(gate(x)). With `norm` the input is the stream as it is (LayerSpec.ffn_norm): it is normalised for the
-    experts and for the shared network, and so are both results, each with weights of its own; the router reads the
+    times sigmoid(gate(x)). With `norm` the input is the unchanged stream (LayerSpec.ffn_norm): it is normalised for the
+    experts and for the shared network, and so are both results, each with its own weights; the router reads the
     stream. With `latent` experts compute with that many numbers of a token, which a linear layer projects down to and
     another one up from, both with biases where `latent_bias` says so. `layers` is the number of layers in the model.
     The load-balancing loss (https://arxiv.org/abs/2101.03961) of all layers together, times `aux_loss`, is added to the
@@ -115,12 +115,12 @@ class ExpertsSpec(FeedForward):
         if layout is not None:
             experts = jax.tree.map(_with_plain_scales, experts, is_leaf=_is_quantised)
 
-        def normed(x: Hidden, name: str) -> Hidden:
+        def normalise(x: Hidden, name: str) -> Hidden:
             return x if self.norm is None else self.norm(x, node[name])
 
         chip = chip_of(context.compute.platform or jax.default_backend(), context.compute.chip)
         compute = functools.partial(self._compute, chip=chip, layout=layout)
-        rows = normed(x, "norm")
+        rows = normalise(x, "norm")
         if self.latent is not None:
             rows = linear(rows, node["latent_in"], site_key(key, "latent_in"))
         y = over_mesh(
@@ -136,10 +136,12 @@ class ExpertsSpec(FeedForward):
         )
         if self.latent is not None:
             y = linear(y, node["latent_out"], site_key(key, "latent_out"))
-        y = normed(y, "post_norm")
+        y = normalise(y, "post_norm")
         if self.shared is not None:
-            own = dataclasses.replace(context, key=site_key(key, "shared"))
-            shared = normed(self.shared.apply(normed(x, "shared_norm"), node["shared"], own).y, "shared_post_norm")
+            shared_context = dataclasses.replace(context, key=site_key(key, "shared"))
+            shared = normalise(
+                self.shared.apply(normalise(x, "shared_norm"), node["shared"], shared_context).y, "shared_post_norm"
+            )
             if self.shared_gate:
                 shared = shared * jax.nn.sigmoid(linear(x, node["shared_gate"], site_key(key, "shared_gate")))
             y = y + shared
@@ -191,7 +193,7 @@ class ExpertsSpec(FeedForward):
         """E * sum over experts of (their share of the tokens) * (their mean score), times `aux_loss`.
 
         Shares and means are of the tokens of all layers together, padding excluded, as in transformers. The gradient
-        flows through the scores alone.
+        flows through nothing but the scores.
         """
         if not self.aux_loss:
             return None
@@ -209,7 +211,7 @@ class ExpertsSpec(FeedForward):
         return {path: bias + self.bias_update_rate * direction.astype(bias.dtype) for path, bias in buffers.items()}
 
     def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
-        """Of what is summed: `expert_load_max`, the tokens of a layer's busiest expert relative to the mean;
+        """Metrics of the sums: `expert_load_max`, the tokens of a layer's busiest expert relative to the mean;
         `dead_experts`, those of a layer that computed no token; `dropped_tokens`, choices that none computed."""
         tokens, routed = sums[TOKENS], sums[ROUTED]
         sparse = (routed > 0).astype(jnp.float32)
@@ -230,8 +232,8 @@ class ExpertsSpec(FeedForward):
         return (BlockChoice("expert exchange", *choose_exchange(compute.expert_exchange, ep, self.router.top_k)),)
 
     def divisors(self) -> tuple[Divisor, ...]:
-        own = (Divisor("tp", "width of an expert", self.width), Divisor("ep", "experts", self.router.experts))
-        return own + (() if self.shared is None else self.shared.divisors())
+        routed = (Divisor("tp", "width of an expert", self.width), Divisor("ep", "experts", self.router.experts))
+        return routed + (() if self.shared is None else self.shared.divisors())
 
     def cost(self, embed: int) -> Cost:
         k, matrices = self.router.top_k, 3 if self.gated else 2

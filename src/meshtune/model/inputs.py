@@ -23,7 +23,7 @@ from meshtune.model.rope import RopeSpec, angles
 class Inputs:
     """A batch of rows. Tokens see earlier tokens of their own segment only; segment 0 is padding.
 
-    `positions` are the order of tokens in their document, which decides what is visible and how long a document is.
+    `positions` are the order of tokens in their document, which decides what they see and how long a document is.
     Rotary embeddings turn by `rope_positions`, where there are any, in place of them. `embeds` are used in place of the
     embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name. Both are differentiated.
     """
@@ -143,7 +143,7 @@ def table(node: Tree) -> Array:
     return node["weight"] if rows is None else rows.merge(node["weight"])
 
 
-def folded(params: Tree) -> Tree:
+def fold_rows(params: Tree) -> Tree:
     """Parameters whose tables hold the rows that were trained apart: for many forward passes."""
     nodes = {name: node for name, node in params.items() if isinstance(node, dict) and ROWS in node}
     tables = {name: node | {"weight": jax.jit(table)(node)} for name, node in nodes.items()}

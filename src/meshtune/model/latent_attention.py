@@ -1,5 +1,5 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434): keys and values of all heads are made of one narrow
-latent vector of a token, which is all that a cache holds of it, beside one rotated key that all heads share.
+latent vector of a token, which is all that a cache holds of it, besides one rotated key that all heads share.
 
 Keys and values of a head are linear in the latent, so there are two ways to the same result. Expanded, the heads' keys
 and values are computed from every latent. Absorbed, a head's query is multiplied with its part of that matrix and
@@ -107,7 +107,7 @@ class LatentAttentionSpec(Mixer):
                 latents, past, cache = recall(cache, latents, rows, None)
                 latents = {name: array.astype(x.dtype) for name, array in latents.items()}
                 if self.absorbs(q.shape[0], q.shape[1], latents["latent"].shape[1], node, context.compute):
-                    mixed = self._absorbed(q, latents, node, rows, past, context.compute)
+                    mixed = self._attend_absorbed(q, latents, node, rows, past, context.compute)
                     return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {})
             kv = self._expanded(latents, node, context.key)
         mixed = attend(q, kv["k"], kv["v"], rows, past, context.compute, scale=self.scale)
@@ -135,7 +135,7 @@ class LatentAttentionSpec(Mixer):
         expanded = rows * slots * per_head + 2 * pairs * self.kernel_dim
         return self.heads * (absorbed + adapted * self.latent * per_head), self.heads * expanded
 
-    def _absorbed(
+    def _attend_absorbed(
         self, q: Heads, latents: Mapping[str, Array], node: Tree, rows: SequenceInfo, past: Past, compute: Compute
     ) -> Array:
         """Attends with the heads' queries [B, T, H, kernel_dim] to the latents: [B, T, H v]."""
@@ -150,7 +150,7 @@ class LatentAttentionSpec(Mixer):
         return mixed.reshape(*mixed.shape[:2], -1)
 
     def _weight(self, node: Tree, dtype: jnp.dtype) -> Float[Array, "H n latent"]:
-        """The matrix from latents to the heads' keys and values, that by which `linear` multiplies: numbers of codes,
+        """The matrix from latents to the heads' keys and values, as `linear` multiplies by it: numbers of codes,
         with the adapter, in the usual order."""
         weight = node["weight"]
         if "adapter" in node:
@@ -189,8 +189,8 @@ class LatentAttentionSpec(Mixer):
         weights += embed * Q if self.query_latent is None else self.query_latent * (embed + Q)
         wide = H * self.kernel_dim
         latents = Activation("embed", narrow + (self.query_latent or 0), 1, kept=True, elementwise=1)
-        queries, *others = attention_activations((wide, H), (wide, H), "heads")
-        return Cost(weights, (queries, latents, *others), pairs=4 * wide)
+        queries, *remaining = attention_activations((wide, H), (wide, H), "heads")
+        return Cost(weights, (queries, latents, *remaining), pairs=4 * wide)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
         return kernel_request(
@@ -205,13 +205,13 @@ class LatentAttentionSpec(Mixer):
             latents = self.norm(linear(x, node["q_latent"], site_key(key, "q_latent")), node["q_norm"])
             q = linear(latents, node["q_heads"], site_key(key, "q_heads"))
         q = q.reshape(*x.shape[:2], -1, self.query_dim)
-        q = jnp.concatenate([q[..., : self.head_dim], self._rotated(q[..., self.head_dim :], context)], axis=-1)
-        return checkpoint_name(self._padded(q), ROTATED)
+        q = jnp.concatenate([q[..., : self.head_dim], self._rotate_heads(q[..., self.head_dim :], context)], axis=-1)
+        return checkpoint_name(self._pad_heads(q), ROTATED)
 
     def _latents(self, x: Hidden, node: Tree, context: Context) -> dict[str, Array]:
         """The normalised latents [B, T, latent] and the rotated key [B, T, rope] of every token."""
         both = linear(x, node["kv_latent"], site_key(context.key, "kv_latent"))
-        rotated = self._rotated(both[..., None, self.latent :], context)[:, :, 0]
+        rotated = self._rotate_heads(both[..., None, self.latent :], context)[:, :, 0]
         return {"latent": self.norm(both[..., : self.latent], node["kv_norm"]), "rotated": rotated}
 
     def _expanded(self, latents: Mapping[str, Array], node: Tree, key: Array | None) -> dict[str, Heads]:
@@ -220,11 +220,11 @@ class LatentAttentionSpec(Mixer):
         heads = heads.reshape(*heads.shape[:2], -1, self.head_dim + self.value_dim)
         shared = jnp.broadcast_to(latents["rotated"][:, :, None], (*heads.shape[:3], self.rope.dim))
         k = jnp.concatenate([heads[..., : self.head_dim], shared], axis=-1)
-        return {"k": checkpoint_name(self._padded(k), ROTATED), "v": self._padded(heads[..., self.head_dim :])}
+        return {"k": checkpoint_name(self._pad_heads(k), ROTATED), "v": self._pad_heads(heads[..., self.head_dim :])}
 
-    def _rotated(self, heads: Heads, context: Context) -> Heads:
+    def _rotate_heads(self, heads: Heads, context: Context) -> Heads:
         return rotate(heads, *context.sequences.angles[self.rope], interleaved=self.rope.interleaved)
 
-    def _padded(self, heads: Heads) -> Heads:
+    def _pad_heads(self, heads: Heads) -> Heads:
         missing = self.kernel_dim - heads.shape[-1]
         return jnp.pad(heads, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else heads

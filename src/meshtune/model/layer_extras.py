@@ -139,7 +139,7 @@ class AltUpSpec:
         weight = node["predict"]["weight"]
         if self.clip is not None:
             weight = weight + jax.lax.stop_gradient(jnp.clip(weight, -self.clip, self.clip) - weight)
-        routed = self._routed(self.active_of(streams), node)
+        routed = self._route_streams(self.active_of(streams), node)
         # Of row i S + j of the weight: from stream j to stream i.
         into = linear(routed, {"weight": weight}).reshape(*routed.shape[:-1], self.count, self.count)
         return streams + jnp.sum(into[..., None] * streams[..., None, :, :], axis=-2)
@@ -149,7 +149,7 @@ class AltUpSpec:
         weight = node["correct"]["weight"]
         if self.clip is not None:
             weight = jnp.clip(weight, -self.clip, self.clip)
-        coefficients = linear(self._routed(y, node), {"weight": weight}) + 1
+        coefficients = linear(self._route_streams(y, node), {"weight": weight}) + 1
         error = y - self.active_of(predicted)
         return predicted + coefficients[..., None] * error[..., None, :]
 
@@ -171,7 +171,7 @@ class AltUpSpec:
         streams = Activation("embed", self.count * embed, 1, kept=False, products=0, elementwise=2)
         return Cost(2 * self.count * embed + self.count**2 * (self.count + 1), (streams, streams))
 
-    def _routed(self, x: Hidden, node: Tree) -> Float[Array, "B T S"]:
+    def _route_streams(self, x: Hidden, node: Tree) -> Float[Array, "B T S"]:
         """The router's weights, one a stream, in x's dtype."""
         narrow = self.norm(x, node["router_norm"]) * jnp.asarray(1 / x.shape[-1], x.dtype)
         return jnp.tanh(linear(narrow, node["router"]).astype(jnp.float32)).astype(x.dtype)

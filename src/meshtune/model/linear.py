@@ -1,4 +1,4 @@
-"""Linear layers: weights are [out, in], adapters sit beside the weight they adapt."""
+"""Linear layers: weights are [out, in], adapters are in the same node as their weight."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def with_gathered_columns(node: Tree, layout: Layout | None) -> Tree:
 def matmul(x: Float[Array, "*B i"], weight: LinearWeight, out: DTypeLike | None = None) -> Float[Array, "*B o"]:
     """x times the transposed weight: factors in x's dtype, accumulated and given in `out` (default: x's dtype)."""
     if isinstance(weight, QuantisedWeight):
-        return _quantised(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
+        return _quantised_product(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
     if isinstance(weight, TiledWeight):
         return weight.product(x, out or x.dtype, matmul_precision(x.dtype))
     if out is not None and jnp.dtype(out) != x.dtype:
-        return _widened(x, weight, jnp.dtype(out))
+        return _wide_product(x, weight, jnp.dtype(out))
     return _product(x, weight.astype(x.dtype), x.dtype)
 
 
@@ -73,14 +73,14 @@ def _product(x: Array, weight: Array, out: DTypeLike) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _widened(x: Array, weight: Array, out: jnp.dtype) -> Array:
+def _wide_product(x: Array, weight: Array, out: jnp.dtype) -> Array:
     """`matmul` whose result is wider than its factors. The backward products have the same factors, of x's dtype, as
     under torch's autocast: JAX would make them of the wide cotangent, and so convert the whole weight to its dtype."""
     return _product(x, weight.astype(x.dtype), out)
 
 
 def _widened_forward(x: Array, weight: Array, out: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
-    return _widened(x, weight, out), (x, weight)
+    return _wide_product(x, weight, out), (x, weight)
 
 
 def _widened_backward(out: jnp.dtype, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
@@ -93,11 +93,11 @@ def _widened_backward(out: jnp.dtype, factors: tuple[Array, Array], cotangent: A
     return d_x, d_weight
 
 
-_widened.defvjp(_widened_forward, _widened_backward)
+_wide_product.defvjp(_widened_forward, _widened_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _quantised(x: Array, weight: QuantisedWeight, factors: jnp.dtype, out: jnp.dtype) -> Array:
+def _quantised_product(x: Array, weight: QuantisedWeight, factors: jnp.dtype, out: jnp.dtype) -> Array:
     """`matmul` with a frozen, quantised weight: what the backward pass keeps of it are its codes and scales."""
     return matmul(x, weight.dequantise(factors), out)
 
@@ -105,7 +105,7 @@ def _quantised(x: Array, weight: QuantisedWeight, factors: jnp.dtype, out: jnp.d
 def _quantised_forward(
     x: Array, weight: QuantisedWeight, factors: jnp.dtype, out: jnp.dtype
 ) -> tuple[Array, QuantisedWeight]:
-    return _quantised(x, weight, factors, out), weight
+    return _quantised_product(x, weight, factors, out), weight
 
 
 def _quantised_backward(
@@ -124,14 +124,14 @@ def _quantised_backward(
     return d_x, None
 
 
-_quantised.defvjp(_quantised_forward, _quantised_backward)
+_quantised_product.defvjp(_quantised_forward, _quantised_backward)
 
 
 def linear(
     x: Float[Array, "*B i"], node: Tree, key: Array | None = None, out: DTypeLike | None = None
 ) -> Float[Array, "*B o"]:
-    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` (adapters.kind.Adapter) and what that
-    reads beside it, `fixed`.
+    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` (adapters.kind.Adapter) and its
+    frozen arrays, `fixed`.
 
     `key` is the adapter's source of dropout; without one nothing is dropped.
     """
@@ -147,7 +147,7 @@ def linear(
 
 def grouped_linear(x: Float[Array, "R i"], node: Tree, groups: Groups, chip: Chip) -> Float[Array, "R o"]:
     """`linear` of rows sorted by expert; node holds `weight` [E, o, i], perhaps `bias` [E, o] and an `adapter`."""
-    product = partial(_grouped, groups=groups, chip=chip)
+    product = partial(_grouped_product, groups=groups, chip=chip)
     adapter = node.get("adapter")
     y = (
         product(x, node["weight"])
@@ -159,12 +159,12 @@ def grouped_linear(x: Float[Array, "R i"], node: Tree, groups: Groups, chip: Chi
     return checkpoint_name(y, PRODUCT)
 
 
-def _grouped(x: Array, weight: Array | QuantisedWeight, groups: Groups, chip: Chip) -> Array:
-    read = _dequantised if isinstance(weight, QuantisedWeight) else cast
+def _grouped_product(x: Array, weight: Array | QuantisedWeight, groups: Groups, chip: Chip) -> Array:
+    read = _dequantise if isinstance(weight, QuantisedWeight) else cast
     return grouped_matmul(x, weight, groups.sizes, read=read, chip=chip)
 
 
-def _dequantised(weight: QuantisedWeight, dtype: jnp.dtype) -> Array:
+def _dequantise(weight: QuantisedWeight, dtype: jnp.dtype) -> Array:
     return weight.dequantise(dtype)
 
 

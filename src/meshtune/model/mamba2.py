@@ -30,7 +30,7 @@ class Mamba2Spec(Mixer):
     of these five parts is multiplied by its number of `scales`. A filter of `taps` taps and SiLU follow on x, B and C.
     dt is softplus(dt + dt_bias), limited to `dt_limit`; the log decay is -exp(A_log) dt, and D x is added to the
     result. That is multiplied by silu(z), and normalised group by group after it (`gate_first`) or before it; without a
-    norm it is gated alone. Rows of `in` and of the filter stand group by group, so that tp gives every device whole
+    norm it is only gated. Rows of `in` and of the filter go group by group, so that tp gives every device whole
     groups.
     """
 
@@ -102,7 +102,7 @@ class Mamba2Spec(Mixer):
         y, state = state_space(inputs, state, state_segment)
         if cache is not None:
             cache = cache.replace(STATE, state)
-        y = self._gated((y + D[..., None] * u).reshape(*by_group, -1), z, node)
+        y = self._gate_result((y + D[..., None] * u).reshape(*by_group, -1), z, node)
         return Output(linear(y.astype(x.dtype), node["out"], site_key(context.key, "out")), cache, {})
 
     def _parts(self, projected: Float[Array, "B T G n"]) -> list[Array]:
@@ -111,7 +111,7 @@ class Mamba2Spec(Mixer):
         parts = jnp.split(projected, ends, axis=-1)
         return parts if self.scales is None else [part * s for part, s in zip(parts, self.scales, strict=True)]
 
-    def _gated(self, y: Float[Array, "B T G n"], z: Float[Array, "B T G n"], node: Tree) -> Float[Array, "B T I"]:
+    def _gate_result(self, y: Float[Array, "B T G n"], z: Float[Array, "B T G n"], node: Tree) -> Float[Array, "B T I"]:
         """The result gated by z and normalised, in float32."""
         flat, gate = (*y.shape[:2], -1), jax.nn.silu(z.astype(jnp.float32))
         if self.norm is None:
@@ -129,7 +129,7 @@ class Mamba2Spec(Mixer):
         return {STATE: ArraySpec(shape, "float32", axes, "zeros")} | self.filter.cache(batch, dtype)
 
     def carried(self, batch: int, dtype: str) -> Carried:
-        """What it caches: its state and the last inputs of the filter."""
+        """Carries what it caches: its state and the last inputs of the filter."""
         return Carried(self.cache(batch, 0, dtype), max(1, self.taps - 1))
 
     def divisors(self) -> tuple[Divisor, ...]:

@@ -10,7 +10,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Mixer
 from meshtune.model.cache import Cache, empty
-from meshtune.model.coded_cache import coded, is_key_or_value
+from meshtune.model.coded_cache import code_specs, is_key_or_value
 from meshtune.model.compute import CacheName
 from meshtune.model.spec import ModelSpec
 
@@ -62,7 +62,7 @@ def check_cache(spec: ModelSpec, cache: str | None) -> CacheName | None:
 
 
 def describe_cache(spec: ModelSpec, cache: CacheName | None, dtype: str) -> str:
-    """What a model's cache is held in, for those who asked for `cache`."""
+    """Describes the storage of a model's cache, for those who asked for `cache`."""
     count, uncoded = _coded_layers(spec)
     if cache is None or not count:
         return dtype
@@ -73,7 +73,7 @@ def describe_cache(spec: ModelSpec, cache: CacheName | None, dtype: str) -> str:
 
 def _layer_specs(mixer: Mixer | None, batch: int, slots: int, dtype: str, cache: CacheName | None) -> Tree:
     arrays = {} if mixer is None else mixer.cache(batch, slots, dtype)
-    return arrays if cache is None else coded(arrays)
+    return arrays if cache is None else code_specs(arrays)
 
 
 def _coded_layers(spec: ModelSpec) -> tuple[int, tuple[str, ...]]:

@@ -51,9 +51,9 @@ class ParallelSpec(Mixer):
         outputs, arrays = [], {}
         for branch in self.branches:
             name = branch.mixer.name
-            own = dataclasses.replace(context, key=site_key(context.key, name))
+            branch_context = dataclasses.replace(context, key=site_key(context.key, name))
             before = None if cache is None else dataclasses.replace(cache, arrays=cache.arrays[name])
-            y, after, sums, _ = branch.mixer.apply(x * branch.in_scale, node[name], own, before)
+            y, after, sums, _ = branch.mixer.apply(x * branch.in_scale, node[name], branch_context, before)
             outputs.append((y * branch.out_scale, sums))
             if after is not None:
                 arrays[name] = after.arrays
@@ -79,7 +79,7 @@ class ParallelSpec(Mixer):
         return tuple(divisor for mixer in self.mixers for divisor in mixer.divisors())
 
     def cost(self, embed: int) -> Cost:
-        """Pairs of a window, of which there is the same number for every token, count as multiplications by weights."""
+        """Pairs of a window, as many for every token, count as multiplications by weights."""
         costs = [mixer.cost(embed) for mixer in self.mixers]
         windowed = sum(cost.pairs * cost.window // 2 for cost in costs if cost.window is not None)
         activations = tuple(activation for cost in costs for activation in cost.activations)

@@ -2,7 +2,7 @@
 gradients to a callback as soon as they are computed.
 
 A step that consumes gradients during the backward pass, or that needs those of a single layer, puts a `LayerRunner` at
-params["layers"]. The decoder hands its layers over to that; all else of a model, and every objective, stays as it is.
+params["layers"]. The decoder hands its layers over to that; all else of a model, and every objective, is unchanged.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 LONGROPE_FACTORS = ("short_factor", "long_factor")  # of documents within the original context, and of longer ones
 
 
-def extended(
+def scale_frequencies(
     kind: str,
     inverse: np.ndarray,
     numbers: dict[str, Any],
@@ -153,12 +153,12 @@ def angles(
     """cos and sin of every token's rotation by `turns` steps of each frequency, float32.
 
     'dynamic' and 'longrope' rescale by the length of the token's own document (the largest position in its segment),
-    so that a document means the same packed and alone.
+    so that a document means the same packed and by itself.
     """
     inverse, factor = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim), 1.0
     if rope.kind != "default":
         numbers, lengths = dict(rope.parameters), (rope.original_length, rope.max_length)
-        inverse, factor = extended(rope.kind, inverse, numbers, rope.theta, lengths, positions, segment_ids)
+        inverse, factor = scale_frequencies(rope.kind, inverse, numbers, rope.theta, lengths, positions, segment_ids)
     phase = turns.astype(jnp.float32)[..., None] * jnp.asarray(inverse, jnp.float32)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
@@ -170,7 +170,7 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Rotates the pairs (i, i + half) of each head, or (2i, 2i + 1) if `interleaved`; numbers beyond stay as they are.
+    """Rotates the pairs (i, i + half) of each head, or (2i, 2i + 1) if `interleaved`; numbers beyond stay unchanged.
 
     Computed in float32, returned in x's dtype.
     """

@@ -34,9 +34,9 @@ class RouterSpec:
     """Chooses `top_k` of `experts` for every token by their scores, the softmax or sigmoid of a linear layer.
 
     Weights are the scores of the chosen experts, divided by their sum with `normalize` (`epsilon` is added to the sum,
-    or with `clamp_sum` its least value), times `scale`. Softmax over the chosen logits alone is softmax with
+    or with `clamp_sum` its least value), times `scale`. Softmax over only the chosen logits is softmax with
     `normalize`. With `norm` the input is normalised, and with `input_scale` multiplied by a vector of the model over
-    the root of its width; `expert_scale` multiplies an expert's weights by a number of its own. With `correction`
+    the root of its width; `expert_scale` multiplies each expert's weights by its number. With `correction`
     experts are chosen by score + correction, a number per expert that no gradient trains
     (https://arxiv.org/abs/2408.15664). With `groups` > 1 experts come from the best `top_groups` groups of neighbours:
     a group's score is its best (`group_score` 1) or the sum of its two best experts' (2). `float32` multiplies in
@@ -97,7 +97,7 @@ class RouterSpec:
         logits = linear(x, layer, key, out=jnp.promote_types(x.dtype, jnp.float32))
         scores = jax.nn.sigmoid(logits) if self.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         if self.scoring == "sparse_mixer":
-            return self._mixed(logits, scores)
+            return self._route_mixed(logits, scores)
         choice = lax.stop_gradient(scores)
         if self.scoring == "sigmoid" and not self.correction:
             choice = lax.stop_gradient(logits)  # in the same order, but for scores that round to one
@@ -117,7 +117,7 @@ class RouterSpec:
             weights = weights * jnp.sum(jnp.where(chosen, scale, 0), axis=-1)
         return Routing(experts, weights if self.scale == 1 else weights * self.scale, scores)
 
-    def _mixed(self, logits: Float[Array, "B T E"], scores: Float[Array, "B T E"]) -> Routing:
+    def _route_mixed(self, logits: Float[Array, "B T E"], scores: Float[Array, "B T E"]) -> Routing:
         """The routing of the sparse mixer. Gradients flow through the softmax of each choice."""
         best, experts = lax.top_k(lax.stop_gradient(logits), self.top_k)
         chosen = experts[..., None] == jnp.arange(self.experts)

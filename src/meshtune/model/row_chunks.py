@@ -43,9 +43,9 @@ def pair_decays(
     lose the digits of a small one after a large one.
     """
     until = jnp.tril(jnp.ones((g.shape[-1],) * 2, g.dtype))
-    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (until > 0)
+    equal = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (until > 0)
     between = product("it,bhtj->bhij", until, g[..., None] * (1 - until.T))
-    between = jnp.exp(jnp.where(same[:, None], between, -jnp.inf))
+    between = jnp.exp(jnp.where(equal[:, None], between, -jnp.inf))
     from_state = (segment_ids == state_segment[:, None])[:, None]
     from_state = jnp.exp(jnp.where(from_state, jnp.cumsum(g, axis=-1), -jnp.inf))
     return between, from_state, between[..., -1, :]

@@ -48,12 +48,12 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
             required = [divisor.size for divisor in divisors if divisor.axis == axis and divisor.replicate_axis is None]
             raise _uneven(axis, size[axis], name, count, math.gcd(*required))
         replicated.add(replicate_axis)
-        own = "the heads that its own queries need" if replicate_axis == "kv_heads" else "all of them"
+        computed = "the heads that its own queries need" if replicate_axis == "kv_heads" else "all of them"
         notes.append(
             Unsplit(
                 axis,
                 f"the {count} {name} do not divide by {axis}={size[axis]}: their projections are replicated "
-                f"on all {size[axis]} devices, and each computes {own}",
+                f"on all {size[axis]} devices, and each computes {computed}",
             )
         )
     sharded = size["fsdp"] * size["cp"] * size["ep"]

@@ -58,7 +58,7 @@ def fewest_bodies(items: Sequence[Hashable]) -> list[Run]:
         candidates = []
         for width in range(1, min(n - start, WIDEST) + 1):
             repeats = 1
-            while _same(items, start, start + width * repeats, width):
+            while _repeats_at(items, start, start + width * repeats, width):
                 repeats += 1
             for count in range(1, repeats + 1):
                 bodies, runs, after = best[start + width * count]
@@ -67,7 +67,7 @@ def fewest_bodies(items: Sequence[Hashable]) -> list[Run]:
     return best[0][2]
 
 
-def grouped(items: Sequence[Hashable]) -> list[Run]:
+def group_items(items: Sequence[Hashable]) -> list[Run]:
     """`shortest_first`, or `fewest_bodies` where that leaves out a quarter of what would be compiled."""
     simple, fewest = shortest_first(items), fewest_bodies(items)
     return fewest if 4 * _bodies(fewest) <= 3 * _bodies(simple) else simple
@@ -77,7 +77,7 @@ def _bodies(runs: Sequence[Run]) -> int:
     return sum(run.width for run in runs)
 
 
-def _same(items: Sequence[Hashable], first: int, second: int, width: int) -> bool:
+def _repeats_at(items: Sequence[Hashable], first: int, second: int, width: int) -> bool:
     return items[first : first + width] == items[second : second + width]
 
 
@@ -117,9 +117,9 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """The checkpoint of several models that a text model is part of, beside a vision tower for example.
+    """The checkpoint of several models that a text model is part of, with a vision tower for example.
 
-    `model_type` is the composite's. `tensors` and `modules` are pairs (prefix of a name in the text model alone, prefix
+    `model_type` is the composite's. `tensors` and `modules` are pairs (prefix of a name in the plain text model, prefix
     in the composite), of tensors in the checkpoint's files and of modules as transformers has them in memory.
     """
 
@@ -137,9 +137,9 @@ class ModelSpec:
     multiplied by `embed_scale`, logits by `logit_scale` and squashed by tanh at `logit_softcap`. With
     `learned_positions` the row of a second table for a token's position in its document is added to its embedding. The
     head has a bias where `head_bias` says so. With `norm_head` the rows of the output head are divided by their length
-    before logits are computed; what is stored and trained are the rows as they are. With `streams` several residual
+    before logits are computed; the stored and trained rows are not divided. With `streams` several residual
     streams run through the layers. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
-    sentences about the model for a run's banner. `fused_experts` and `bare_names` are about files alone: a tensor holds
+    sentences about the model for a run's banner. `fused_experts` and `bare_names` are about files only: a tensor holds
     the matrices of all experts of a layer; names of tensors lack the prefix of the base model ("model."). `composite`
     is the checkpoint that the model is part of, if it is; `mtp_layers` more layers, which predict further tokens,
     follow the model's own in its checkpoint and are not computed; `published` says how the weights are quantised in its
@@ -241,7 +241,7 @@ def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
             return (*before, Stack((layer,), 1), *after)
     stacks, first = [], 0
     kinds: dict[LayerSpec, int] = {}
-    for width, repeats in grouped([kinds.setdefault(layer, len(kinds)) for layer in layers]):
+    for width, repeats in group_items([kinds.setdefault(layer, len(kinds)) for layer in layers]):
         stacks.append(Stack(tuple(layers[first : first + width]), repeats))
         first += width * repeats
     return tuple(stacks)

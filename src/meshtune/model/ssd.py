@@ -23,8 +23,8 @@ States = Float[Array, "B G r P N"]
 
 
 class SsdInputs(NamedTuple):
-    """What the recurrence reads of each token: u of r heads in each of G groups, B and C of each group, and float32 log
-    decays g <= 0 of each head. A token with g = 0 and u = 0 leaves the state as it is."""
+    """Inputs of the recurrence for each token: u of r heads in each of G groups, B and C of each group, and float32 log
+    decays g <= 0 of each head. A token with g = 0 and u = 0 leaves the state unchanged."""
 
     u: Float[Array, "B T G r P"]
     B: Float[Array, "B T G N"]
@@ -61,6 +61,6 @@ def _chunk(carry: tuple[States, Array], chunk: SsdInputs) -> tuple[tuple[States,
     weights = product("bign,bjgn->bgij", C, B)[:, :, None] * between
     y = product("bgrij,bjgrp->bigrp", weights, u)
     y = y + product("bign,bgrpn->bigrp", C, state) * from_state.transpose(0, 3, 1, 2)[..., None]
-    kept = u * to_end.transpose(0, 3, 1, 2)[..., None]
-    state = state * from_state[..., -1, None, None] + product("bjgrp,bjgn->bgrpn", kept, B)
+    decayed = u * to_end.transpose(0, 3, 1, 2)[..., None]
+    state = state * from_state[..., -1, None, None] + product("bjgrp,bjgn->bgrpn", decayed, B)
     return (state, chunk.segment_ids[:, -1]), y

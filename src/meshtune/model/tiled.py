@@ -22,8 +22,8 @@ class TiledWeight:
 
     A product with few rows is bounded by how fast the weight is read, and a tile is read from one end to the other,
     where a matrix [in, out] is read in short pieces of each of its rows. Rows are divided by `one` before they are
-    copied for each tile: XLA would otherwise compute what they come from anew in every copy, and what is expensive, as
-    a division, it computes once.
+    copied for each tile: XLA would otherwise compute their source again in every copy, while it computes an
+    expensive operation, as a division, once.
     """
 
     parts: tuple[Float[Array, "n i t"], ...]

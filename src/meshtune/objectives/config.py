@@ -96,7 +96,7 @@ class DpoConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OrpoConfig:
-    """Odds ratio preference optimisation, from pairs alone."""
+    """Odds ratio preference optimisation, from nothing but pairs."""
 
     kind: Literal["orpo"] = "orpo"
     beta: float = option(0.1, "orpo: weight of the odds ratio.", gt=0)
@@ -105,7 +105,7 @@ class OrpoConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SimpoConfig:
-    """Simple preference optimisation, from pairs alone. The paper recommends a gamma / beta near 0.5."""
+    """Simple preference optimisation, from nothing but pairs. The paper recommends a gamma / beta near 0.5."""
 
     kind: Literal["simpo"] = "simpo"
     beta: float = option(2.0, "simpo: scale of the average log-probabilities.", gt=0)
@@ -117,7 +117,7 @@ class SimpoConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CpoConfig:
-    """Contrastive preference optimisation, from pairs alone.
+    """Contrastive preference optimisation, from nothing but pairs.
 
     `loss` is sigmoid, hinge or ipo (on log-probabilities per token); `sft_weight` weighs the paper's behaviour cloning
     term.

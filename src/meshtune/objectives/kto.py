@@ -20,7 +20,7 @@ def make(config: KtoConfig) -> Objective:
 
     The first segment of a unit is an example, the second its prompt with the answer of another example. The KL baseline
     is the mean log-ratio of the second segments of a micro-batch, over all devices, clamped at 0; no gradient flows
-    through it. Each micro-batch has a baseline of its own.
+    through it. Each micro-batch has its own baseline.
     """
     beta = config.beta
 

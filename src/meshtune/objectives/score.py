@@ -30,7 +30,7 @@ weights of one update add up to its number of units.
 
 
 class WeightedMetric(NamedTuple):
-    """A metric with a weight of its own, such as a mean over chosen answers alone."""
+    """A metric with its own weight, such as a mean over only the chosen answers."""
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
@@ -44,7 +44,7 @@ class Score(NamedTuple):
 
     The loss to report and to differentiate is `loss / weight`, divided once after all micro-batches, devices and
     processes are summed. Metrics are divided by `weight` too, except a WeightedMetric, which is divided by its own.
-    `layers` are the sums of the model's layers; `with_layers` adds what they come to, of all that is summed.
+    `layers` are the sums of the model's layers; `with_layers` adds their share of the loss.
     """
 
     loss: Float[Array, ""]

@@ -48,7 +48,7 @@ def block(width: int) -> int:
     return max(size for size in range(1, min(BLOCK, width) + 1) if width % size == 0)
 
 
-def encoded(numbers: Float[Array, "o i"], *, signed: bool) -> tuple[UInt8[Array, "o i"], Float[Array, "o n"]]:
+def encode_moments(numbers: Float[Array, "o i"], *, signed: bool) -> tuple[UInt8[Array, "o i"], Float[Array, "o n"]]:
     """(codes, the largest magnitude of each block)."""
     rows, width = numbers.shape
     blocks = numbers.reshape(rows, -1, block(width))
@@ -57,8 +57,8 @@ def encoded(numbers: Float[Array, "o i"], *, signed: bool) -> tuple[UInt8[Array,
     return nearest_codes(shares, signed=signed).reshape(rows, width), largest
 
 
-def decoded(codes: UInt8[Array, "o i"], largest: Float[Array, "o n"], *, signed: bool) -> Float[Array, "o i"]:
-    """The numbers that `encoded` stored, up to its rounding."""
+def decode_moments(codes: UInt8[Array, "o i"], largest: Float[Array, "o n"], *, signed: bool) -> Float[Array, "o i"]:
+    """The numbers that `encode_moments` stored, up to its rounding."""
     shares = jnp.asarray(dynamic_map(signed))[codes.astype(jnp.int32)]
     return (shares.reshape(*largest.shape, -1) * largest[..., None]).reshape(codes.shape)
 
@@ -73,10 +73,10 @@ def _specs(parameter: ArraySpec) -> State:
 def _update(
     config: OptimizerConfig, gradient: Array, state: State, parameter: Array, context: UpdateContext
 ) -> tuple[Array, State]:
-    stored = {name: decoded(state[name], state[f"{name}_largest"], signed=name == "m") for name in ("m", "v")}
+    stored = {name: decode_moments(state[name], state[f"{name}_largest"], signed=name == "m") for name in ("m", "v")}
     m, v = moments(config, gradient, stored)
     change = apply_decay(context, direction(config, m, v, context), parameter)
     new = {}
     for name, moment in (("m", m), ("v", v)):
-        new[name], new[f"{name}_largest"] = encoded(moment, signed=name == "m")
+        new[name], new[f"{name}_largest"] = encode_moments(moment, signed=name == "m")
     return change, new

@@ -34,8 +34,8 @@ class ActiveBlock:
 class BlockSchedule:
     """The layers that are trained in turns, as (stack, place, row) in the model's order.
 
-    `layer` holds the ArraySpecs of one layer of everything stacked that is trained: what is differentiated. `decay` is
-    the weight decay by path.
+    `layer` holds the ArraySpecs of one layer of everything stacked that is trained: the tree to differentiate. `decay`
+    is the weight decay by path.
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -57,7 +57,7 @@ class BlockSchedule:
                 block = jax.random.permutation(key, layers)[turn % layers]
         return ActiveBlock(*jnp.asarray(self.layers, jnp.int32)[block])
 
-    def updated(self, gradients: Tree, state: State, trainable: Tree, apply: Array) -> tuple[Tree, State]:
+    def update(self, gradients: Tree, state: State, trainable: Tree, apply: Array) -> tuple[Tree, State]:
         """(trainable leaves, state) after an update of the active layer, or unchanged where `apply` (bool) is false.
 
         `gradients` are those of the active layer, in the structure of `layer`.

@@ -152,7 +152,7 @@ def decay_mask(no_decay: tuple[str, ...], trainable: Tree) -> Tree:
 
 
 def _choose(optimizer: ParamOptimizer | ChooseByRole, parameters: Mapping[str, ArraySpec]) -> dict[str, ParamOptimizer]:
-    """The optimizer of each parameter by path; each expert is a matrix of its own."""
+    """The optimizer of each parameter by path; each expert is a separate matrix."""
     chosen = {}
     for path, array in parameters.items():
         layer = array.layer

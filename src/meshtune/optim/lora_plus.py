@@ -12,7 +12,7 @@ from meshtune.optim.config import OptimizerConfig
 def rate_factors(config: OptimizerConfig, parameters: Mapping[str, ArraySpec]) -> dict[str, float]:
     """The factor of the learning rate for each parameter, by path.
 
-    With `lora_plus_ratio` it is that ratio for the B of adapters and for vectors trained beside them, as in peft's
+    With `lora_plus_ratio` it is that ratio for the B of adapters and for vectors trained with them, as in peft's
     create_loraplus_optimizer; with `lora_plus_embedding_rate` the trained part of an embedding has that rate.
     Raises UserError where no adapter has a B.
     """

@@ -265,7 +265,7 @@ class Optimizer:
     needs_hessian: bool = False
     rounding: Rounding = to_nearest
 
-    def evaluated(self, trainable: Tree, state: State) -> Tree:
+    def evaluation_params(self, trainable: Tree, state: State) -> Tree:
         """The parameters to evaluate and to export."""
         return trainable if self.eval_params is None else self.eval_params(trainable, state)
 

@@ -16,7 +16,7 @@ from meshtune.optim.optimizer import ParamOptimizer, State, UpdateContext
 def per_expert(matrix: ParamOptimizer) -> ParamOptimizer:
     """An optimizer of matrices applied to every expert of an array [experts, out, in] separately.
 
-    An expert has statistics, norms and random keys of its own, as if the experts were layers of a stack.
+    Each expert has separate statistics, norms and random keys, as if the experts were layers of a stack.
     """
 
     def specs(parameter: ArraySpec) -> State:

@@ -116,9 +116,9 @@ def serve_plan(
                 caches + count * working <= room,
             )
         )
-    most = max(0, math.floor(room / (row + working)))
+    max_rows = max(0, math.floor(room / (row + working)))
     described = describe_cache(spec, codes, DTYPE)
-    return ServePlan(target, target.devices, length, described, weights, row, working, most, tuple(steps))
+    return ServePlan(target, target.devices, length, described, weights, row, working, max_rows, tuple(steps))
 
 
 def _bytes(array: PersistentArray, layout: Layout) -> float:
@@ -182,6 +182,6 @@ def _operations(workload: Workload, length: int) -> float:
     spec, total = workload.spec, 2.0 * workload.spec.embed * workload.spec.vocab
     for layer in workload.layers:
         for block in layer.blocks:
-            seen = length if block.cost.window is None else min(length, block.cost.window)
-            total += layer.repeats * (2.0 * block.cost.weights + block.cost.pairs * seen)
+            visible = length if block.cost.window is None else min(length, block.cost.window)
+            total += layer.repeats * (2.0 * block.cost.weights + block.cost.pairs * visible)
     return total if not spec.scored else total - 2.0 * spec.embed * spec.vocab

@@ -27,7 +27,7 @@ def _by_lookup(codes: jax.Array) -> jax.Array:
 
 
 def _by_comparing(codes: jax.Array) -> jax.Array:
-    """Comparisons alone, for TPUs, where looking up single numbers is slow."""
+    """Uses only comparisons, for TPUs, where looking up single numbers is slow."""
     code = pairs_unpacked(codes)
     values = jnp.zeros(code.shape, jnp.float32)
     for index, value in enumerate(FP4_VALUES):

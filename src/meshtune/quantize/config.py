@@ -24,7 +24,7 @@ class QuantizeConfig:
 
     With `double` the scales are quantised too, to 8 bits (https://arxiv.org/abs/2305.14314). `modules` maps Hugging
     Face module names (k_proj, mlp) to formats, UNQUANTISED to exclude a module; the last match applies. With the
-    format UNQUANTISED, codes in which a checkpoint is published are read as the numbers that they stand for.
+    format UNQUANTISED, codes in which a checkpoint is published are read as their dequantised numbers.
     Raises UserError for a block size that is not a power of two in BLOCK_SIZES.
     """
 

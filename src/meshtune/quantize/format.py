@@ -20,7 +20,7 @@ class Format:
     maps bfloat16 blocks [.., B, n] and their largest magnitudes (float32 [.., B]) to the same codes [.., B, n / per],
     in less time on a CPU.
 
-    Formats without `encode` are those of published checkpoints, whose codes are taken as they are: `decode` gives
+    Formats without `encode` are those of published checkpoints, whose codes are taken unchanged: `decode` gives
     numbers of any size, to be multiplied by the scales, which `decode_scales` (if any) makes of `scales_dtype`. With
     `has_zeros` each block has a zero point, which is subtracted first.
     """

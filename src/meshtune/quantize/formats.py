@@ -1,6 +1,6 @@
 """The formats of quantised weights. A new one is a `format.Format` and one line here.
 
-FORMATS are those that weights are quantised in; PUBLISHED those of codes that are taken from files as they are.
+FORMATS are those that weights are quantised in; PUBLISHED those of codes that are taken from files unchanged.
 """
 
 from __future__ import annotations

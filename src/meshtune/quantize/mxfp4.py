@@ -36,7 +36,7 @@ def _by_bits(codes: jax.Array) -> jax.Array:
 
 
 def _scales(scales: jax.Array) -> jax.Array:
-    """2^(scale - 127); a scale of 0, which stands for a number below the normal range, gives 0."""
+    """2^(scale - 127); a scale of 0, which means a number below the normal range, gives 0."""
     return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
 
 

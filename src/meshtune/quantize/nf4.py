@@ -67,9 +67,9 @@ def _bfloat16_bounds() -> Int16[np.ndarray, "32768 15"]:
     """The largest bfloat16 numbers whose shares are not above each bound, for blocks whose largest magnitude has these
     15 bits, as integers in the order of the numbers. Found by a binary search over all finite bfloat16 numbers with the
     arithmetic of `format.shares`; XLA takes numbers below the normal range for zero."""
-    magnitudes = _flushed(np.arange(0x8000, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32))
+    magnitudes = _flush_subnormals(np.arange(0x8000, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32))
     with np.errstate(all="ignore"):
-        reciprocals = np.where(magnitudes > 0, _flushed(1 / np.where(magnitudes > 0, magnitudes, 1)), 0)
+        reciprocals = np.where(magnitudes > 0, _flush_subnormals(1 / np.where(magnitudes > 0, magnitudes, 1)), 0)
     bounds = np.empty((0x8000, len(BOUNDS)), np.int16)
     for index, value in enumerate(BOUNDS):
         low, high = np.full(0x8000, -INFINITY), np.full(0x8000, INFINITY - 1)
@@ -77,13 +77,13 @@ def _bfloat16_bounds() -> Int16[np.ndarray, "32768 15"]:
             middle = (low + high + 1) // 2
             numbers = (np.abs(middle) | np.where(middle < 0, 0x8000, 0)).astype(np.uint16).view(ml_dtypes.bfloat16)
             with np.errstate(all="ignore"):
-                fits = np.clip(_flushed(numbers.astype(np.float32)) * reciprocals, -1, 1) <= value
+                fits = np.clip(_flush_subnormals(numbers.astype(np.float32)) * reciprocals, -1, 1) <= value
             low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         bounds[:, index] = low
     return bounds
 
 
-def _flushed(numbers: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+def _flush_subnormals(numbers: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
     return np.where(np.abs(numbers) < np.finfo(np.float32).tiny, np.float32(0), numbers).astype(np.float32)
 
 
@@ -97,7 +97,7 @@ def _by_lookup(codes: jax.Array) -> jax.Array:
 
 
 def _by_comparing(codes: jax.Array) -> jax.Array:
-    """Comparisons alone, for TPUs, where looking up single numbers is slow."""
+    """Uses only comparisons, for TPUs, where looking up single numbers is slow."""
     code = pairs_unpacked(codes).astype(jnp.int32)
     values = jnp.full(code.shape, VALUES[0])
     for index, value in enumerate(VALUES[1:], 1):

@@ -104,7 +104,7 @@ def twice_quantised_on_device(
     return codes.reshape(absmax.shape), largest, offset
 
 
-def restored(
+def restore_scales(
     codes: UInt8[Array, "*L o n"], largest: Float[Array, "*L m"], offset: Float[Array, "*L"]
 ) -> Float[Array, "*L o n"]:
     """The scales that `twice_quantised` stored, up to its rounding."""

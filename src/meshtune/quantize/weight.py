@@ -19,7 +19,7 @@ from meshtune.quantize.config import BlockSize, FormatName, QuantizeConfig, Stor
 from meshtune.quantize.format import Format, shares
 from meshtune.quantize.formats import FORMATS, PUBLISHED, STORED
 from meshtune.quantize.published.scheme import Form
-from meshtune.quantize.scales import nested_blocks, restored, twice_quantised, twice_quantised_on_device
+from meshtune.quantize.scales import nested_blocks, restore_scales, twice_quantised, twice_quantised_on_device
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +67,7 @@ class QuantisedWeight:
 
     @classmethod
     def published(cls, weight: ArraySpec, form: Form) -> QuantisedWeight:
-        """The codes of a weight [.., out, in] as they are in its checkpoint's files, with ArraySpecs for arrays."""
+        """The codes of a weight [.., out, in] in its checkpoint's form, with ArraySpecs for arrays."""
         format = PUBLISHED[form.format]
         *lead, out, into = weight.shape
         assert into % form.block_size == 0, (weight.shape, form)
@@ -87,7 +87,7 @@ class QuantisedWeight:
     def quantise(cls, weight: Float[Array, "*L o i"], config: QuantizeConfig) -> QuantisedWeight:
         """Quantises a weight; loading does the same block by block. Not for use inside jit."""
         check_format(config.format, tuple(FORMATS))
-        codes, absmax = encoded(weight, format=config.format, block_size=config.block_size)
+        codes, absmax = encode_blocks(weight, format=config.format, block_size=config.block_size)
         fixed = {"format": config.format, "block_size": config.block_size, "dtype": str(weight.dtype)}
         if not config.double:
             return cls(codes, absmax, None, None, **fixed)
@@ -102,10 +102,10 @@ class QuantisedWeight:
             **fixed,
         )
 
-    def requantised(self, numbers: Float[Array, "o i"]) -> QuantisedWeight:
+    def requantise_numbers(self, numbers: Float[Array, "o i"]) -> QuantisedWeight:
         """Quantises other numbers of one matrix in this weight's format. Works inside jit, unlike `quantise`: with
         doubly quantised scales, their mean is then computed on the device."""
-        codes, absmax = encoded(numbers, format=self.format, block_size=self.block_size)
+        codes, absmax = encode_blocks(numbers, format=self.format, block_size=self.block_size)
         if self.nested is None:
             return dataclasses.replace(self, codes=codes, scales=absmax)
         scales, nested, offset = twice_quantised_on_device(absmax)
@@ -137,7 +137,7 @@ class QuantisedWeight:
     def dequantise(self, dtype: DTypeLike | None = None) -> Float[Array, "*L o i"]:
         """The weight in `dtype` (default: its original dtype), computed in float32."""
         kind, shape = self._kind, self.shape
-        scales = self.scales if self.nested is None else restored(self.scales, self.nested, self.offset)
+        scales = self.scales if self.nested is None else restore_scales(self.scales, self.nested, self.offset)
         scales = scales if kind.decode_scales is None else kind.decode_scales(scales)
         blocks = kind.decode(self.codes).reshape(*shape[:-1], -1, self.block_size)
         if self.zeros is not None:
@@ -148,7 +148,7 @@ class QuantisedWeight:
         """The same numbers with float32 scales: `nested` belongs to whole matrices, and not to a shard of one."""
         if self.nested is None:
             return self
-        scales = restored(self.scales, self.nested, self.offset)
+        scales = restore_scales(self.scales, self.nested, self.offset)
         return dataclasses.replace(self, scales=scales, nested=None, offset=None)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> QuantisedWeight:
@@ -159,7 +159,7 @@ class QuantisedWeight:
 
 
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))
-def encoded(
+def encode_blocks(
     numbers: Float[Array, "*L i"], *, format: StoredFormatName, block_size: int
 ) -> tuple[Array, Float[Array, "*L n"]]:
     """(codes [.., in / per], float32 scales [.., in / block_size]); the block size must divide the rows."""

@@ -1,4 +1,4 @@
-"""What `meshtune quickstart` runs: a real model of 1 MB, a small data set with a visible lesson, and a recipe."""
+"""Files of `meshtune quickstart`: a real model of 1 MB, a small data set with a visible lesson, and a recipe."""
 
 from __future__ import annotations
 

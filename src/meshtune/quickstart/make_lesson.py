@@ -1,7 +1,7 @@
 """Writes lesson.jsonl, the quickstart's data: short stories in which every animal sings, and which end with a lesson.
 
-A model trained on TinyStories tells such stories, but nobody in them sings before the day is saved, and none says what
-was learned. So whoever reads a sample before and after training sees at a glance what the model was taught. The words
+A model trained on TinyStories tells such stories, but nobody in them sings before the day is saved, and none names
+a lesson. So whoever reads a sample before and after training sees at a glance what the model learned. The words
 are those a 512-token vocabulary knows well. The texts were written for Meshtune and share its licence.
 
     python -m meshtune.quickstart.make_lesson
@@ -155,7 +155,7 @@ def _story(draw: random.Random) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write lesson.jsonl beside this file."""
+    """Write lesson.jsonl next to this file."""
     path = pathlib.Path(__file__).with_name("lesson.jsonl")
     path.write_text("".join(json.dumps(record) + "\n" for record in records()), encoding="utf-8")
     print(f"{path}: {RECORDS} records")

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import SHARED
 from meshtune.adapters.peft_format import CONFIG, BaseRecord, LoadedAdapter, attach, check_base, load_adapter
 from meshtune.arrays.tree import Tree, flatten, unflatten
@@ -30,7 +30,7 @@ from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import TOKENIZER, locate
 from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.publish import published
+from meshtune.weights.publish import publish_directory
 from meshtune.weights.republish import republish
 from meshtune.weights.rewrite import Publication
 from meshtune.weights.safetensors_files import LINK, headers
@@ -190,7 +190,7 @@ def _write_adapter(source: Source, dest: Path, options: ExportOptions) -> Export
     spec, _ = load_spec(source.base)
     original = load_adapter(adapter, spec)
     check_base(original, str(source.base), base_hash(source.base))
-    with published(dest, CONFIG) as folder:
+    with publish_directory(dest, CONFIG) as folder:
         _copy_tree(adapter, folder, options.stage("writing"))
         write_digests(folder)
         copy = load_adapter(folder, spec)
@@ -231,7 +231,7 @@ def _write_published(source: Source, dest: Path, options: ExportOptions) -> Expo
         options.max_shard_bytes,
         source.ends,
     )
-    leaves = flatten(merged(unflatten(changed)))
+    leaves = flatten(merge_adapters(unflatten(changed)))
     done = republish(leaves, spec, source.base, publication, expected, options.stage("writing"))
     write_digests(done.path)
     assert spec.published is not None
@@ -303,7 +303,7 @@ def _merge(source: Source, spec: ModelSpec, options: ExportOptions) -> _Weights:
     elif spec.published is not None:
         base_note = f", merged into the numbers that its base's {spec.published.method} codes stand for"
     record = merge_record(adapter.base, fingerprint, quantised)
-    return _Weights(spec, merged(params), expected, record, base_note, compared_with)
+    return _Weights(spec, merge_adapters(params), expected, record, base_note, compared_with)
 
 
 def _load_mergeable(source: Source, spec: ModelSpec, options: ExportOptions) -> tuple[LoadedAdapter, str]:
@@ -348,14 +348,14 @@ def _copy_tree(source: Path, dest: Path, progress: Callable[[int, int], None] | 
     total = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     done = 0
 
-    def copied(file: str, to: str) -> None:
+    def copy_file(file: str, to: str) -> None:
         nonlocal done
         shutil.copy2(file, to)
         done += os.path.getsize(file)
         if progress:
             progress(done, total)
 
-    shutil.copytree(source, dest, dirs_exist_ok=True, copy_function=copied)
+    shutil.copytree(source, dest, dirs_exist_ok=True, copy_function=copy_file)
 
 
 # What writes an export: the first whose condition holds.

@@ -45,11 +45,11 @@ def export_gguf(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[str, str]:
-    """Writes a whole model, an adapter merged into its base, as the GGUF file `dest`, and a Modelfile beside it.
+    """Writes a whole model, an adapter merged into its base, as the GGUF file `dest`, and a Modelfile next to it.
 
-    Tensors are read from their files, and adapters merged, as they are written; the model is never whole in memory.
-    Returns (what was written, how it was verified). Raises UserError for a model that llama.cpp does not compute, a
-    tokenizer that it has not, and a `dest` that exists.
+    Tensors are read from their files, and adapters merged, while writing; the model is never whole in memory.
+    Returns (the written file's facts, how it was verified). Raises UserError for a model that llama.cpp does not
+    compute, a tokenizer that it has not, and a `dest` that exists.
     """
     file_type = check_file_type(file_type)
     check_file(dest, overwrite)
@@ -75,11 +75,11 @@ def export_gguf(
                 modelfile_of(dest).write_text(text, encoding="utf-8")
         finally:
             partial.unlink(missing_ok=True)
-    return f"a GGUF model, {file_type}, {written.nbytes / 1e6:,.1f} MB,", _verified(written)
+    return f"a GGUF model, {file_type}, {written.nbytes / 1e6:,.1f} MB,", _describe_check(written)
 
 
 def modelfile_of(dest: Path) -> Path:
-    """Where Ollama's description of a GGUF file lies: beside it."""
+    """Path of Ollama's description of a GGUF file, next to it."""
     return dest.with_suffix(".Modelfile")
 
 
@@ -128,14 +128,14 @@ def _id(token_id: Any) -> int | None:
 
 def _tokenizer_metadata(tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...], spec: ModelSpec) -> dict[str, Any]:
     plain = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
+    with_specials = tokenizer.encode("a")
     special = SpecialTokens(
         bos=_id(tokenizer.bos_token_id),
         eos=_id(tokenizer.eos_token_id),
         unknown=_id(tokenizer.unk_token_id),
         padding=_id(tokenizer.pad_token_id),
-        adds_bos=len(whole) > len(plain) and whole[0] == tokenizer.bos_token_id,
-        adds_eos=len(whole) > len(plain) and whole[-1] == tokenizer.eos_token_id,
+        adds_bos=len(with_specials) > len(plain) and with_specials[0] == tokenizer.bos_token_id,
+        adds_eos=len(with_specials) > len(plain) and with_specials[-1] == tokenizer.eos_token_id,
         ends=ends,
         chat_templates=chat_templates(tokenizer),
     )
@@ -148,15 +148,15 @@ def _verify(file: Path, tensors: int) -> None:
         raise ExportError("the file that was written lacks tensors", where=str(file), fix="try again")
 
 
-def _verified(written: Written) -> str:
+def _describe_check(written: Written) -> str:
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(written.types.items()))
     error = f"numbers within {written.error:.2%} of the model's (root mean square; {written.worst} is the worst)"
     text = f"{kinds} tensors, {error if written.error else 'numbers exactly those of the model'}"
     if written.lost:
         names = ", ".join(f"{name} in {kind}" for name, kind in written.lost[:SHOWN])
-        more = f" and {len(written.lost) - SHOWN} more" * (len(written.lost) > SHOWN)
+        extra = f" and {len(written.lost) - SHOWN} more" * (len(written.lost) > SHOWN)
         text += (
-            f"; but the numbers of {names}{more} are too small for their type, and the file has zeros in their place: "
+            f"; but the numbers of {names}{extra} are too small for their type, and the file has zeros in their place: "
             "--gguf BF16 keeps them"
         )
     return text

@@ -26,7 +26,7 @@ from meshtune.runs.sources import Source
 from meshtune.weights.ends import read_ends
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import read_gguf
-from meshtune.weights.gguf.writer import encoded, start_file
+from meshtune.weights.gguf.writer import encode_rows, start_file
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors, new_file
 from meshtune.weights.safetensors_files import LINK
@@ -44,7 +44,8 @@ def export_lora_gguf(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[str, str]:
-    """Writes the adapter of `source` as `dest`, and a Modelfile beside it. Returns (what was written, how verified).
+    """Writes the adapter of `source` as `dest`, and a Modelfile next to it. Returns (the written file's facts, how
+    verified).
 
     Raises UserError for an adapter that is more than low-rank products (modules trained in full, new tokens, other
     methods), for a quantised type, and as `export_gguf` does.
@@ -80,7 +81,7 @@ def export_lora_gguf(
             with stream:
                 for number, (name, array) in enumerate(tensors.items(), 1):
                     stream.seek(offsets[name])
-                    stream.write(encoded(name, file_type, array.reshape(-1, array.shape[-1]))[0].tobytes())
+                    stream.write(encode_rows(name, file_type, array.reshape(-1, array.shape[-1]))[0].tobytes())
                     if progress:
                         progress(number, len(tensors))
                 stream.flush()

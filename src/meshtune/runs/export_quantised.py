@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import SHARED
 from meshtune.adapters.peft_format import LoadedAdapter, attach, check_base, load_adapter
 from meshtune.arrays.tree import Leaves, flatten, unflatten
@@ -127,7 +127,7 @@ def _merge(leaves: Leaves, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Lea
     part = {path: leaf for path, leaf in leaves.items() if path.rpartition("/")[0] in nodes or path == SHARED}
     result = {path: leaf for path, leaf in leaves.items() if path not in part}
     changed = set()
-    for path, numbers in flatten(merged(unflatten(dict(part)))).items():
+    for path, numbers in flatten(merge_adapters(unflatten(dict(part)))).items():
         before = part.get(path)
         if isinstance(before, QuantisedWeight):
             result[path] = QuantisedWeight.quantise(numbers, before.config)

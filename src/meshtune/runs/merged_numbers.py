@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float
 
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.peft_format import LoadedAdapter, attach, check_base, load_adapter
 from meshtune.arrays.tree import Leaves, flatten, layer_site, stack_path, unflatten
 from meshtune.families.quantised import quantised_leaves
@@ -71,7 +71,7 @@ class MergedNumbers:
             part = dataclasses.replace(part, copies={})
             spec = dataclasses.replace(spec, tied=part.spec.tied)
         _, tree = attach({"layers": {}} | unflatten(leaves), spec, part)
-        return flatten(merged(tree))
+        return flatten(merge_adapters(tree))
 
 
 def merged_numbers(source: Source, base: Numbers, into: str | None, any_base: bool) -> tuple[ModelSpec, MergedNumbers]:

@@ -109,7 +109,7 @@ def claim_output(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.P
 
 
 def is_claimed(output: pathlib.Path) -> bool:
-    """Whether a process holds the lock of `output`, as `claimed` takes it."""
+    """Whether a process holds the lock of `output`, as `claim_output` takes it."""
     try:
         with (output / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

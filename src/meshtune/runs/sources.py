@@ -90,8 +90,10 @@ def _find(
         result = _result(directory) if state is None else state_result(directory, state)
         model = _recipe(directory).get("model") or {}
         adapted = (result / ADAPTER_CONFIG).is_file()
-        if own := next((folder / START for folder in (directory, result.parent) if (folder / START).is_dir()), None):
-            model = model | {"path": str(own), "revision": None}
+        if start_folder := next(
+            (folder / START for folder in (directory, result.parent) if (folder / START).is_dir()), None
+        ):
+            model = model | {"path": str(start_folder), "revision": None}
         base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else _locate(result)
         if (result / TOKENIZER).is_file():  # as it was trained with, chat template included
             return Source(base, result if adapted else None, str(result), chat_template)

@@ -35,8 +35,8 @@ def state_result(run: Path, name: str) -> Path:
 def state_step(run: Path, name: str) -> int:
     """The number of updates before the state `name` of a run. Raises UserError where it is not kept."""
     steps, where = kept_steps(run), f"{run}{MARK}{name}"
-    kept = ", ".join(f"{run}{MARK}{step}" for step in steps)
-    fix = f"give one that is kept: {kept}" if steps else f"it keeps no checkpoints: give its result, {run}"
+    states = ", ".join(f"{run}{MARK}{step}" for step in steps)
+    fix = f"give one that is kept: {states}" if steps else f"it keeps no checkpoints: give its result, {run}"
     if name != BEST and not name.isdecimal():
         raise UserError(f"'{name}' names no state of a run", where=where, fix=f"{fix}; or the best, {run}{MARK}{BEST}")
     step = best_step(run) if name == BEST else int(name)

@@ -8,7 +8,7 @@ from meshtune.digests import (
     FILE,
     DamagedError,
     check_directory,
-    damaged,
+    damage_error,
     digest_files,
     find_damage,
     read_digests,
@@ -25,8 +25,8 @@ def check_result(directory: Path, expected: str | None = None) -> None:
 
     `expected` is the digest of digests.json itself, if the run recorded it.
     """
-    own = "" if expected is None else f", and give {directory} itself in place of its run"
-    check_directory(directory, expected=expected, fix=FIX + own)
+    hint = "" if expected is None else f", and give {directory} itself in place of its run"
+    check_directory(directory, expected=expected, fix=FIX + hint)
 
 
 def check_source(directory: Path, job: Job) -> None:
@@ -35,7 +35,7 @@ def check_source(directory: Path, job: Job) -> None:
     Raises: DamagedError, on all processes.
     """
     if damage := find_damage_collectively(directory, job):
-        raise damaged(directory, damage, FIX)
+        raise damage_error(directory, damage, FIX)
 
 
 def find_damage_collectively(

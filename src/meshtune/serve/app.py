@@ -34,7 +34,7 @@ from meshtune.serve.schema import (
     DetokenizeRequest,
     ScoreRequest,
     TokenizeRequest,
-    parsed,
+    parse_request,
 )
 from meshtune.serve.scores import score_rows, tokenize_texts
 from meshtune.serve.threads import Threads, until_gone
@@ -82,7 +82,7 @@ def create_app(
         routes=routes,
         middleware=[guard],
         lifespan=lifespan,
-        exception_handlers={ApiError: _refused, UserError: _refused, HTTPException: _http_error},
+        exception_handlers={ApiError: _answer_refusal, UserError: _answer_refusal, HTTPException: _http_error},
     )
 
 
@@ -105,10 +105,10 @@ class _Api:
         return PlainTextResponse(metrics_text(self._models), media_type="text/plain; version=0.0.4")
 
     async def list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_described(served) for served in self._models]})
+        return JSONResponse({"object": "list", "data": [_describe_model(served) for served in self._models]})
 
     async def show_model(self, request: Request) -> Response:
-        return JSONResponse(_described(self._models[request.path_params["name"]]))
+        return JSONResponse(_describe_model(self._models[request.path_params["name"]]))
 
     async def chat(self, request: Request) -> Response:
         return await self._complete(request, ChatRequest, prepare_chat)
@@ -134,7 +134,7 @@ class _Api:
     def _prepare(
         self, kind: type[BaseModel], prepare: Callable[..., Completion], body: dict[str, Any], client: str
     ) -> Completion:
-        query = parsed(kind, body)
+        query = parse_request(kind, body)
         served = self._models.writer(query.model)
         scheduler = served.worker.scheduler
         query.check(scheduler.capacity)
@@ -151,13 +151,13 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         query = await self._query(TokenizeRequest, request)
-        served = self._named(query.model)
+        served = self._served_model(query.model)
         ids = await self._reading.run(request, served.ids, query.prompt, query.add_special_tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.model.engine.context})
 
     async def detokenize(self, request: Request) -> Response:
         query = await self._query(DetokenizeRequest, request)
-        served = self._named(query.model)
+        served = self._served_model(query.model)
         return JSONResponse({"prompt": await self._reading.run(request, served.text, query.tokens)})
 
     async def tokenizer_info(self, _: Request) -> Response:
@@ -165,12 +165,12 @@ class _Api:
         names = ("bos_token", "eos_token", "pad_token", "chat_template")
         return JSONResponse({name: getattr(tokenizer, name, None) for name in names})
 
-    def _named(self, name: str | None) -> Served:
+    def _served_model(self, name: str | None) -> Served:
         return self._models.first if name is None else self._models[name]
 
     async def _query(self, kind: type[R], request: Request) -> R:
         body = await json_body(request, self._max_body)
-        return await self._reading.run(request, parsed, kind, body)
+        return await self._reading.run(request, parse_request, kind, body)
 
 
 async def _all_deltas(completion: Completion) -> list[list[ChoiceDelta]]:
@@ -183,7 +183,7 @@ async def _all_deltas(completion: Completion) -> list[list[ChoiceDelta]]:
 
 
 async def _stream(request: Request, completion: Completion) -> Response:
-    """The choices as server-sent events. What is wrong before the first token is an error of the request itself."""
+    """The choices as server-sent events. Errors before the first token are errors of the request itself."""
     deltas, head, usage = _deltas(completion), completion.head, completion.request.includes_usage
     first = await until_gone(request, asyncio.ensure_future(anext(deltas, None)))
 
@@ -248,7 +248,7 @@ def _usage(completion: Completion, generated: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 
-def _described(served: Served) -> dict[str, Any]:
+def _describe_model(served: Served) -> dict[str, Any]:
     context = served.model.engine.context
     return {
         "id": served.id,
@@ -263,7 +263,7 @@ def _client(request: Request) -> str:
     return request.headers.get("authorization", "") or (request.client.host if request.client else "")
 
 
-async def _refused(_: Request, problem: Exception) -> Response:
+async def _answer_refusal(_: Request, problem: Exception) -> Response:
     error = as_api_error(problem)
     return JSONResponse(error.body, error.status)
 

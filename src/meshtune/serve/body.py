@@ -30,7 +30,7 @@ async def json_body(request: Request, max_body: int) -> dict[str, Any]:
                 raise ApiError(413, f"the body is longer than the {max_body} bytes that are read")
             if _being_read > max(MOST_AT_ONCE, max_body):
                 raise ApiError(429, "the server is reading as many bodies as it can; try again in a while")
-        return await run_in_threadpool(_parsed, content)
+        return await run_in_threadpool(_parse_body, content)
     finally:
         _being_read -= len(content)
 
@@ -49,7 +49,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _parsed(content: bytearray) -> dict[str, Any]:
+def _parse_body(content: bytearray) -> dict[str, Any]:
     try:
         body = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as problem:
@@ -76,8 +76,8 @@ def _check_depth(value: Any) -> None:
             return
         level = [
             inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            for container in level
+            for inner in (container.values() if isinstance(container, dict) else container)
             if isinstance(inner, dict | list)
         ]
     raise ValueError("it is nested too deeply")

@@ -285,11 +285,11 @@ def _log_probabilities(served: Served, tokens: Sequence[PlacedToken]) -> dict[st
         shown = None if content is None else list(content)
         return {"token": served.token_text(id_, content), "logprob": probability, "bytes": shown}
 
-    def others(likeliest: Sequence[tuple[int, float]], place: Place) -> list[dict[str, Any]]:
+    def alternatives(likeliest: Sequence[tuple[int, float]], place: Place) -> list[dict[str, Any]]:
         return [entry(id_, value, served.alternative(id_, place)) for id_, value in likeliest]
 
     content = [
-        entry(token.id, token.log_probability, place.content) | {"top_logprobs": others(token.likeliest, place)}
+        entry(token.id, token.log_probability, place.content) | {"top_logprobs": alternatives(token.likeliest, place)}
         for token, place in tokens
     ]
     return {"content": content, "refusal": None}

@@ -128,12 +128,12 @@ def check_size(schemas: Sequence[Mapping[str, Any]], where: str) -> None:
         raise UserError(f"there are {count} objects in the schema", where=where, fix=fix)
 
 
-def _next_mask(matcher: llguidance.LLMatcher, words: int, where: str | None = None) -> UInt32[np.ndarray, "V/32"]:
+def _next_mask(matcher: llguidance.LLMatcher, length: int, where: str | None = None) -> UInt32[np.ndarray, "V/32"]:
     with _failures(where):
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     if matcher.is_error():
         raise UserError(f"the schema cannot be followed: {_first_line(matcher.get_error())}", where=where)
-    return bits[:words]
+    return bits[:length]
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def _failures(where: str | None = None) -> Iterator[None]:
 
 
 def _first_line(message: str) -> str:
-    first, *others = message.split("\n") or [""]
+    first, *details = message.split("\n") or [""]
     if first.endswith(":"):  # the reason comes below what is wrong
-        first += " " + next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
+        first += " " + next((line.removeprefix("error: ") for line in details if line.startswith("error: ")), "")
     return (first if " " in first else f"no text fits it ({first})")[:500]

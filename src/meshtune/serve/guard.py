@@ -80,7 +80,7 @@ class Guard:
             nonlocal started
             started = True
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_encoded(allowed)]
+                message["headers"] = [*message.get("headers", []), *_encode_headers(allowed)]
             await send(message)
 
         self._gate.under_way += 1
@@ -157,8 +157,8 @@ def _authority(text: str) -> tuple[str, int | None] | None:
 
 def _origin(text: str) -> tuple[str, str, int] | None:
     """(scheme, name, port) of an Origin header; None for a text that is no site, such as `null`."""
-    scheme, separator, rest = text.partition("://")
-    authority = _authority(rest)
+    scheme, separator, remainder = text.partition("://")
+    authority = _authority(remainder)
     if not separator or scheme.lower() not in PORTS or authority is None:
         return None
     name, port = authority
@@ -166,7 +166,7 @@ def _origin(text: str) -> tuple[str, str, int] | None:
 
 
 def parse_site(text: str) -> tuple[str, str, int]:
-    """(scheme, name, port) of a site whose pages may call. Raises UserError for what is none."""
+    """(scheme, name, port) of a site whose pages may call. Raises UserError for anything else."""
     origin = _origin(text.removesuffix("/"))
     if origin is None:
         raise UserError(
@@ -175,12 +175,12 @@ def parse_site(text: str) -> tuple[str, str, int]:
     return origin
 
 
-def _encoded(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+def _encode_headers(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), str(value).encode()) for name, value in headers.items()]
 
 
 async def _respond(send: Send, status: int, body: dict[str, Any], headers: dict[str, Any]) -> None:
     content = json.dumps(body).encode()
-    whole = {"content-type": "application/json", "content-length": len(content), **headers}
-    await send({"type": "http.response.start", "status": status, "headers": _encoded(whole)})
+    all_headers = {"content-type": "application/json", "content-length": len(content), **headers}
+    await send({"type": "http.response.start", "status": status, "headers": _encode_headers(all_headers)})
     await send({"type": "http.response.body", "body": content})

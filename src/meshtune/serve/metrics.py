@@ -14,9 +14,9 @@ def metrics_text(models: Models) -> str:
         ("generated_tokens_total", "counter", "Tokens generated since the start.", lambda s: s.generated),
     ):
         lines += [f"# HELP meshtune_{name} {meaning}", f"# TYPE meshtune_{name} {kind}"]
-        lines += [f'meshtune_{name}{{model="{_escaped(s.id)}"}} {value(s)}' for s in models]
+        lines += [f'meshtune_{name}{{model="{_escape_label(s.id)}"}} {value(s)}' for s in models]
     return "\n".join(lines) + "\n"
 
 
-def _escaped(label: str) -> str:
+def _escape_label(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -243,7 +243,7 @@ def load_served(
     for adapter_name, adapter in adapters.items():
         if adapter_name in sources:
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
-        given = {name: options.get(name) for name in ("chat_template", "tokenizer")}
-        sources[adapter_name] = find(source.base, adapter, **given)
+        tokenizer_options = {name: options.get(name) for name in ("chat_template", "tokenizer")}
+        sources[adapter_name] = find(source.base, adapter, **tokenizer_options)
     loading: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "cache": cache, "mesh": mesh, "job": job}
     return load_variants(sources, rewards=True, share_batch=True, merge=merge, **loading)

@@ -16,12 +16,12 @@ GREATEST = 2**31 - 1  # a whole number that the devices compute with
 MESSAGES, PARTS, CALLS, TOOLS, STOPS, BIASES = 10_000, 1_000, 128, 128, 16, 512  # in a request, at most
 
 
-def _whole(least: int, most: int = GREATEST) -> Any:
-    return Annotated[int, Field(strict=True, ge=least, le=most)]
+def _integer(least: int, greatest: int = GREATEST) -> Any:
+    return Annotated[int, Field(strict=True, ge=least, le=greatest)]
 
 
-def _number(least: float, most: float) -> Any:
-    return Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
+def _number(least: float, greatest: float) -> Any:
+    return Annotated[float, Field(strict=True, ge=least, le=greatest, allow_inf_nan=False)]
 
 
 def _prompts(value: Any) -> Any:
@@ -105,17 +105,17 @@ class CompletionFields(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: Text
-    n: _whole(1, 64) = 1
-    max_tokens: _whole(0) | None = None
+    n: _integer(1, 64) = 1
+    max_tokens: _integer(0) | None = None
     temperature: _number(0, 100) | None = None
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    top_k: _whole(-1) | None = None
+    top_k: _integer(-1) | None = None
     min_p: _number(0, 1) | None = None
     presence_penalty: _number(-2, 2) | None = None
     frequency_penalty: _number(-2, 2) | None = None
     repetition_penalty: _number(0.01, 100) | None = None
     logit_bias: Annotated[dict[int, _number(-100, 100)] | None, BeforeValidator(_biases)] = None
-    seed: _whole(-(2**63), 2**63 - 1) | None = None
+    seed: _integer(-(2**63), 2**63 - 1) | None = None
     stop: Text | Annotated[list[Text], Field(max_length=STOPS, fail_fast=True)] | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -185,10 +185,10 @@ class ChatRequest(CompletionFields):
     """A conversation to answer."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES, fail_fast=True)]
-    max_tokens: _whole(1) | None = None
-    max_completion_tokens: _whole(1) | None = None
+    max_tokens: _integer(1) | None = None
+    max_completion_tokens: _integer(1) | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: _whole(0, 20) | None = None
+    top_logprobs: _integer(0, 20) | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Any = None
     tools: Annotated[list[ToolDefinition], Field(max_length=TOOLS, fail_fast=True)] | None = None
@@ -209,7 +209,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def alternatives(self) -> int | None:
-        """Likeliest tokens to report beside each one; None: no log-probabilities."""
+        """Likeliest tokens to report with each one; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -217,9 +217,9 @@ class CompletionRequest(CompletionFields):
     """A text to continue, as words or token ids; or several."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
-    logprobs: _whole(0, 20) | None = None
+    logprobs: _integer(0, 20) | None = None
     echo: StrictBool = False
-    best_of: _whole(1) | None = None
+    best_of: _integer(1) | None = None
     suffix: str | None = None
 
     def check(self, capacity: int | None) -> None:
@@ -260,10 +260,10 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: Text | None = None
-    tokens: Annotated[list[_whole(0)], Field(fail_fast=True)]
+    tokens: Annotated[list[_integer(0)], Field(fail_fast=True)]
 
 
-def parsed(kind: type[BaseModel], body: Any) -> Any:
+def parse_request(kind: type[BaseModel], body: Any) -> Any:
     """A request of this kind. Raises ApiError naming the first field that is wrong or unknown."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")

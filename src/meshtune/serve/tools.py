@@ -79,7 +79,8 @@ def named_tools(definitions: list[ToolDefinition]) -> dict[str, Tool]:
 
 
 def required_tools(choice: Any, tools: Mapping[str, Tool]) -> list[Tool]:
-    """The tools of which one must be called; none where the model decides. Raises ApiError for an unknown choice."""
+    """The tools that the model must choose from; none where the model decides. Raises ApiError for an unknown
+    choice."""
     match choice:
         case None | "auto" | "none":
             return []

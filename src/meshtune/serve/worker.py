@@ -45,7 +45,7 @@ class Worker:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Progress]:
         """Yields the progress of a request, step by step, until it ends. One that is not read to its end is cancelled.
 
-        Raises QueueFull, UserError where the model overflows, and what ended the thread.
+        Raises QueueFull, UserError where the model overflows, and the error that ended the thread.
         """
         if self.ended is not None:
             raise self.ended

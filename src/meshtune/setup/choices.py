@@ -177,7 +177,7 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
     requests = [request for request in dict.fromkeys(requests) if request is not None]
     if compute.layout is not None:
         sharding = compute.layout.attention_sharding()
-        requests = [sharding.fitted(request).local(request) for request in requests]
+        requests = [sharding.fit(request).local(request) for request in requests]
     return sorted(requests, key=lambda request: (request.window is not None, request.window or 0))
 
 

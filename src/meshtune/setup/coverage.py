@@ -12,7 +12,7 @@ from meshtune.families.experts import has_experts
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.spec import ModelSpec
 from meshtune.setup.choices import WARNING, Decision
-from meshtune.translatable import Translatable, listed
+from meshtune.translatable import Translatable, join_parts
 
 # The blocks of a layer by the key of their parameters.
 BLOCKS = {
@@ -24,7 +24,7 @@ BLOCKS = {
 }
 SHARED = Translatable("shared experts")
 ROUTERS, GATES = Translatable("routers"), Translatable("gates of shared experts")
-NORMS, OTHERS = Translatable("norms"), Translatable("others")
+NORMS, REMAINDER = Translatable("norms"), Translatable("others")
 
 
 def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
@@ -42,7 +42,7 @@ def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
     if config := method.adapters:
         targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
         adapted = [among.by_name[name] for name in selection.adapted]
-        value, reason = Translatable("on {parts}", parts=_count_parts(adapted)), listed((config.adapter, targets))
+        value, reason = Translatable("on {parts}", parts=_count_parts(adapted)), join_parts((config.adapter, targets))
         decisions.append(Decision("adapters", value, _with_frozen(reason, frozen)))
     if trained:
         reason = _with_frozen(Translatable("in full"), None if decisions else frozen)
@@ -60,7 +60,7 @@ def _count_parts(modules: Iterable[Module]) -> str:
         if module.role != "experts":
             counts[_part(module)] = counts.get(_part(module), 0) + 1
     routed = _counted_experts([module for module in modules if module.role == "experts"])
-    return listed([*routed, *(_counted_part(part, count) for part, count in counts.items())])
+    return join_parts([*routed, *(_counted_part(part, count) for part, count in counts.items())])
 
 
 def _with_frozen(reason: str, frozen: str | None) -> str:
@@ -96,7 +96,7 @@ def _counted_experts(modules: list[Module]) -> list[str]:
 
 
 def _counted_part(part: str, count: int) -> str:
-    if part in (ROUTERS, GATES, NORMS, OTHERS):
+    if part in (ROUTERS, GATES, NORMS, REMAINDER):
         return Translatable("{count} {part}", count=count, part=part)
     if part in (SHARED, *BLOCKS.values()):
         return Translatable("{count} linear layers of {part}", count=count, part=part)
@@ -114,7 +114,7 @@ def _part(module: Module) -> str:
     if "/shared/" in module.node:
         return SHARED
     if module.role != "matrix":
-        return NORMS if "norm" in module.site else OTHERS
+        return NORMS if "norm" in module.site else REMAINDER
     return next((BLOCKS[key] for key in module.site.split("/") if key in BLOCKS), module.site.split("/")[0])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from meshtune.config.recipe import Recipe
 from meshtune.costs.hardware import Target
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.setup.memory import FreeMemory
@@ -50,7 +50,7 @@ class MemoryCheck:
     def rows_in_words(self) -> str:
         """The rows that are computed at once, for messages."""
         rows = self.resolved.train.batch_size // self.resolved.train.accumulation
-        return f"train.micro_batch: {counted(rows, 'row')} of {self.length} positions at once"
+        return f"train.micro_batch: {amount(rows, 'row')} of {self.length} positions at once"
 
     def before_loading(self) -> MemoryShortage | None:
         """The shortage that the estimate expects; None where it expects none, or knows nothing of the device."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from meshtune.adapters.continued import check_continued, content_hash
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.config.recipe import Recipe
-from meshtune.digests import damaged, write_digests
+from meshtune.digests import damage_error, write_digests
 from meshtune.errors import UserError
-from meshtune.families.expansion import grouped
+from meshtune.families.expansion import group_layers
 from meshtune.json_text import read_json
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import Job
@@ -26,7 +26,7 @@ from meshtune.setup.start import spec_for_stage
 from meshtune.setup.start_spec import Start
 from meshtune.weights.export import write_json
 from meshtune.weights.load import load_spec
-from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.publish import disk_errors, publish_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -65,19 +65,23 @@ def materialize_start(
     is_there = all(job.exchange("start: record", _read_record(dest) == record))
     damage = find_damage_collectively(dest, job, required=True) if is_there else {}
     if damage:
-        log(f"what the run starts from is damaged ({damaged(dest, damage, '').what}) and is written again")
+        log(f"what the run starts from is damaged ({damage_error(dest, damage, '').what}) and is written again")
     if damage or not is_there:
         from meshtune.setup.start_files import write_start  # exports are imported only where an adapter may be merged
 
         log(f"writing what the run starts from to {dest}")
-        with published(dest, "config.json", job) as folder, raise_collectively(job, "start: files"), disk_errors(dest):
+        with (
+            publish_directory(dest, "config.json", job) as folder,
+            raise_collectively(job, "start: files"),
+            disk_errors(dest),
+        ):
             if job.is_main_process:
                 write_start(start, recipe, folder, record)
                 tokenizer.save_pretrained(str(folder))
                 write_json(folder / RECORD, record)
                 write_digests(folder)
     written = spec_for_stage(load_spec(dest, start.spec.dtype)[0], recipe)
-    if (grouped(written, start.blocks) if start.blocks else written) != start.spec:
+    if (group_layers(written, start.blocks) if start.blocks else written) != start.spec:
         raise UserError(
             "an adapter that is folded in makes another model of its base (its head is not the embedding any more)",
             where=str(dest),

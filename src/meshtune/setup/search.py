@@ -20,7 +20,7 @@ from meshtune.costs.estimate import Estimate, estimate, estimated_collectives
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.costs.workload import Candidate, Workload, layout_on, workload_on
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.sharding import check_batch, check_experts
@@ -309,7 +309,7 @@ def merge_decisions(autotuned: Sequence[Decision], decisions: Sequence[Decision]
 
 def _value(key: str, best: ScoredCandidate) -> str:
     candidate = best.candidate
-    return {MESH: str(best.mesh), MICRO: counted(candidate.rows, "row"), REMAT: candidate.remat}[key]
+    return {MESH: str(best.mesh), MICRO: amount(candidate.rows, "row"), REMAT: candidate.remat}[key]
 
 
 def _reason(key: str, best: ScoredCandidate, ranked: list[ScoredCandidate]) -> str:

@@ -16,7 +16,7 @@ from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.families.composite import with_text_fields
-from meshtune.families.expansion import expanded_config, grouped
+from meshtune.families.expansion import expanded_config, group_layers
 from meshtune.families.experts import with_aux_loss, with_bias_update_rate
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
@@ -50,7 +50,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
         assert method.adapters is not None, "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))
         method = resumed_config(adapter_directory(section.adapter), spec_for_stage(spec, recipe), method.adapters)
-    spec = grouped(spec, blocks) if blocks else spec
+    spec = group_layers(spec, blocks) if blocks else spec
     changed = section.changed or blocks > 0
     if changed:  # it is written in the checkpoint's dtype
         spec = dataclasses.replace(spec, published=None)

@@ -68,8 +68,8 @@ def _config(start: Start, config: Mapping[str, object]) -> dict[str, object]:
 def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:
     """Yields every tensor of the start in the order of the source's files; copies of a layer follow its original."""
     spec, _ = load_spec(source)
-    own = tensors(start.spec)
-    tables = {entry.name for entry in own if entry.path in ("embed/weight", "head/weight")}
+    table = tensors(start.spec)
+    tables = {entry.name for entry in table if entry.path in ("embed/weight", "head/weight")}
     layer_origins = origins(spec.layers, start.blocks) if start.blocks else [(n, False) for n in range(spec.layers)]
     silent = silent_modules(start.spec, start.blocks) if start.blocks else set()
     copies: dict[int, list[int]] = {}

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from meshtune.arrays.tree import Tree
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.mesh.stop_flag import StopFlag
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
@@ -286,7 +286,7 @@ class _Loop:
         if self.early_stopping.stop:
             best, stale = self.early_stopping.best, self.early_stopping.stale
             best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
-            return f"no improvement in {counted(stale, 'evaluation')}; {best_text}"
+            return f"no improvement in {amount(stale, 'evaluation')}; {best_text}"
         return ""
 
 

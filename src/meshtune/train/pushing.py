@@ -83,8 +83,8 @@ class Pusher:
     def saved(self, trainable: Tree, step: int) -> None:
         """Called after each save by all processes of the job."""
         self._saves += 1
-        every = self._section.every
-        if every is None or self._saves % every or step == self._run.total_steps:  # the end has a push of its own
+        interval = self._section.every
+        if interval is None or self._saves % interval or step == self._run.total_steps:  # the end has a push of its own
             return
         busy = self._sending is not None and not self._sending.done()
         if self._run.job.exchange("hub: busy", busy)[0]:
@@ -162,8 +162,8 @@ def check_base(run: PreparedRun) -> None:
     if section is None:
         return
     adapters = run.method.adapters
-    own = adapters is not None and (adapters.changes_base or (run.output / BASE).is_dir())
-    if own and not section.merge:
+    makes_base = adapters is not None and (adapters.changes_base or (run.output / BASE).is_dir())
+    if makes_base and not section.merge:
         raise UserError(
             "this run makes a base of its own, which is not on the hub: its adapter alone would be of no use there",
             where="hub.merge",

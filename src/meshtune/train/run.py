@@ -15,7 +15,7 @@ from rich.console import Console
 from meshtune import terminal
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.hooks import SECTIONS, SectionHooks
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
@@ -48,7 +48,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     `job` are the processes that share the work (mesh.processes.start); all of them call this. Process 0 shows and
     writes everything that is not split.
 
-    Raises: UserError for whatever is wrong with recipe, data, model, disk or numbers. Ctrl-C and SIGTERM end the run
+    Raises: UserError for any error of recipe, data, model, disk or numbers. Ctrl-C and SIGTERM end the run
     after the update under way, saved, with `Result.interrupted` set.
     """
     job = job or Job(ProcessInfo())
@@ -143,8 +143,8 @@ def _train_or_shrink(run: PreparedRun, checkpoints: Checkpoints) -> Result | Pre
         rows = error.rows if isinstance(error, CompiledShortage) else next(iter(smaller_micro_batches(run)), None)
         if rows is None or checkpoints.latest() is not None:
             raise
-        what = error.what if isinstance(error, MemoryShortage) else as_shortage(error, "").what
-    run.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
+        problem = error.what if isinstance(error, MemoryShortage) else as_shortage(error, "").what
+    run.console.print(f"[yellow]{problem}: trying a micro-batch of {amount(rows, 'row')}[/]", highlight=False)
     return with_micro_batch(run, rows)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meshtune import terminal
 from meshtune.adapters.method import PreparedModel, count
-from meshtune.adapters.peft_format import BaseRecord, recorded
+from meshtune.adapters.peft_format import BaseRecord, quantize_record
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import Target
@@ -20,7 +20,7 @@ from meshtune.data.chat import ChatTemplate
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
 from meshtune.data.tokenizer import tokenizer_of
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 from meshtune.mesh.agreement import code_version, first_of_each_host, require_agreement
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
@@ -161,7 +161,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     decisions += [] if reference is None else [reference]
     total = recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
     decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, run.rows)]
-    base = BaseRecord(recipe.model.path, base_hash(run.source), recorded(run.quantize))
+    base = BaseRecord(recipe.model.path, base_hash(run.source), quantize_record(run.quantize))
     adapter = resumed_adapter(run, base)
     inputs = {"base model": base.hash, "training data": data.fingerprint, "adapter": adapter}
     require_agreement(job, "what they read", inputs, fix="give every host the same files")
@@ -192,7 +192,7 @@ def warm_up_warning(recipe: Recipe, total: int) -> list[Decision]:
     warmup = recipe.optimizer.warmup(total)
     if not warmup or 10 * warmup < total or recipe.optimizer.warmup_steps is not None:
         return []
-    fault = f"the first of {counted(total, 'update')} has a learning rate of 0"
+    fault = f"the first of {amount(total, 'update')} has a learning rate of 0"
     why = "a warm-up begins there, as in transformers; optimizer.warmup_steps=0 begins at the full rate"
     return [Decision(WARNING, fault, why)]
 
@@ -235,7 +235,7 @@ def _fitting(run: PreparedRun) -> PreparedRun:
         return run
     problem, where, fix, rows = fields
     if rows is not None:
-        run.console.print(f"[yellow]{problem}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
+        run.console.print(f"[yellow]{problem}: trying a micro-batch of {amount(rows, 'row')}[/]", highlight=False)
         return _fitting(with_micro_batch(run, rows))
     if run.recipe.compute.memory_check:
         raise MemoryShortage(problem, where=where, fix=fix)
@@ -250,7 +250,7 @@ def with_micro_batch(run: PreparedRun, rows: int) -> PreparedRun:
     data = _prepare_data(run, run.tokenizer, terminal.console(quiet=True), (0, 1))
     compute, decisions = compute_of(recipe, run.spec, run.precision, rows, data.train.row_length, run.layout)
     fresh = {choice.name: choice for choice in decisions}
-    chosen = Decision("micro_batch", counted(rows, "row"), "auto: made smaller until it fits")
+    chosen = Decision("micro_batch", amount(rows, "row"), "auto: made smaller until it fits")
     outdated = (chosen.name, TOO_LARGE)
     remaining = (choice for choice in run.decisions if choice.name not in outdated and choice.value not in outdated)
     decisions = [*(fresh.get(choice.name, choice) for choice in remaining), chosen]

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
-from meshtune.errors import counted
+from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
 from meshtune.objectives.score import Batch
@@ -49,7 +49,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         frozen=run.model.frozen,
         batches=LoadedBatches(loader.iterate, record.step, run.total_steps),
         place=place,
-        shown=lambda state: merge(run.optimizer.evaluated(state.trainable, state.opt_state), state.buffers),
+        shown=lambda state: merge(run.optimizer.evaluation_params(state.trainable, state.opt_state), state.buffers),
         learning_rate=lambda number: float(rates[number]),
         epoch_at=lambda number: _epoch_at(run, number),
         cadence=Cadence(
@@ -75,9 +75,9 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
 def _announcement(recipe: Recipe, matrices: int, start: int, done: int) -> str | None:
     """Says why the update after `done` ones is slower than others, if it is."""
     if recipe.optimizer.name == "galore" and done % recipe.optimizer.update_gap == 0:
-        return f"computing the projectors of {counted(matrices, 'matrix', 'matrices')}: this update takes longer"
+        return f"computing the projectors of {amount(matrices, 'matrix', 'matrices')}: this update takes longer"
     if recipe.optimizer.name == "muon" and done == start:
-        return f"every update orthogonalises {counted(matrices, 'matrix', 'matrices')}: the first one may take a while"
+        return f"every update orthogonalises {amount(matrices, 'matrix', 'matrices')}: the first one may take a while"
     return None
 
 

@@ -59,7 +59,7 @@ def broadcast_reader(
     """(the reader of this process's group, all devices of the group).
 
     `devices` are those of the job; a group is `processes` neighbouring processes (None: all). The reader is None where
-    a process is a group of its own.
+    a process is a group by itself.
     """
     ranks = sorted({device.process_index for device in devices})
     rank, size = ranks.index(jax.process_index()), processes or len(ranks)

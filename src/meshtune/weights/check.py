@@ -36,8 +36,8 @@ FIELDS = {
 
 def check(directory: Path, spec: ModelSpec, infos: dict[str, TensorInfo], *, numbers: bool = True) -> None:
     """Raises UserError with every disagreement between config and weights: missing or unexpected tensors, wrong shapes,
-    dtypes that are not floating point, and an lm_head that differs from the embedding it is said to be tied to (its
-    shape and dtype alone where not `numbers`; all else is in headers anyway).
+    dtypes that are not floating point, and an lm_head that differs from the embedding it should be tied to (only its
+    shape and dtype where not `numbers`; all else is in headers anyway).
     """
     expected = {entry.name: entry for entry in tensors(spec)}
     missing = [name for name, entry in expected.items() if name not in infos and not starts_anew(entry)]
@@ -93,7 +93,7 @@ def _tensor_lines(entry: TensorMap, info: TensorInfo) -> list[str]:
 
 
 def _hints(spec: ModelSpec, missing: list[str], extra: list[str], infos: dict[str, TensorInfo]) -> str:
-    """What most likely happened, from the pattern of the disagreements."""
+    """Guesses the cause from the pattern of the disagreements."""
     names = [name for name in infos if passed_through(spec, name) is None]
     layers = {int(match[1]) for name in names if (match := re.search(r"\.layers\.(\d+)\.", name))}
     if layers and len(layers) == max(layers) + 1 != spec.layers:

@@ -47,7 +47,7 @@ class StoredParts:
         return self.box(role, tuple((0, n) for n in self.shape(role)))
 
 
-def decoded(reader: Reader, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray:
+def decode_box(reader: Reader, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray:
     """A box of a packed tensor seen in another shape, as TensorReader.box gives it."""
     assert info.packed is not None
     packed = info.packed
@@ -66,7 +66,7 @@ def decoded(reader: Reader, info: TensorInfo, shape: Shape, ranges: Sequence[Ran
             if len(run) < run[-1] + 1 - run[0]:
                 numbers = np.take(numbers, run - run[0], axis=axis)
         pieces.append(numbers)
-    return np.ascontiguousarray(_joined(pieces, [len(along) for along in runs]).reshape(counts))
+    return np.ascontiguousarray(_join_pieces(pieces, [len(along) for along in runs]).reshape(counts))
 
 
 def _positions(sizes: Sequence[int], ranges: Sequence[Range]) -> np.ndarray:
@@ -82,8 +82,8 @@ def _runs(positions: np.ndarray) -> list[np.ndarray]:
     return np.split(positions, np.flatnonzero(np.diff(positions) > GAP) + 1)
 
 
-def _joined(pieces: list[np.ndarray], counts: Sequence[int]) -> np.ndarray:
-    """Pieces of an array, in the order of a product of so many pieces of each dimension, as one."""
+def _join_pieces(pieces: list[np.ndarray], counts: Sequence[int]) -> np.ndarray:
+    """Pieces of an array, in the order of a product of `counts` pieces of each dimension, as one."""
     for axis in reversed(range(len(counts))):
         size = counts[axis]
         if size > 1:

@@ -1,7 +1,7 @@
 """Parameters in, a verified Hugging Face directory out, tensor by tensor.
 
 Parameters may be spread over the devices of several processes: each file is written by one of them, process 0 writes
-what is not weights, and the directory gets its name when all have written and verified their part.
+everything but weights, and the directory gets its name when all have written and verified their part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshtune.weights.ends import GENERATION, config_with_ends, generation_with_
 from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tensors_of
 from meshtune.weights.load import MODEL_DTYPES, load_config, spec_of, stored_dtype
 from meshtune.weights.passed_through import passed_tensors
-from meshtune.weights.publish import check_room, disk_errors, published
+from meshtune.weights.publish import check_room, disk_errors, publish_directory
 from meshtune.weights.ranges import check_range
 from meshtune.weights.read_into import Progress
 from meshtune.weights.safetensors_files import INDEX, SINGLE
@@ -54,7 +54,7 @@ CODE_OR_PICKLES = ("*.py", "*.pkl", "*.bin", "*.pt", "*.pth")
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What was written: where, its weight files, their bytes and dtype, and how it was verified."""
+    """The written directory: its path, its weight files, their bytes and dtype, and how it was verified."""
 
     path: Path
     files: tuple[str, ...]
@@ -86,14 +86,14 @@ def export_model(
     """Writes `params` (merged: without adapters) as a Hugging Face directory and verifies it.
 
     `source` is the model the training started from: config, generation config and tokenizer come from there (the
-    tokenizer from `tokenizer` if given, the chat template from `chat_template`). `ends` are ids that end a text beside
+    tokenizer from `tokenizer` if given, the chat template from `chat_template`). `ends` are ids that end a text besides
     those of the source. `dtype` defaults to the source's.
     `record` says how the model came to be; it goes, as JSON, into the metadata of every file.
-    `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
+    `expected` are the `probe_logits` of the trained model, taken before adapters were merged. Tensors are written one
     after another, so host memory holds one block of one tensor; `progress(done, total)` counts the bytes written,
-    `checking` those that are compared afterwards. What the source's checkpoint holds beside the model
+    `checking` those that are compared afterwards. Tensors of the source's checkpoint outside of the model
     (vision towers, next-token heads) is copied byte for byte from its files. `dest` appears whole and verified or not
-    at all; an export that fails its verification is left beside it as `<dest>.failed-verification`.
+    at all; an export that fails its verification is left next to it as `<dest>.failed-verification`.
 
     A scored model is written as its family's ForSequenceClassification with one label; `pad` is then the id that
     transformers passes over when it looks for a row's last token.
@@ -102,7 +102,7 @@ def export_model(
     raise.
 
     Raises UserError for a destination that holds something, a full disk, a bad dtype, and numbers that it cannot hold;
-    ExportError if what was written differs from what was trained.
+    ExportError if the written files differ from the trained model.
     """
     source, dest = Path(source), Path(dest)
     config = load_config(source)
@@ -111,9 +111,9 @@ def export_model(
         raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
     metadata = METADATA | ({} if record is None else {"meshtune": json.dumps(record)})
     passed = passed_tensors(source, spec, job)
-    made = tensors_of(tensors(spec), flatten(params), dtype)
-    check_range(made, dtype)
-    files = plan_shards([*made, *passed], max_shard_bytes)
+    computed = tensors_of(tensors(spec), flatten(params), dtype)
+    check_range(computed, dtype)
+    files = plan_shards([*computed, *passed], max_shard_bytes)
     total = sum(tensor.nbytes for shard in files.values() for tensor in shard)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
     with raise_collectively(job, "export: destination"):
@@ -123,7 +123,7 @@ def export_model(
 
     expected = probe_logits(params, spec, layout) if expected is None else expected
     check_logits(expected, str(source))
-    with published(dest, "config.json", job) as folder:
+    with publish_directory(dest, "config.json", job) as folder:
         done = 0
         for number, (name, shard) in enumerate(files.items()):
             with raise_collectively(job, f"export: {name}"), disk_errors(dest):
@@ -138,7 +138,7 @@ def export_model(
                 exported = config_with_ends(_exported_config(config, spec, source, dtype, pad), ends)
                 _write_rest(folder, exported, files, copies, chat_template)
                 write_generation(folder, source, ends)
-        verified = _verified(params, spec, folder, dest, dtype, expected, layout, job, passed, checking)
+        verified = _verify_files(params, spec, folder, dest, dtype, expected, layout, job, passed, checking)
     return Exported(dest, tuple(files), total, dtype, verified)
 
 
@@ -163,7 +163,7 @@ def _write_rest(
         write_chat_template(folder, chat_template)
 
 
-def _verified(
+def _verify_files(
     params: Tree,
     spec: ModelSpec,
     folder: Path,
@@ -203,7 +203,7 @@ def _verified(
 
 
 def plan_shards(tensors: Sequence[FileTensor], max_shard_bytes: int) -> dict[str, list[FileTensor]]:
-    """File name -> tensors of each shard, filled in order up to the size; a larger tensor has a shard of its own."""
+    """File name -> tensors of each shard, filled in order up to the size; a larger tensor has a separate shard."""
     if max_shard_bytes <= 0:
         raise UserError(f"a shard of {max_shard_bytes} bytes cannot hold anything", fix="give a size such as 5 GB")
     shards: list[list[FileTensor]] = []
@@ -237,7 +237,7 @@ def _exported_config(
     return exported
 
 
-def copied(directory: Path, folder: Path, patterns: tuple[str, ...]) -> None:
+def copy_files(directory: Path, folder: Path, patterns: tuple[str, ...]) -> None:
     """Copies the files of a model directory that match some patterns, but no code and no pickles."""
     _copy(list(_copies(directory, patterns)), folder)
 

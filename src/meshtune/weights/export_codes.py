@@ -18,12 +18,12 @@ from meshtune.families.tensors import TensorMap
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.published.write import Matrix, Writer
-from meshtune.quantize.scales import restored
+from meshtune.quantize.scales import restore_scales
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.codes_layout import CodesTensor, codes_tensors, experts_as_codes
 from meshtune.weights.load import load_config
 from meshtune.weights.read_into import Progress
-from meshtune.weights.rewrite import NewTensor, Publication, publish_model, rounded, whole_tensor
+from meshtune.weights.rewrite import NewTensor, Publication, publish_model, round_numbers, whole_tensor
 from meshtune.weights.safetensors_files import DTYPES, headers
 from meshtune.weights.tensor_reader import TensorReader
 
@@ -32,7 +32,7 @@ ENDING = ".weight"
 
 @dataclasses.dataclass(frozen=True)
 class WrittenCodes:
-    """What was written: where, how many weights as codes, how far the logits are from those of what was given (root
+    """The written directory: its path, how many weights as codes, how far the logits are from the given ones (root
     mean square, relative), and who does not read the experts, if there are any."""
 
     path: Path
@@ -54,10 +54,10 @@ def export_codes(
 ) -> WrittenCodes:
     """Writes `params` (path -> leaf, without adapters), whose QuantisedWeights have the codes.
 
-    `changed` are the paths of other leaves whose numbers are not those of the model directory `source`; what is neither
-    is copied from its files byte for byte. `expected` are the probe's logits. One tensor is in memory at a time beside
-    `params`, and `progress(done, total)` counts the bytes written. Raises UserError where the format cannot hold what
-    is quantised, and ExportError where the written files compute something else.
+    `changed` are the paths of other leaves whose numbers are not those of the model directory `source`; other tensors
+    are copied from its files byte for byte. `expected` are the probe's logits. One tensor is in memory at a time
+    besides `params`, and `progress(done, total)` counts the bytes written. Raises UserError where the format cannot
+    hold a quantised weight, and ExportError where the written files compute something else.
     """
     planned = codes_tensors(params, changed, spec, headers(source))
     for tensor in planned:
@@ -122,12 +122,14 @@ def _tensors(
         if (info := tensor.copied) is not None:
             yield NewTensor(tensor.name, info.shape, DTYPES[info.dtype].name, lambda info=info: reader.tensor(info))
         elif _is_coded(tensor, params):
-            yield from _coded(tensor.name.removesuffix(ENDING), tensor.entries, params, dtype, writer)
+            yield from _coded_parts(tensor.name.removesuffix(ENDING), tensor.entries, params, dtype, writer)
         else:
             yield NewTensor(tensor.name, tensor.shape, dtype, lambda tensor=tensor: _numbers(tensor, params, dtype))
 
 
-def _coded(stem: str, entries: Sequence[TensorMap], params: Leaves, dtype: str, writer: Writer) -> Iterator[NewTensor]:
+def _coded_parts(
+    stem: str, entries: Sequence[TensorMap], params: Leaves, dtype: str, writer: Writer
+) -> Iterator[NewTensor]:
     """The parts of one weight, computed when the first of them is written and given away one by one."""
     parts: dict[str, np.ndarray] = {}
 
@@ -143,19 +145,19 @@ def _coded(stem: str, entries: Sequence[TensorMap], params: Leaves, dtype: str, 
 
 def _matrix(entries: Sequence[TensorMap], params: Leaves, nests: bool) -> Matrix:
     """A whole tensor of the files: the codes and scales of the leaves' parts, rows where the files have them."""
-    whole = _only(entries)
-    if whole is not None and nests:  # the blocks of nested scales are those of the whole matrix
-        leaf: QuantisedWeight = params[whole.path]
-        nested = None if leaf.nested is None else np.asarray(leaf.nested[whole.index])
-        offset = 0.0 if leaf.offset is None else float(leaf.offset[whole.index])
-        codes, scales = np.asarray(leaf.codes[whole.index]), np.asarray(leaf.scales[whole.index])
+    single = _only(entries)
+    if single is not None and nests:  # the blocks of nested scales are those of the whole matrix
+        leaf: QuantisedWeight = params[single.path]
+        nested = None if leaf.nested is None else np.asarray(leaf.nested[single.index])
+        offset = 0.0 if leaf.offset is None else float(leaf.offset[single.index])
+        codes, scales = np.asarray(leaf.codes[single.index]), np.asarray(leaf.scales[single.index])
         return Matrix(codes, scales, nested, offset, leaf.block_size)
     matrix = _empty(entries, params, nests)
     for entry in entries:
         leaf = params[entry.path]
         scales = leaf.scales[entry.index]
         if leaf.nested is not None:
-            scales = restored(scales, leaf.nested[entry.index], leaf.offset[entry.index])
+            scales = restore_scales(scales, leaf.nested[entry.index], leaf.offset[entry.index])
         for array, part in ((matrix.codes, leaf.codes[entry.index]), (matrix.scales, scales)):
             entry.view.with_columns(array.shape[-1]).write(np.asarray(part), array)
     return matrix
@@ -174,10 +176,10 @@ def _empty(entries: Sequence[TensorMap], params: Leaves, nests: bool) -> Matrix:
 
 
 def _only(entries: Sequence[TensorMap]) -> TensorMap | None:
-    """The entry of a tensor that is one part of one leaf, as it is; else None."""
+    """The entry of a tensor that is one unchanged part of one leaf; else None."""
     return entries[0] if len(entries) == 1 and entries[0].view.is_identity else None
 
 
 def _numbers(tensor: CodesTensor, params: Leaves, dtype: str) -> np.ndarray:
     numbers = whole_tensor(tensor.entries, params, tensor.shape)
-    return rounded(numbers, np.dtype(dtype) if dtype != "bfloat16" else DTYPES["BF16"], tensor.name)
+    return round_numbers(numbers, np.dtype(dtype) if dtype != "bfloat16" else DTYPES["BF16"], tensor.name)

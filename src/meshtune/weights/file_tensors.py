@@ -40,7 +40,7 @@ class Tensor:
     def of(
         cls, name: str, leaf: jax.Array | np.ndarray, dtype: str, index: tuple[int, ...] = (), view: View | None = None
     ) -> Tensor:
-        """A tensor that is `leaf[index]`, as it is or with its numbers where the view has them."""
+        """A tensor that is `leaf[index]`, unchanged or rearranged by the view."""
         view = view or View.identity(tuple(leaf.shape[len(index) :]))
         return cls(name, view.tensor, dtype, (Part(leaf, index, view),))
 
@@ -98,7 +98,7 @@ def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.n
 
 
 def header(tensors: Sequence[FileTensor], metadata: dict[str, str]) -> bytes:
-    """What stands before the data of a file of these tensors, its length included."""
+    """The bytes before the data of a file of these tensors, with the header's length."""
     entries: dict[str, object] = {"__metadata__": metadata}
     for tensor, at in zip(tensors, offsets(tensors), strict=True):
         data_offsets = [at, at + tensor.nbytes]

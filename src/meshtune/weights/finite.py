@@ -65,9 +65,9 @@ def require_finite(directory: Path) -> None:
     damaged = tensors_not_finite(directory)
     if damaged:
         listed = ", ".join(f"'{name}' in {file.name}" for name, file in list(damaged.items())[:SHOWN])
-        more = f" and {len(damaged) - SHOWN} more" if len(damaged) > SHOWN else ""
+        remainder = f" and {len(damaged) - SHOWN} more" if len(damaged) > SHOWN else ""
         raise UserError(
-            f"{len(damaged)} tensor(s) have numbers that are not finite (NaN or infinity): {listed}{more}",
+            f"{len(damaged)} tensor(s) have numbers that are not finite (NaN or infinity): {listed}{remainder}",
             where=str(directory),
             fix=FIX,
         )

@@ -29,8 +29,8 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, allow: tuple[str, ...] = MODEL) -> Path:
     """The local directory of a model; a hub id is downloaded first.
 
-    `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the
-    directory is known to hold a config.json and whole safetensors files; of a GGUF file it is one that stands for it.
+    `allow` are the patterns of the files to have: MODEL, TOKENIZER for just a tokenizer, or CONFIG. With MODEL the
+    directory is known to hold a config.json and whole safetensors files; of a GGUF file it is one that represents it.
     `modelscope:owner/name` is a model of ModelScope (see `modelscope_id`). The hub's own cache, HF_TOKEN and
     HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an
     unknown revision, no network, or a directory that is not a model's.
@@ -104,7 +104,7 @@ def _is_plainly_a_path(text: str) -> bool:
 
 
 def near_paths(path: Path) -> str:
-    """`did you mean 'x'? ` for entries of the path's parent with similar names, or what is wrong with the parent."""
+    """`did you mean 'x'? ` for entries of the path's parent with similar names, or the problem with the parent."""
     parent = path.parent
     if not parent.is_dir():
         missing = next((p for p in reversed(path.parents) if not p.exists()), parent)
@@ -156,10 +156,10 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, HfHubHTTPError):  # the hub was reached and refused; nothing is cached
-            raise _refused(repo, where, error.__cause__) from error
+            raise _refusal_error(repo, where, error.__cause__) from error
         raise _not_cached(repo, where, near) from error
     except HfHubHTTPError as error:
-        raise _refused(repo, where, error) from error
+        raise _refusal_error(repo, where, error) from error
     except (OSError, HTTPError) as error:  # the network broke, the proxy refused, or the disk is full
         raise UserError(
             f"downloading '{repo}' failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
@@ -169,7 +169,7 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
     return Path(snapshot)
 
 
-def _refused(repo: str, where: str, error: HfHubHTTPError) -> UserError:
+def _refusal_error(repo: str, where: str, error: HfHubHTTPError) -> UserError:
     status = getattr(error.response, "status_code", None)
     if status in (401, 403):
         return UserError(
@@ -193,14 +193,14 @@ def _not_cached(repo: str, where: str, near: str) -> UserError:
     reason = (
         "HF_HUB_OFFLINE is set" if offline else f"the hub ({urlparse(_endpoint()).netloc}) cannot be reached from here"
     )
-    misspelt, here = near, f"; no directory '{repo}' exists here"
-    what = f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}"
+    misspelt, note = near, f"; no directory '{repo}' exists here"
+    problem = f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}"
     if (parent := Path(repo).parent) != Path() and parent.is_dir():  # a path that is misspelt, rather than an id
-        what = f"there is no '{Path(repo).name}' in the folder '{parent}' here; as an id of the hub, {what}"
-        misspelt, here = near or "check the spelling of the path; for a model of the hub ", ""
+        problem = f"there is no '{Path(repo).name}' in the folder '{parent}' here; as an id of the hub, {problem}"
+        misspelt, note = near or "check the spelling of the path; for a model of the hub ", ""
     return UserError(
-        what,
+        problem,
         where=where,
         fix=f"{misspelt}{'unset HF_HUB_OFFLINE' if offline else 'check the network'}; or download it elsewhere with "
-        f"`hf download {repo}` and give the path of the folder{here}",
+        f"`hf download {repo}` and give the path of the folder{note}",
     )

@@ -42,7 +42,7 @@ class ModelSummary:
 
 
 def _dtype(info: TensorInfo) -> str:
-    """What its numbers are stored in: a dtype, or the method by which they are quantised."""
+    """The storage of its numbers: a dtype, or the method that they are quantised with."""
     return info.packed.scheme.method if info.packed else DTYPE_NAMES.get(info.dtype, info.dtype.lower())
 
 

@@ -68,7 +68,7 @@ def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dic
 
 def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec:
     """The spec of a config for the weights in `directory`, where there are any: their names say how a composite's text
-    model is laid out, whether it has a head of its own, and how experts are stored. Raises UserError for a bad config
+    model is laid out, whether it has a separate head, and how experts are stored. Raises UserError for a bad config
     or an unsupported model, and for experts that are there twice.
     """
     names = tensor_names(directory) if config.get("text_config") else frozenset[str]()
@@ -136,7 +136,7 @@ def load_params(
     dtype. A process reads only what its own devices hold, each number once, opening each file once. Host memory beyond
     the arrays themselves: a few blocks of at most BLOCK_BYTES.
 
-    With `quantize` linear layers become QuantisedWeights, quantised block by block from the numbers as they are stored:
+    With `quantize` linear layers become QuantisedWeights, quantised block by block from the stored numbers:
     no weight is ever whole, or in float32, in memory. Scales that are quantised too pass through the host matrix by
     matrix; every process must then call this. Leaves whose path is in `plain` are not quantised. Without `quantize`
     weights of a checkpoint that is published quantised become QuantisedWeights with the codes of its files, where there
@@ -169,7 +169,7 @@ def load_params(
         to_read, table, infos = _as_read(arrays, table, infos)
         shards = Shards(to_read, layout, devices, waiting)
         read_into(shards, table, infos, reader, broadcaster, progress)
-        leaves = _with_codes(arrays, shards.assembled())
+        leaves = _with_codes(arrays, shards.assemble())
     if report:
         local = jax.local_devices()[:1] if layout is None else _local_devices(layout)
         report(
@@ -191,7 +191,7 @@ def load_params(
 def _as_read(
     arrays: Mapping[str, ArraySpec | QuantisedWeight], table: list[TensorMap], infos: dict[str, TensorInfo]
 ) -> tuple[dict[str, ArraySpec | QuantisedWeight], list[TensorMap], dict[str, TensorInfo]]:
-    """What is read into shards: of weights whose published codes are taken as they are, codes and scales."""
+    """The arrays to read into shards: of weights whose published codes are taken unchanged, codes and scales."""
     to_read, entries, tensors = dict(arrays), list[TensorMap](), dict(infos)
     for entry in table:
         leaf = arrays[entry.path]
@@ -222,7 +222,7 @@ def _with_codes(arrays: Mapping[str, ArraySpec | QuantisedWeight], leaves: Leave
 def load_weight(
     directory: Path, spec: ModelSpec, path: str, layout: Layout | None = None, quantize: QuantizeConfig | None = None
 ) -> Any:
-    """One array of `load_params`, alone, on the devices that `layout` says; quantised only with `quantize`."""
+    """A single array of `load_params`, on the devices that `layout` says; quantised only with `quantize`."""
     directory = Path(directory)
     devices: list[Device] = [None]
     if layout is not None:
@@ -232,7 +232,7 @@ def load_weight(
         array = wide if quantize is None else quantised_leaves({path: wide}, quantize, spec)[path]
         shards = Shards({path: array}, layout, devices)
         read_into(shards, _table_of(path, tensors(spec)), model_tensors(directory, spec.published), reader)
-        return shards.assembled()[path]
+        return shards.assemble()[path]
 
 
 def _local_devices(layout: Layout) -> list[jax.Device]:

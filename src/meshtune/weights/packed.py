@@ -38,23 +38,23 @@ def with_packed(infos: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[
     """
     if scheme is None:
         return dict(infos)
-    packed = _grouped(infos, scheme)
-    taken = {name: stem for stem, parts in packed.items() for name in parts.values()}
+    packed = _group_parts(infos, scheme)
+    owner = {name: stem for stem, parts in packed.items() for name in parts.values()}
     result: dict[str, TensorInfo] = {}
     with TensorReader() as reader:
         for name, info in infos.items():
-            if name not in taken:
+            if name not in owner:
                 if not name.endswith(scheme.ignored):
                     result[name] = info
-            elif (weight := taken[name] + scheme.ending) not in result:
-                parts = {role: infos[part] for role, part in packed[taken[name]].items()}
-                result[weight] = _packed(weight, parts, scheme, reader)
+            elif (weight := owner[name] + scheme.ending) not in result:
+                parts = {role: infos[part] for role, part in packed[owner[name]].items()}
+                result[weight] = _packed_info(weight, parts, scheme, reader)
     return result
 
 
 def as_in_files(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
-    """The spec of a model with the tensors `infos`: what is not quantised there, whatever the config says, is among the
-    modules that are skipped."""
+    """The spec of a model with the tensors `infos`: modules not quantised there, whatever the config says, are among
+    those that are skipped."""
     scheme = spec.published
     if scheme is None:
         return spec
@@ -73,8 +73,8 @@ def as_in_files(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
 def parts_to_read(
     entry: TensorMap, leaf: QuantisedWeight, info: TensorInfo
 ) -> Iterator[tuple[str, TensorMap, TensorInfo]]:
-    """(field, entry, tensor) of the codes, scales and zeros of a part of a leaf whose published codes are taken as they
-    are: what is to be read for each field of the quantised weight."""
+    """(field, entry, tensor) of the codes, scales and zeros of a part of a leaf whose published codes are taken
+    unchanged: the reads for each field of the quantised weight."""
     assert info.packed is not None, f"'{entry.name}' is not quantised in its file"
     for field in ("codes", "scales", "zeros"):
         array: ArraySpec | None = getattr(leaf, field)
@@ -94,8 +94,8 @@ def parts_to_read(
         yield field, dataclasses.replace(entry, name=name, path=path, array=array, view=view), stored
 
 
-def _grouped(infos: Mapping[str, TensorInfo], scheme: Scheme) -> dict[str, dict[str, str]]:
-    """Stem -> role -> the tensor's name, of every quantised weight: what has a part with an ending of its own."""
+def _group_parts(infos: Mapping[str, TensorInfo], scheme: Scheme) -> dict[str, dict[str, str]]:
+    """Stem -> role -> the tensor's name, of every quantised weight: those with a part that has its own ending."""
     stems: dict[str, None] = {}
     for name, info in infos.items():
         for ending in scheme.endings.values():
@@ -125,7 +125,7 @@ def _grouped(infos: Mapping[str, TensorInfo], scheme: Scheme) -> dict[str, dict[
     return grouped
 
 
-def _packed(weight: str, infos: Mapping[str, TensorInfo], scheme: Scheme, reader: TensorReader) -> TensorInfo:
+def _packed_info(weight: str, infos: Mapping[str, TensorInfo], scheme: Scheme, reader: TensorReader) -> TensorInfo:
     first = min(infos.values(), key=lambda info: (str(info.file), info.start))
     try:
         shape = scheme.shape(StoredParts(infos, reader))

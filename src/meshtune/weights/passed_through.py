@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the model that is tuned: vision towers, projectors, next-token prediction heads.
+"""Tensors of a checkpoint outside of the tuned model: vision towers, projectors, next-token prediction heads.
 
 Their tensors are no parameters: no device ever holds them. A full export copies them byte for byte.
 """
@@ -57,7 +57,7 @@ def parts(infos: Mapping[str, TensorInfo], spec: ModelSpec) -> tuple[Part, ...]:
     return tuple(Part(name, len(nbytes), sum(nbytes)) for name, nbytes in sizes.items())
 
 
-def listed(parts: Iterable[Part]) -> str:
+def list_parts(parts: Iterable[Part]) -> str:
     """Parts as a run's banner and `weights check` list them."""
     return ", ".join(f"{part.name} ({part.tensors:,} tensors, {part.nbytes:,} bytes)" for part in parts)
 
@@ -69,8 +69,8 @@ def notes(source: Path, spec: ModelSpec) -> list[tuple[str, str]]:
         return []
     count = sum(math.prod(shape) for shape in {entry.name: entry.view.tensor for entry in tensors(spec)}.values())
     model = spec.family if spec.composite is None else f"text model of {spec.composite.model_type}"
-    kept = listed(parts(infos, spec)) or "all other parts"
-    return [(model, f"{count:,} parameters; not tuned and passed through: {kept}")]
+    names = list_parts(parts(infos, spec)) or "all other parts"
+    return [(model, f"{count:,} parameters; not tuned and passed through: {names}")]
 
 
 def first_changed(tensors: Iterable[StoredTensor], written: Mapping[str, TensorInfo]) -> str | None:

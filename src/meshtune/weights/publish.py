@@ -18,11 +18,11 @@ MARGIN = 1 << 20  # bytes beside those of the tensors
 
 
 @contextlib.contextmanager
-def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Iterator[pathlib.Path]:
-    """Gives a new directory beside `dest` to write into, and renames it to `dest` when the block ends well.
+def publish_directory(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Iterator[pathlib.Path]:
+    """Gives a new directory next to `dest` to write into, and renames it to `dest` when the block ends well.
 
     A `dest` that holds the file `mark` is of the same kind, and is replaced. Every process of `job` is given the same
-    directory; process 0 makes, renames and removes it, when all have come to the end of the block. Each sees to it that
+    directory; process 0 makes, renames and removes it, when all have reached the end of the block. Each sees to it that
     its own files are on disk. Raises UserError, on every process, where `dest` holds something else, or where it cannot
     be written.
     """
@@ -63,7 +63,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
 
 
 def remove_leftovers(dest: pathlib.Path) -> None:
-    """Removes what processes that were killed have left beside `dest`, and brings back a `dest` that one was replacing.
+    """Removes what killed processes have left next to `dest`, and brings back a `dest` that one was replacing.
 
     Raises: OSError.
     """
@@ -98,7 +98,7 @@ def _check(dest: pathlib.Path, mark: str) -> None:
 
 @contextlib.contextmanager
 def disk_errors(dest: pathlib.Path) -> Iterator[None]:
-    """What the disk refuses while `dest` is written, as a UserError."""
+    """Turns errors of the disk while `dest` is written into UserErrors."""
     try:
         yield
     except OSError as error:
@@ -118,7 +118,7 @@ def _to_disk(path: pathlib.Path) -> None:
 
 
 def check_room(dest: pathlib.Path, nbytes: int) -> None:
-    """Raises UserError where the disk that `dest` is to be on has no room for so many bytes."""
+    """Raises UserError where the disk that `dest` is to be on has no room for this many bytes."""
     parent = next(path for path in dest.absolute().parents if path.is_dir())
     need, free = nbytes + MARGIN, shutil.disk_usage(parent).free
     if need > free:

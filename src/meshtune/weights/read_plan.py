@@ -26,7 +26,7 @@ Slices = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What one shard takes of a block: `shard[target].reshape(dims)[inner] = block[source].transpose(order)`.
+    """The part of a block that one shard takes: `shard[target].reshape(dims)[inner] = block[source].transpose(order)`.
 
     `shard` is the slice `box` of the parameter at `entry.path`. The target is a run of neighbours in every dimension.
     """
@@ -120,7 +120,7 @@ class _Part:
         )
 
     def cut(self, box: Box) -> Cut | None:
-        """What it takes of a box of the tensor; None where nothing."""
+        """Returns its part of a box of the tensor; None where there is none."""
         source: list[slice] = []
         inner: list[slice] = []
         for (low, high), (start, _, step), (first, last) in zip(self.selection, self.entry.view.take, box, strict=True):
@@ -142,7 +142,7 @@ def read_plan(
     limit: int = BLOCK_BYTES,
     whole_rows: bool = False,
 ) -> list[Block]:
-    """What is to be read of one tensor for the shards of all leaves that it is part of, in the order of the file.
+    """Plans the reads of one tensor for the shards of all leaves that it is part of, in the order of the file.
 
     `entries` are the tensor's; `shards` maps each leaf's slices to the devices that they are for; a slice may be for
     none, and is then read all the same (for another process). A block is at most `limit` bytes,
@@ -153,7 +153,7 @@ def read_plan(
     uncut = {entry.view.order[n] for entry in entries for n in entry.view.groups[-1]} if whole_rows else set()
     plan = []
     for region in _union([part.in_tensor for part in parts]):
-        for box in _divided(region, max(1, limit // itemsize), uncut):
+        for box in _divide_box(region, max(1, limit // itemsize), uncut):
             cuts = tuple(cut for part in parts if (cut := part.cut(box)) is not None)
             plan.append(Block(entries[0].name, view.split_shape, box, cuts))
     return plan
@@ -162,7 +162,7 @@ def read_plan(
 def tensor_boxes(view: View, box: Box) -> Iterator[tuple[tuple[Range, ...], Slices]]:
     """A box of a view's part as boxes of the tensor: (start, stop, step) of each dimension of `split_shape`, and the
     slices of the box that they fill, in turn."""
-    for selection, target in _aligned(view, box):
+    for selection, target in _align_box(view, box):
         ranges = tuple(
             (start + low * step, start + (high - 1) * step + 1, step)
             for (low, high), (start, _, step) in zip(selection, view.take, strict=True)
@@ -170,14 +170,14 @@ def tensor_boxes(view: View, box: Box) -> Iterator[tuple[tuple[Range, ...], Slic
         yield ranges, target
 
 
-def arranged(view: View, numbers: np.ndarray) -> np.ndarray:
-    """What was read of a box of `tensor_boxes`, with dimensions in the parameter's order and merged."""
+def arrange_numbers(view: View, numbers: np.ndarray) -> np.ndarray:
+    """Arranges the numbers of a box of `tensor_boxes`, with dimensions in the parameter's order and merged."""
     numbers = numbers.transpose(view.order)
     return numbers.reshape([math.prod(numbers.shape[n] for n in group) for group in view.groups])
 
 
-def scattered(view: View, ranges: Sequence[Range], numbers: np.ndarray) -> np.ndarray:
-    """The inverse of `arranged`: a parameter's numbers with the dimensions of a box of the tensor."""
+def scatter_numbers(view: View, ranges: Sequence[Range], numbers: np.ndarray) -> np.ndarray:
+    """The inverse of `arrange_numbers`: a parameter's numbers with the dimensions of a box of the tensor."""
     extent = tuple(len(range(*entry)) for entry in ranges)
     inverse = tuple(int(n) for n in np.argsort(view.order))
     return numbers.reshape([extent[n] for n in view.order]).transpose(inverse)
@@ -189,11 +189,11 @@ def _parts(entry: TensorMap, shards: Mapping[Box, tuple[Device, ...]]) -> Iterat
         if not all(start <= i < stop for i, (start, stop) in zip(entry.index, box[:lead], strict=True)):
             continue
         row = tuple(slice(i - start, i - start + 1) for i, (start, _) in zip(entry.index, box[:lead], strict=True))
-        for selection, target in _aligned(entry.view, box[lead:]):
+        for selection, target in _align_box(entry.view, box[lead:]):
             yield _Part(entry, box, devices, selection, (*row, *target))
 
 
-def _aligned(view: View, box: Box) -> Iterator[tuple[Box, Slices]]:
+def _align_box(view: View, box: Box) -> Iterator[tuple[Box, Slices]]:
     """A box of a view's part in boxes of what it takes, in the tensor's order of dimensions, each with its slices
     relative to the box."""
     of_dimensions = [
@@ -209,10 +209,10 @@ def _aligned(view: View, box: Box) -> Iterator[tuple[Box, Slices]]:
                 ranges[n] = part
         selection = dict(zip(view.order, ranges, strict=True))
         in_order = tuple(selection[n] for n in range(len(ranges)))
-        yield from _permuted(view, in_order, tuple(target))
+        yield from _permute_box(view, in_order, tuple(target))
 
 
-def _permuted(view: View, selection: Box, target: Slices) -> Iterator[tuple[Box, Slices]]:
+def _permute_box(view: View, selection: Box, target: Slices) -> Iterator[tuple[Box, Slices]]:
     """A box of what a view takes, cut where its order of rows jumps: boxes of the tensor, with their slices."""
     if view.rows is None:
         yield selection, target
@@ -220,12 +220,12 @@ def _permuted(view: View, selection: Box, target: Slices) -> Iterator[tuple[Box,
     start, stop = selection[0]
     place = next(n for n, group in enumerate(view.groups) if view.order.index(0) in group)
     merged = [view.order[n] for n in view.groups[place]]
-    outer, inner = merged[: merged.index(0)], merged[merged.index(0) + 1 :]
+    leading, inner = merged[: merged.index(0)], merged[merged.index(0) + 1 :]
     width = math.prod(selection[n][1] - selection[n][0] for n in inner)
     jumps = [i for i in range(start + 1, stop) if view.rows[i] != view.rows[i - 1] + 1]
     offset = target[place].start
-    for singles in itertools.product(*(range(*selection[n]) for n in outer)):
-        single = {n: (i, i + 1) for n, i in zip(outer, singles, strict=True)}
+    for singles in itertools.product(*(range(*selection[n]) for n in leading)):
+        single = {n: (i, i + 1) for n, i in zip(leading, singles, strict=True)}
         for first, last in itertools.pairwise((start, *jumps, stop)):
             row, size = view.rows[first], (last - first) * width
             box = {**dict(enumerate(selection)), **single, 0: (row, row + last - first)}
@@ -282,7 +282,7 @@ def _union(region: Sequence[Box]) -> list[Box]:
     return [((start, stop), *box) for start, stop, inner in joined for box in inner]
 
 
-def _divided(region: Box, max_numbers: int, uncut: set[int]) -> Iterator[Box]:
+def _divide_box(region: Box, max_numbers: int, uncut: set[int]) -> Iterator[Box]:
     """Divides a box along its first dimensions into boxes of at most `max_numbers` numbers, as equal as can be: each
     other size is a program to compile. Dimensions in `uncut` stay whole."""
     sizes = [stop - start for start, stop in region]
@@ -296,4 +296,4 @@ def _divided(region: Box, max_numbers: int, uncut: set[int]) -> Iterator[Box]:
     rows = -(-sizes[axis] // -(-sizes[axis] // rows))
     for first in range(start, stop, rows):
         box = (*region[:axis], (first, min(stop, first + rows)), *region[axis + 1 :])
-        yield from _divided(box, max_numbers, uncut) if rows == 1 else [box]
+        yield from _divide_box(box, max_numbers, uncut) if rows == 1 else [box]

@@ -1,7 +1,8 @@
 """Writes a tuned model in the quantised format in which its base is published.
 
-What training left alone is copied byte for byte, codes and scales included. What it changed is quantised again by the
-base's own scheme where it was quantised there, and rounded to the dtype it has in the base's files elsewhere.
+Tensors that training did not change are copied byte for byte, codes and scales included. Changed ones are quantised
+again by the base's own scheme where they were quantised there, and rounded to the dtype it has in the base's files
+elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshtune.quantize.published.scheme import Box, Parts, Rewritable
 from meshtune.weights.load import load_config
 from meshtune.weights.packed import model_tensors
 from meshtune.weights.read_into import Progress
-from meshtune.weights.rewrite import NewTensor, Publication, publish_model, rounded, whole_tensor
+from meshtune.weights.rewrite import NewTensor, Publication, publish_model, round_numbers, whole_tensor
 from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.verify import ExportError
@@ -30,8 +31,8 @@ from meshtune.weights.verify import ExportError
 
 @dataclasses.dataclass(frozen=True)
 class Republished:
-    """What was written: where, how many weights were quantised again, how far their numbers moved by that, and how far
-    the logits are from those of what was trained; both root mean squares, relative."""
+    """The written directory: its path, how many weights were quantised again, how far their numbers moved by that, and
+    how far the logits are from those of the trained model; both root mean squares, relative."""
 
     path: Path
     quantised: int
@@ -70,12 +71,12 @@ class _Requantised:
         self._parts: dict[str, np.ndarray] = {}
 
     def part(self, role: str, shape: Shape) -> np.ndarray:
-        """The tensor of this role, of which the file has `shape`; it is made once and given away."""
+        """The tensor of this role, with `shape` in the file; it is made once and given away."""
         if role not in self._parts:
-            self._parts = dict(self._encoded())
+            self._parts = dict(self._encode_parts())
         return self._parts.pop(role).reshape(shape)
 
-    def _encoded(self) -> Mapping[str, np.ndarray]:
+    def _encode_parts(self) -> Mapping[str, np.ndarray]:
         assert self._info.packed is not None
         scheme = self._info.packed.scheme
         assert isinstance(scheme, Rewritable)
@@ -106,7 +107,7 @@ def republish(
     """Writes the model directory `source` again with other numbers for the leaves in `changed` (path -> float32,
     without adapters), in the format of its files. All leaves that a tensor of the files holds are changed, or none.
 
-    `expected` are the probe's logits of what was trained. One tensor is in memory at a time, and `progress(done,
+    `expected` are the probe's logits of the trained model. One tensor is in memory at a time, and `progress(done,
     total)` counts bytes. Raises UserError for a base that is not published quantised, or in a format that is not
     written, and as `write_model` does.
     """
@@ -153,10 +154,12 @@ def _republished_tensors(
                 name, info.shape, dtype, lambda weight=weight, role=role, info=info: weight.part(role, info.shape)
             )
         elif name in new:
-            yield NewTensor(name, info.shape, dtype, lambda name=name, info=info: _rounded(new[name], changed, info))
+            yield NewTensor(
+                name, info.shape, dtype, lambda name=name, info=info: _round_tensor(new[name], changed, info)
+            )
         else:
             yield NewTensor(name, info.shape, dtype, lambda info=info: reader.tensor(info))
 
 
-def _rounded(entries: Sequence[TensorMap], leaves: Leaves, info: TensorInfo) -> np.ndarray:
-    return rounded(whole_tensor(entries, leaves, info.shape), DTYPES[info.dtype], entries[0].name)
+def _round_tensor(entries: Sequence[TensorMap], leaves: Leaves, info: TensorInfo) -> np.ndarray:
+    return round_numbers(whole_tensor(entries, leaves, info.shape), DTYPES[info.dtype], entries[0].name)

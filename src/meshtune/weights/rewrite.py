@@ -1,5 +1,5 @@
-"""A model directory written tensor by tensor from numbers on the host: a base made from another one, or what was
-trained in other codes."""
+"""A model directory written tensor by tensor from numbers on the host: a base made from another one, or a result
+in other codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshtune.weights.export import (
     MODEL_FILES,
     TOKENIZER_FILES,
     check_destination,
-    copied,
+    copy_files,
     write_chat_template,
     write_generation,
     write_json,
@@ -28,7 +28,7 @@ from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
 from meshtune.weights.finite import all_finite
 from meshtune.weights.load import load_spec
 from meshtune.weights.packed import model_tensors
-from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.publish import disk_errors, publish_directory
 from meshtune.weights.read_into import Progress
 from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, STORED_DTYPES
 from meshtune.weights.tensor_reader import TensorReader
@@ -49,7 +49,7 @@ class NewTensor:
 
     @property
     def entry(self) -> Tensor:
-        """What a file's header says of it."""
+        """Its entry in a file's header."""
         return Tensor(self.name, self.shape, self.dtype, ())
 
 
@@ -78,17 +78,17 @@ def publish_model(
     """Writes a whole model directory, which appears once it is complete, and reads it back: how far the probe's logits
     are from `expected` (root mean square, relative).
 
-    `tensors` gives those of all files, one of which is in memory at a time. Raises as `write_model` does, and
+    `tensors` gives those of all files; one is in memory at a time. Raises as `write_model` does, and
     ExportError where the written files compute no numbers.
     """
     dest = publication.dest
     check_destination(dest, (source, publication.tokenizer), publication.overwrite)
-    with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
+    with publish_directory(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
         record, size = publication.record, publication.max_shard_bytes
         config = config_with_ends(config, publication.ends)
         write_model(folder, source, config, list(tensors(reader)), record, size, progress)
         write_generation(folder, source, publication.ends)
-        copied(publication.tokenizer, folder, TOKENIZER_FILES)
+        copy_files(publication.tokenizer, folder, TOKENIZER_FILES)
         if publication.chat_template is not None:
             write_chat_template(folder, publication.chat_template)
         difference = relative_difference(expected, written_logits(folder))
@@ -105,7 +105,7 @@ def whole_tensor(entries: Sequence[TensorMap], leaves: Mapping[str, np.ndarray],
     return numbers
 
 
-def rounded(numbers: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def round_numbers(numbers: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """Finite numbers in another dtype. Raises UserError, naming the tensor, where they are beyond it."""
     with np.errstate(over="ignore"):
         result = numbers.astype(dtype)
@@ -127,11 +127,12 @@ def write_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the files of a model into an existing folder, but for a tokenizer: `source` gives what travels with it.
+    """Writes the files of a model into an existing folder, but for a tokenizer: `source` gives the files that travel
+    with it.
 
     One tensor is in memory at a time. `record`, as JSON, goes into the metadata of every file; `progress(done, total)`
     counts bytes. Raises UserError where
-    what was written is not what the config says, OSError where the disk refuses.
+    the written files do not match the config, OSError where the disk refuses.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [_name(n, len(shards)) for n in range(1, len(shards) + 1)]
@@ -152,7 +153,7 @@ def write_model(
         where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / "config.json", config)
-    copied(source, folder, MODEL_FILES)
+    copy_files(source, folder, MODEL_FILES)
     spec, _ = load_spec(folder)
     check(folder, spec, model_tensors(folder, spec.published))
 

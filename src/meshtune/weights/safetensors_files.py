@@ -72,8 +72,8 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """What a weight that is published quantised is read from: the tensors of files that it is made of, by role, and
-    whether it is read as the numbers that they stand for, or as codes, scales or zeros of a quantised weight."""
+    """Sources of a weight that is published quantised: the tensors of files that it is made of, by role, and
+    whether it is read dequantised, or as codes, scales or zeros of a quantised weight."""
 
     scheme: Scheme
     parts: tuple[tuple[str, TensorInfo], ...]
@@ -81,10 +81,10 @@ class Packed:
 
 
 def headers(directory: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a model directory, in file order, from headers alone.
+    """Every tensor of a model directory, in file order, from nothing but headers.
 
     model.safetensors if there is one (as transformers prefers), else the shards of model.safetensors.index.json, else a
-    complete set of -00001-of-0000N shards. Of a directory that stands for a GGUF file: those in it. Raises UserError
+    complete set of -00001-of-0000N shards. Of a directory that represents a GGUF file: those in it. Raises UserError
     for missing, half-written or inconsistent files, or weights that are not safetensors.
     """
     if (directory / LINK).is_file():
@@ -129,7 +129,7 @@ def tensor_names(directory: Path) -> frozenset[str]:
 
 
 def samples(info: TensorInfo) -> list[tuple[int, int]]:
-    """(offset, length) of the pieces that stand for a tensor: all of it up to 64 KiB, else 16 of 4 KiB spread evenly
+    """(offset, length) of the pieces that represent a tensor: all of it up to 64 KiB, else 16 of 4 KiB spread evenly
     from its first byte to its last."""
     if info.nbytes <= SAMPLES * SAMPLE_BYTES:
         return [(0, info.nbytes)]

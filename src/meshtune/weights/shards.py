@@ -16,9 +16,9 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import concrete_sharding, offloaded
+from meshtune.mesh.placement import concrete_sharding, host_sharding
 from meshtune.quantize.scales import twice_quantised
-from meshtune.quantize.weight import QuantisedWeight, encoded
+from meshtune.quantize.weight import QuantisedWeight, encode_blocks
 from meshtune.weights.buffers import Buffer, HostBuffer, allocate, buffer_for
 from meshtune.weights.read_plan import Block, Box, Cut, Device, boxes
 
@@ -73,7 +73,7 @@ class Shards:
         return not isinstance(self._arrays[path], ArraySpec)
 
     def memory_of(self, block: Block, dtype: np.dtype) -> np.ndarray | None:
-        """The shard's own memory as the array [*block.shape] that a block is read into, where the block goes as it is,
+        """The shard's own memory as the array [*block.shape] that a block is read into, where the block goes unchanged,
         in one run, to one shard in host memory; else None."""
         if len(block.cuts) != 1 or len(block.cuts[0].devices) != 1:
             return None
@@ -109,7 +109,7 @@ class Shards:
     def _put_quantised(
         self, leaf: QuantisedWeight, cut: Cut, device: Device, at: tuple[int, ...], numbers: np.ndarray
     ) -> None:
-        codes, absmax = encoded(jax.device_put(numbers, device), format=leaf.format, block_size=leaf.block_size)
+        codes, absmax = encode_blocks(jax.device_put(numbers, device), format=leaf.format, block_size=leaf.block_size)
         path, buffers = cut.entry.path, self._buffers[device]
         *rows, column = at
         assert column == 0, "a block holds whole rows of a shard"
@@ -155,15 +155,15 @@ class Shards:
                     self._buffers[device][name].put_at(at, np.ascontiguousarray(np.asarray(numbers)[inner]))
 
     def _everywhere(self, part: np.ndarray, scales: ArraySpec) -> np.ndarray:
-        """Scales [.., out, blocks] of which this process knows what its devices hold, whole."""
+        """Completes scales [.., out, blocks] of which this process knows only its devices' part."""
         if self._layout is None or jax.process_count() == 1:
             return part
         lead = len(scales.shape) - part.ndim
         part_spec = dataclasses.replace(scales, shape=scales.shape[lead:], axes=scales.axes[lead:])
         spread = jax.make_array_from_callback(part.shape, self._layout.of(part_spec), lambda index: part[index])
-        return np.asarray(_replicated(self._layout)(spread).addressable_data(0))
+        return np.asarray(_replicate(self._layout)(spread).addressable_data(0))
 
-    def assembled(self) -> Leaves:
+    def assemble(self) -> Leaves:
         """The leaves, path to global array; this object gives up its own hold on them."""
         self._threads.shutdown()
         arrays: dict[str, jax.Array] = {}
@@ -183,7 +183,7 @@ class Shards:
         return {path: leaf(path, array) for path, array in self._arrays.items()}
 
     def _on_host(self, name: str) -> jax.Array:
-        sharding = concrete_sharding(offloaded(self._shardings[name]))
+        sharding = concrete_sharding(host_sharding(self._shardings[name]))
         assert sharding is not None
         parts = []
         for device, buffers in self._buffers.items():
@@ -205,7 +205,7 @@ def _fields(leaf: QuantisedWeight) -> dict[str, ArraySpec]:
 
 
 @functools.cache
-def _replicated(layout: Layout) -> jax.stages.Wrapped:
+def _replicate(layout: Layout) -> jax.stages.Wrapped:
     return jax.jit(lambda x: x, out_shardings=layout.replicated)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtune.families.tensors import Range, Shape
-from meshtune.weights.decode import decoded
+from meshtune.weights.decode import decode_box
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo, broken
 
 # A shorter run of bytes is not worth a read of its own, which costs some 1.5 microseconds: in these 16 KB of whole rows
@@ -25,7 +25,7 @@ class TensorReader:
     """Reads tensors, or boxes of them, into host arrays; keeps files open until closed. Threads may share one.
 
     Bytes are read, not mapped: pages of a mapped file count as the process's own memory. `bytes` and `files` count
-    what was read and how many files were opened; each is opened once.
+    the bytes read and the files opened; each is opened once.
     """
 
     def __init__(self):
@@ -52,16 +52,16 @@ class TensorReader:
     def box(self, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray:
         """A box of the tensor seen in another shape: (start, stop, step) of each dimension of `shape`."""
         if info.packed is not None:
-            return decoded(self, info, shape, ranges)
+            return decode_box(self, info, shape, ranges)
         numbers = aligned_empty(tuple(len(range(*entry)) for entry in ranges), DTYPES[info.dtype])
         self.read_into(numbers, info, shape, ranges)
         return numbers
 
     def read_into(self, numbers: np.ndarray, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> None:
-        """Fills a contiguous array with a box of the tensor. Reads the box alone; where its runs are so short that this
+        """Fills a contiguous array with a box of the tensor. Reads only the box; where its runs are so short that this
         would take longer than reading what lies between them, reads that as well (`bytes` counts it) and cuts."""
         if info.packed is not None:
-            numbers[...] = decoded(self, info, shape, ranges)
+            numbers[...] = decode_box(self, info, shape, ranges)
             return
         itemsize = DTYPES[info.dtype].itemsize
         axis = run_axis(shape, ranges)
@@ -109,7 +109,7 @@ class TensorReader:
 
 
 def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that a CPU device can use as it is: JAX copies what is not aligned to 64 bytes."""
+    """An uninitialised array that a CPU device can use directly: JAX copies arrays not aligned to 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     content = np.empty(size + ALIGNMENT, np.uint8)
     start = -content.ctypes.data % ALIGNMENT

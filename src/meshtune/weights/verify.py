@@ -1,4 +1,4 @@
-"""An export is done when what was written, read again from its files, is what was trained."""
+"""An export is done when the written files, read again, equal the trained model."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 class ExportError(UserError):
-    """What was written is not what was trained."""
+    """The written files differ from the trained model."""
 
 
 class RoundingError(UserError):
-    """What was written is what was trained, rounded to a dtype in which the model computes something else."""
+    """The written files are the trained model, rounded to a dtype in which it computes something else."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What was compared: tensors, bit for bit, and logits; the difference is relative, as TOLERANCE states it."""
+    """Results of the comparison: tensors, bit for bit, and logits; the difference is relative, as TOLERANCE states
+    it."""
 
     tensors: int
     difference: float
@@ -74,7 +75,7 @@ def probe(spec: ModelSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def probe_logits(params: Tree, spec: ModelSpec, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:
-    """float32 logits of the probe, adapters included. Taken before merging, they say what was trained.
+    """float32 logits of the probe, adapters included. Taken before merging, they are those of the trained model.
 
     `params` lie as `layout` says; all processes of its mesh call this, and each gets all logits.
     """
@@ -110,8 +111,8 @@ def _logits(
         x.block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
-    outer = to_device({name: leaf for name, leaf in params.items() if name in ("norm", LEAVE)})
-    return np.asarray(_finish(x, outer, head_params(head, spec), spec, compute).addressable_data(0))
+    top = to_device({name: leaf for name, leaf in params.items() if name in ("norm", LEAVE)})
+    return np.asarray(_finish(x, top, head_params(head, spec), spec, compute).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
@@ -128,9 +129,9 @@ def _step(
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
-def _finish(x: jax.Array, outer: Tree, head: Tree, spec: ModelSpec, compute: Compute) -> jax.Array:
-    x = x if spec.streams is None else spec.streams.leave(x, outer[LEAVE], compute.layout)
-    logits = head_logits(head, spec.norm(x, outer.get("norm", {})), spec)
+def _finish(x: jax.Array, top: Tree, head: Tree, spec: ModelSpec, compute: Compute) -> jax.Array:
+    x = x if spec.streams is None else spec.streams.leave(x, top[LEAVE], compute.layout)
+    logits = head_logits(head, spec.norm(x, top.get("norm", {})), spec)
     return logits if compute.layout is None else jax.lax.with_sharding_constraint(logits, compute.layout.replicated)
 
 
@@ -150,9 +151,9 @@ def verify_export(
 
     Every tensor must equal, bit for bit, the parameter cast to `dtype`; the directory's own config must give the same
     spec; tensors that were `passed` through must equal those they were copied from; and the logits of the probe,
-    computed from the files alone, must agree with `expected` (default: those of `params`) to the dtype's tolerance. One
-    layer is in memory at a time; `progress(done, total)` counts the bytes compared. With several processes each
-    compares the files that another one wrote. Raises ExportError.
+    computed from nothing but the files, must agree with `expected` (default: those of `params`) to the dtype's
+    tolerance. One layer is in memory at a time; `progress(done, total)` counts the bytes compared. With several
+    processes each compares the files that another one wrote. Raises ExportError.
     """
     with raise_collectively(job, "verify: config"):
         written, _ = load_spec(dest, dtype)
@@ -268,10 +269,10 @@ def _read(table: list[TensorMap], infos: dict[str, TensorInfo], layout: Layout |
     for entry in table:
         leaves.setdefault(entry.path, []).append(entry)
     with TensorReader() as reader:
-        return unflatten({path: _placed(reader, entries, infos, layout) for path, entries in leaves.items()})
+        return unflatten({path: _place_layer(reader, entries, infos, layout) for path, entries in leaves.items()})
 
 
-def _placed(
+def _place_layer(
     reader: TensorReader, entries: list[TensorMap], infos: dict[str, TensorInfo], layout: Layout | None
 ) -> jax.Array:
     """One layer's part of a leaf, or a leaf outside the layers: of one tensor, or of one for each further index."""
@@ -294,7 +295,7 @@ def _placed(
 
 
 def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
-    """The root mean square of the difference, over that of what is expected."""
+    """The root mean square of the difference, over that of the expected array."""
     return float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
 
 

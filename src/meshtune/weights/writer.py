@@ -23,7 +23,7 @@ from meshtune.families.tensors import Range, Shape, View
 from meshtune.model.gather import to_device
 from meshtune.weights.buffers import row_ranges
 from meshtune.weights.file_tensors import FileTensor, Part, StoredTensor, Tensor, header, offsets
-from meshtune.weights.read_plan import arranged, scattered, tensor_boxes
+from meshtune.weights.read_plan import arrange_numbers, scatter_numbers, tensor_boxes
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
 from meshtune.weights.tensor_reader import RUN_BYTES, TensorReader, run_axis, run_offsets
 
@@ -165,7 +165,7 @@ def _write_rows(output: _Output, offset: int, view: View, rows: tuple[int, int],
     if not view.shape:
         numbers = numbers.reshape(())
     for ranges, target in tensor_boxes(view, _box_of_rows(view, rows)):
-        output.write_box(offset, view.split_shape, ranges, scattered(view, ranges, numbers[target]))
+        output.write_box(offset, view.split_shape, ranges, scatter_numbers(view, ranges, numbers[target]))
 
 
 def _box_of_rows(view: View, rows: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -232,7 +232,7 @@ class _Output:
             self.error = error
 
     def _get(self, at: int, into: memoryview) -> None:
-        """Reads what was written; what lies behind the end of the file is left as it is."""
+        """Reads the written bytes; the part beyond the end of the file is left unchanged."""
         try:
             while len(into) and self.error is None and (done := os.preadv(self._descriptor, [into], at)):
                 at, into = at + done, into[done:]
@@ -246,7 +246,7 @@ def first_difference(
     local: set[str],
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor, int, np.ndarray, np.ndarray] | None:
-    """Compares arrays, bit for bit, with what was written of them in files: (tensor, first row, rows, rows in the file)
+    """Compares arrays, bit for bit, with their tensors in files: (tensor, first row, rows, rows in the file)
     of the first block that differs, or None. Rows are those of the part of a leaf.
 
     Of tensors spread over processes each compares those whose name is in `local`, and helps to transfer all.
@@ -279,7 +279,7 @@ def _all_blocks(tensor: Tensor) -> Iterator[tuple[Part, Block]]:
 def read_box(reader: TensorReader, info: TensorInfo, view: View, box: tuple[tuple[int, int], ...]) -> np.ndarray:
     """A box of a view's part, read from the file of its tensor, in the file's dtype."""
     parts = [
-        (target, arranged(view, reader.box(info, view.split_shape, ranges)))
+        (target, arrange_numbers(view, reader.box(info, view.split_shape, ranges)))
         for ranges, target in tensor_boxes(view, box)
     ]
     if len(parts) == 1:

@@ -12,7 +12,7 @@ from meshtune.config.load import load_recipe, silent
 
 
 @pytest.fixture
-def imported(tmp_path: pathlib.Path):
+def translate_file(tmp_path: pathlib.Path):
     def run(content: dict | str, **options) -> Translation:
         file = tmp_path / "theirs.yaml"
         file.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
@@ -22,11 +22,11 @@ def imported(tmp_path: pathlib.Path):
 
 
 @pytest.fixture
-def recipe_of(imported, tmp_path: pathlib.Path):
-    """The recipe that a file comes to, read back from what is written."""
+def recipe_of(translate_file, tmp_path: pathlib.Path):
+    """Translates a file and reads the written recipe back."""
 
     def run(content: dict | str, **options):
-        translation = imported(content, **options)
+        translation = translate_file(content, **options)
         assert not translation.refused, translation.refused
         for path, text in translation.written_files(tmp_path / "ours.yaml").items():
             path.write_text(text, encoding="utf-8")

@@ -46,7 +46,7 @@ def verdict(file: str) -> str:
     return "train"
 
 
-def expected(tool: str) -> dict[str, str]:
+def expected_lines(tool: str) -> dict[str, str]:
     """The lines of the file of expectations that are of `tool`."""
     lines = [line.split("\t") for line in EXPECTED.read_text(encoding="utf-8").splitlines() if "\t" in line]
     return {file: entry for name, file, entry in lines if name == tool}

@@ -1,7 +1,7 @@
 """No key of another tool is listed as read and then passed over: it changes the recipe, or the report names it.
 
-Every importer is walked with every key that it lists, alone and beside the keys it belongs to. What looks at a key is
-recorded as it happens.
+Every importer is walked with every key that it lists, by itself and with the keys it belongs to. Every look
+at a key is recorded as it happens.
 """
 
 from __future__ import annotations
@@ -51,34 +51,37 @@ def test_the_values_are_those_of_every_key():
 
 @pytest.mark.parametrize("prompts", KINDS)
 @pytest.mark.parametrize("key", ENTRY)
-def test_every_key_of_axolotls_data_sets_changes_the_recipe_or_is_named(imported, prompts, key):
+def test_every_key_of_axolotls_data_sets_changes_the_recipe_or_is_named(translate_file, prompts, key):
     entry = {"path": "chats.jsonl", "type": prompts}
-    before, _ = outcome(imported(AXOLOTL | KINDS[prompts] | {"datasets": [entry]}))
-    translation = imported(AXOLOTL | KINDS[prompts] | {"datasets": [entry | {key: ENTRY[key]}]})
+    before, _ = outcome(translate_file(AXOLOTL | KINDS[prompts] | {"datasets": [entry]}))
+    translation = translate_file(AXOLOTL | KINDS[prompts] | {"datasets": [entry | {key: ENTRY[key]}]})
     after, report = outcome(translation)
     assert after != before or key in report or translation.refused or entry.get(key) == ENTRY[key]
 
 
-def test_the_chat_template_of_a_data_set_is_that_of_the_run(imported, recipe_of):
-    def file(*templates, **more):
+def test_the_chat_template_of_a_data_set_is_that_of_the_run(translate_file, recipe_of):
+    def file(*templates, **fields):
         entries = [
             {"path": "a.jsonl", "type": "chat_template"} | ({"chat_template": name} if name else {})
             for name in templates
         ]
-        return AXOLOTL | {"datasets": entries} | more
+        return AXOLOTL | {"datasets": entries} | fields
 
     assert recipe_of(file("llama3")).model.chat_template == "llama3"
     assert recipe_of(file("llama3", "llama3")).model.chat_template == "llama3"
     assert recipe_of(file("llama3", chat_template="llama3")).model.chat_template == "llama3"
-    overridden = imported(file("llama3", chat_template="chatml"))
+    overridden = translate_file(file("llama3", chat_template="chatml"))
     assert overridden.draft.settings["model.chat_template"].value == "llama3"
     assert finding_of(overridden, "chat_template").verdict == "no effect"
     for mixed in (file("llama3", "chatml"), file("llama3", None), file("llama3", None, chat_template="chatml")):
-        (finding,) = imported(mixed).refused
+        (finding,) = translate_file(mixed).refused
         assert "a run has one chat template" in finding.note
     assert recipe_of(file("llama3", None, chat_template="llama3")).model.chat_template == "llama3"
     texts = {"datasets": [{"path": "a.jsonl", "type": "alpaca", "chat_template": "llama3"}]}
-    assert "without an effect with this type: chat_template" in finding_of(imported(AXOLOTL | texts), "datasets").note
+    assert (
+        "without an effect with this type: chat_template"
+        in finding_of(translate_file(AXOLOTL | texts), "datasets").note
+    )
 
 
 def test_settings_that_a_walk_of_the_keys_found_are_read(recipe_of):
@@ -107,8 +110,8 @@ class Looked(dict):
 
 
 LF_FILES = [
-    LLAMA_FACTORY | {"stage": stage, "finetuning_type": method} | more
-    for stage, method, more in itertools.product(
+    LLAMA_FACTORY | {"stage": stage, "finetuning_type": method} | fields
+    for stage, method, fields in itertools.product(
         ("sft", "pt", "dpo", "kto", "rm"),
         ("lora", "full", "freeze"),
         (
@@ -121,8 +124,8 @@ LF_FILES = [
     )
 ] + [LLAMA_FACTORY | {"finetuning_type": "oft"}, LLAMA_FACTORY | {"adapter_name_or_path": "a"}]  # fmt: skip
 AXOLOTL_FILES = [
-    AXOLOTL | ({"rl": rl, "datasets": [{"path": "a", "type": "chat_template.default"}]} if rl else {}) | more
-    for rl, more in itertools.product(
+    AXOLOTL | ({"rl": rl, "datasets": [{"path": "a", "type": "chat_template.default"}]} if rl else {}) | fields
+    for rl, fields in itertools.product(
         (None, "dpo", "ipo", "orpo", "simpo", "kto"),
         (
             QLORA | {"loraplus_lr_ratio": 4}, {"val_set_size": 0.1}, {"load_in_8bit": True, "adapter": "lora"},
@@ -137,8 +140,8 @@ AXOLOTL_FILES = [
 ]  # fmt: skip
 TRL_FILE = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "learning_rate": 1e-4}
 TRL_FILES = [
-    TRL_FILE | {"use_peft": peft} | more
-    for peft, more in itertools.product(
+    TRL_FILE | {"use_peft": peft} | fields
+    for peft, fields in itertools.product(
         (True, False),
         (
             {"load_in_4bit": True}, {"load_in_8bit": True}, {"eval_strategy": "steps"}, {"packing": True},
@@ -159,7 +162,7 @@ TRL_FILES = [
     ],
     ids=["LLaMA-Factory", "axolotl", "TRL"],
 )
-def test_every_key_that_takes_part_is_looked_at(monkeypatch, imported, table, files, options):
+def test_every_key_that_takes_part_is_looked_at(monkeypatch, translate_file, table, files, options):
     Looked.keys_read = set()
     start, get = Draft.__init__, Draft.get
 
@@ -171,5 +174,5 @@ def test_every_key_that_takes_part_is_looked_at(monkeypatch, imported, table, fi
     monkeypatch.setattr(Draft, "get", lambda self, key: Looked.keys_read.add(key) or get(self, key))
     monkeypatch.setattr(importer, "_invalid", lambda draft: [])
     for content, chosen in itertools.product(files, options):
-        imported(content, **chosen)
+        translate_file(content, **chosen)
     assert {key for key, rule in table.items() if rule.kind in ("direct", "part")} - Looked.keys_read == set()

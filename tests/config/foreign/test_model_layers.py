@@ -42,7 +42,7 @@ CASES = {
     "microsoft/Phi-3.5-MoE-instruct": "phimoe",
 }
 # Linear layers of transformers that are no targets here: routers, and of Gemma 4 what its 26B does not have.
-OTHERS = r"router|gate$|shared|per_layer|\bwg$"
+EXCLUDED = r"router|gate$|shared|per_layer|\bwg$"
 
 
 def layers_of(path: str) -> Layers:
@@ -51,8 +51,8 @@ def layers_of(path: str) -> Layers:
     return layers
 
 
-def test_all_linear_layers_of_a_mixture_are_those_that_the_tool_adapts(imported, recipe_of):
-    """axolotl with transformers 5 and peft 0.19: of Mixtral attention alone, of DeepSeek the routed experts as well."""
+def test_all_linear_layers_of_a_mixture_are_those_that_the_tool_adapts(translate_file, recipe_of):
+    """axolotl with transformers 5 and peft 0.19: of Mixtral only attention, of DeepSeek the routed experts as well."""
     recipe = recipe_of(AXOLOTL | ALL | {"base_model": "mistralai/Mixtral-8x7B-v0.1"})
     assert (list(recipe.method.targets), recipe.method.dropout) == (QUERIES, 0.05)
     deepseek = AXOLOTL | ALL | {"base_model": "deepseek-ai/DeepSeek-V2-Lite"}
@@ -60,7 +60,7 @@ def test_all_linear_layers_of_a_mixture_are_those_that_the_tool_adapts(imported,
     assert "experts" in recipe.method.targets
     assert "gate_proj" not in recipe.method.targets
     assert recipe.method.dropout == 0  # experts' adapters have none
-    assert finding_of(imported(deepseek), "lora_dropout").verdict == "differs"
+    assert finding_of(translate_file(deepseek), "lora_dropout").verdict == "differs"
     recipe = recipe_of(LLAMA_FACTORY | {"model_name_or_path": "deepseek-ai/DeepSeek-V2-Lite"})  # an older peft
     assert "experts" not in recipe.method.targets
     assert recipe_of(AXOLOTL | ALL).method.targets == "all-linear"
@@ -81,23 +81,23 @@ def test_every_type_stands_for_layers_of_its_own():
     assert set(BY_TYPE) <= {*FAMILIES, *(name.removesuffix("_text") for name in FAMILIES)}
 
 
-def test_names_that_a_model_does_not_have_are_left_out(imported, recipe_of):
+def test_names_that_a_model_does_not_have_are_left_out(translate_file, recipe_of):
     """The tools ignore them, and training here would stop."""
     content = AXOLOTL | ALL | {"lora_target_linear": None, "lora_target_modules": [*QUERIES, *GATED]}
     content |= {"base_model": "THUDM/GLM-4-32B-0414"}
     assert list(recipe_of(content).method.targets) == [*QUERIES, "down_proj"]
-    finding = finding_of(imported(content), "lora_target_modules")
+    finding = finding_of(translate_file(content), "lora_target_modules")
     assert (finding.verdict, "gate_proj, up_proj" in finding.note) == ("differs", True)
-    refused = imported(content | {"lora_target_modules": ["gate_proj"]}).refused
+    refused = translate_file(content | {"lora_target_modules": ["gate_proj"]}).refused
     assert [finding.key for finding in refused] == ["lora_target_modules"]
 
 
 @pytest.mark.parametrize("tool", [LLAMA_FACTORY | {"lora_target": ".*(q|v)_proj$"}, AXOLOTL | ALL])
-def test_an_expression_in_a_list_is_refused(imported, tool):
+def test_an_expression_in_a_list_is_refused(translate_file, tool):
     """peft compares the entries of a list as names, and no module has that one."""
     if "base_model" in tool:
         tool = tool | {"lora_target_linear": None, "lora_target_modules": ["q_proj", ".*(q|v)_proj$"]}
-    assert [finding.key.startswith("lora_target") for finding in imported(tool).refused] == [True]
+    assert [finding.key.startswith("lora_target") for finding in translate_file(tool).refused] == [True]
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_names_are_those_of_the_linear_layers(path):
         name.rpartition(".")[2]
         for name in linear
         if not any(f".{name}".endswith(f".{known}") for known in layers.linear)
-        and not re.search(f"{OTHERS}|lm_head|{first}", name)
+        and not re.search(f"{EXCLUDED}|lm_head|{first}", name)
     }
     assert unnamed == set()
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 
 import pytest
-from published_examples import expected, verdicts
+from published_examples import expected_lines, verdicts
 
 COUNTS = {"llama_factory": (95, 31), "axolotl": (252, 151), "trl": (24, 7)}
 
@@ -20,12 +20,12 @@ def test_published_examples_come_to_what_is_filed(tool):
     variable = f"MESHTUNE_EXAMPLES_{tool.upper()}"
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no checkout of its repository")
-    assert dict(verdicts(tool, pathlib.Path(os.environ[variable]))) == expected(tool)
+    assert dict(verdicts(tool, pathlib.Path(os.environ[variable]))) == expected_lines(tool)
 
 
 @pytest.mark.parametrize("tool", COUNTS)
 def test_the_list_has_every_example_with_a_verdict(tool):
-    filed = expected(tool)
+    filed = expected_lines(tool)
     files, translated = COUNTS[tool]
     assert len(filed) == files
     assert sum(not entry.startswith("refused") for entry in filed.values()) == translated

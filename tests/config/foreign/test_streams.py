@@ -21,22 +21,22 @@ def test_a_stream_is_translated_for_every_stage(recipe_of, stage):
     assert (recipe.train.steps, recipe.data.validation) == (100, 50)
 
 
-def test_a_buffer_and_the_mixture_of_a_stream(imported, recipe_of):
+def test_a_buffer_and_the_mixture_of_a_stream(translate_file, recipe_of):
     mixed = {"mix_strategy": "interleave_over", "interleave_probs": "0.7,0.3", "buffer_size": 100, "max_steps": 9}
     recipe = recipe_of({**LLAMA_FACTORY, **mixed, "streaming": True, "disable_shuffling": True})
     assert (recipe.data.streaming, recipe.data.mixing, recipe.data.shuffle) == (True, "interleave_over", True)
     assert [source.weight for source in recipe.data.train] == [0.7, 0.3]
-    translation = imported({**LLAMA_FACTORY, **mixed, "streaming": True, "disable_shuffling": True})
+    translation = translate_file({**LLAMA_FACTORY, **mixed, "streaming": True, "disable_shuffling": True})
     assert verdicts(translation) | {"buffer_size": "differs", "disable_shuffling": "no effect"} == verdicts(translation)
     assert "not by a buffer" in finding_of(translation, "buffer_size").note
-    assert finding_of(imported({**LLAMA_FACTORY, "buffer_size": 100}), "buffer_size").verdict == "no effect"
+    assert finding_of(translate_file({**LLAMA_FACTORY, "buffer_size": 100}), "buffer_size").verdict == "no effect"
     once = {**LLAMA_FACTORY, "mix_strategy": "interleave_once", "interleave_probs": "0.7,0.3"}
     assert recipe_of(once).data.mixing == "concat"
-    assert finding_of(imported(once), "mix_strategy").verdict == "translated"
-    assert finding_of(imported({**once, "disable_shuffling": True}), "mix_strategy").verdict == "differs"
+    assert finding_of(translate_file(once), "mix_strategy").verdict == "translated"
+    assert finding_of(translate_file({**once, "disable_shuffling": True}), "mix_strategy").verdict == "differs"
 
 
-def test_axolotls_streams_are_translated(recipe_of, imported):
+def test_axolotls_streams_are_translated(recipe_of, translate_file):
     plain = {**AXOLOTL, **QLORA, "max_steps": 50}
     data = recipe_of({**plain, "streaming": True, "streaming_multipack_buffer_size": 7}).data
     assert (data.streaming, data.shuffle) == (True, True)
@@ -47,10 +47,12 @@ def test_axolotls_streams_are_translated(recipe_of, imported):
     recipe = recipe_of({**texts, "streaming": True, "pretrain_multipack_buffer_size": 7})
     assert (recipe.stage.kind, recipe.data.streaming) == ("pt", True)
     assert [source.path for source in recipe.data.train] == ["o/first"]
-    found = verdicts(imported({**texts, "streaming": True, "pretrain_multipack_buffer_size": 7}))
-    assert {found[key] for key in ("pretraining_dataset", "streaming", "pretrain_multipack_buffer_size")} == {"differs"}
+    by_key = verdicts(translate_file({**texts, "streaming": True, "pretrain_multipack_buffer_size": 7}))
+    assert {by_key[key] for key in ("pretraining_dataset", "streaming", "pretrain_multipack_buffer_size")} == {
+        "differs"
+    }
     pairs = {**plain, "rl": "dpo", "datasets": [{"path": "o/n", "type": "chat_template.default"}], "streaming": True}
-    assert finding_of(imported(pairs), "streaming").verdict == "no effect"
+    assert finding_of(translate_file(pairs), "streaming").verdict == "no effect"
     assert not recipe_of(pairs).data.streaming
 
 
@@ -61,12 +63,12 @@ def test_axolotls_streams_are_translated(recipe_of, imported):
         ({"curriculum_sampling": True, "shuffle_merged_datasets": False}, False, "translated"),
     ],
 )
-def test_axolotls_order_is_its_samplers(imported, recipe_of, change, shuffle, verdict):
+def test_axolotls_order_is_its_samplers(translate_file, recipe_of, change, shuffle, verdict):
     assert recipe_of({**AXOLOTL, **QLORA, **change}).data.shuffle is shuffle
-    assert finding_of(imported({**AXOLOTL, **QLORA, **change}), "shuffle_merged_datasets").verdict == verdict
+    assert finding_of(translate_file({**AXOLOTL, **QLORA, **change}), "shuffle_merged_datasets").verdict == verdict
 
 
-def test_trls_streams_are_read_in_their_order(recipe_of, imported):
+def test_trls_streams_are_read_in_their_order(recipe_of, translate_file):
     arguments = {"model_name_or_path": "some/model", "output_dir": "out", "max_steps": 50, "completion_only_loss": True}
     single = {**arguments, "dataset_name": "o/n", "dataset_streaming": True}
     data = recipe_of(single, is_trl=True).data
@@ -75,7 +77,7 @@ def test_trls_streams_are_read_in_their_order(recipe_of, imported):
     mixture = {**single, "datasets": [{"path": "o/a"}, {"path": "o/b"}]}
     data = recipe_of(mixture, is_trl=True).data
     assert ([source.path for source in data.train], data.streaming) == (["o/a", "o/b"], False)
-    assert verdicts(imported(mixture, is_trl=True))["dataset_streaming"] == "no effect"
+    assert verdicts(translate_file(mixture, is_trl=True))["dataset_streaming"] == "no effect"
     assert recipe_of({**mixture, "streaming": True}, is_trl=True).data.streaming
     assert not recipe_of({**arguments, "dataset_name": "o/n", "streaming": True}, is_trl=True).data.streaming
 
@@ -100,9 +102,9 @@ STOPS = {
 
 
 @pytest.mark.parametrize("case", STOPS.values(), ids=list(STOPS))
-def test_a_stream_at_which_the_peer_stops_is_refused(imported, case):
+def test_a_stream_at_which_the_peer_stops_is_refused(translate_file, case):
     content, key, reason = case
-    finding = finding_of(imported(content), key)
+    finding = finding_of(translate_file(content), key)
     assert finding.verdict == "refused"
     assert reason in finding.note
 
@@ -115,8 +117,8 @@ def test_a_stream_at_which_the_peer_stops_is_refused(imported, case):
         ({"stage": "pt", "packing": False}, "fills its rows"),
     ],
 )
-def test_a_stream_that_is_not_possible_here_says_why(imported, change, reason):
-    translation = imported({**LLAMA_FACTORY, "streaming": True, "max_steps": 100, **change})
+def test_a_stream_that_is_not_possible_here_says_why(translate_file, change, reason):
+    translation = translate_file({**LLAMA_FACTORY, "streaming": True, "max_steps": 100, **change})
     finding = finding_of(translation, "streaming")
     assert finding.verdict == "differs"
     assert reason in finding.note

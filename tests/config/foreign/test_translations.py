@@ -1,4 +1,4 @@
-"""What files of other tools come to: values, defaults written out, reasons, and what is written to disk."""
+"""Translations of other tools' files: values, defaults written out, reasons, and the files on disk."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_batches_are_counted_with_the_devices(recipe_of):
     assert (recipe.train.batch_size, recipe.train.micro_batch) == (24, 8)
 
 
-def test_devices_that_share_a_row_have_one_batch_together(imported, recipe_of):
+def test_devices_that_share_a_row_have_one_batch_together(translate_file, recipe_of):
     sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 3}
     shared = {"tensor_parallel_size": 2, "context_parallel_size": 2}
     recipe = recipe_of(AXOLOTL | sizes | shared, devices=8)
     assert (recipe.train.batch_size, recipe.train.micro_batch) == (12, 4)
-    refused = imported(AXOLOTL | sizes | shared, devices=6).refused
+    refused = translate_file(AXOLOTL | sizes | shared, devices=6).refused
     assert ["groups of 4" in finding.note for finding in refused] == [True]
 
 
@@ -55,7 +55,7 @@ def test_axolotl_trains_all_weights_in_bfloat16_unless_they_are_sharded(recipe_o
     assert recipe_of(AXOLOTL | {"bf16": False}).compute.precision == "float32"
 
 
-def test_axolotl_takes_the_best_checkpoint_where_every_save_has_an_evaluation(imported, recipe_of):
+def test_axolotl_takes_the_best_checkpoint_where_every_save_has_an_evaluation(translate_file, recipe_of):
     """1 / (1 x 4) of the run between saves is four times 1 / (4 x 4) between evaluations."""
     often = {"val_set_size": 0.1, "num_epochs": 4, "saves_per_epoch": 1, "evals_per_epoch": 4}
     recipe = recipe_of(AXOLOTL | often)
@@ -64,11 +64,11 @@ def test_axolotl_takes_the_best_checkpoint_where_every_save_has_an_evaluation(im
     assert not recipe_of(AXOLOTL | often | {"load_best_model_at_end": False}).checkpoint.keep_best
 
 
-def test_axolotls_schedule_has_the_options_of_transformers(imported, recipe_of):
+def test_axolotls_schedule_has_the_options_of_transformers(translate_file, recipe_of):
     least = {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-6}}
     assert recipe_of(AXOLOTL | least).optimizer.min_lr_ratio == pytest.approx(0.1)
     cycles = {"lr_scheduler": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}
-    assert [finding.key for finding in imported(AXOLOTL | cycles).refused] == ["lr_scheduler_kwargs"]
+    assert [finding.key for finding in translate_file(AXOLOTL | cycles).refused] == ["lr_scheduler_kwargs"]
     assert recipe_of(AXOLOTL | {"warmup_ratio": 0.1, "max_steps": 55}).optimizer.warmup_steps == 5  # rounded down
 
 
@@ -99,13 +99,13 @@ def test_prompts_of_axolotl_that_are_texts_are_written_in_its_words(recipe_of):
     assert prompt(written, {"instruction": "Hi", "answer": "Ho"}) == "Be brief. Hi "
 
 
-def test_trls_own_commands_are_translated(imported, recipe_of):
+def test_trls_own_commands_are_translated(translate_file, recipe_of):
     """Of trl/scripts: another end of text than the tokenizer's, and an upload to the user's own account."""
     command = (
         "python trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --packing "
     )
     command += "--eos_token '<|im_end|>' --output_dir SFT --push_to_hub --no_remove_unused_columns\n"
-    translation = imported(command + command)
+    translation = translate_file(command + command)
     assert not translation.refused
     assert any("holds 2 commands" in remark for remark in translation.draft.remarks)
     assert recipe_of(command).data.train_on_prompt
@@ -160,9 +160,9 @@ def test_a_command_of_trl_is_read(recipe_of):
     assert recipe_of("trl sft --model_name_or_path m --dataset_name d --completion_only_loss false").stage.kind == "sft"
 
 
-def test_every_key_of_a_file_gets_one_verdict(imported):
+def test_every_key_of_a_file_gets_one_verdict(translate_file):
     content = LLAMA_FACTORY | {"plot_loss": True, "ddp_timeout": 1, "packing": True, "bogus": 1, "shift_attn": True}
-    translation = imported(content)
+    translation = translate_file(content)
     verdict_of = verdicts(translation)
     assert set(verdict_of) == set(content)
     assert verdict_of["bogus"] == "unknown"
@@ -242,9 +242,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_done_is_refused_with_its_reason(imported, case):
+def test_what_cannot_be_done_is_refused_with_its_reason(translate_file, case):
     content, key, reason = BAD[case]
-    refused = {finding.key: finding for finding in imported(content).refused}
+    refused = {finding.key: finding for finding in translate_file(content).refused}
     assert key in refused, refused
     assert reason in refused[key].note
     assert refused[key].fix
@@ -270,22 +270,24 @@ NOT_RECIPES = {
 
 
 @pytest.mark.parametrize("case", NOT_RECIPES)
-def test_a_file_that_is_no_recipe_is_an_error(imported, case):
+def test_a_file_that_is_no_recipe_is_an_error(translate_file, case):
     content, reason = NOT_RECIPES[case]
     with pytest.raises(UserError, match=reason) as caught:
-        imported(content)
+        translate_file(content)
     assert caught.value.fix
 
 
-def test_a_place_for_anchors_is_no_key(imported):
-    translation = imported("x-data: &d {path: d, type: alpaca}\nbase_model: m\nlearning_rate: 1e-4\ndatasets: [*d]\n")
+def test_a_place_for_anchors_is_no_key(translate_file):
+    translation = translate_file(
+        "x-data: &d {path: d, type: alpaca}\nbase_model: m\nlearning_rate: 1e-4\ndatasets: [*d]\n"
+    )
     assert not translation.refused
     assert verdicts(translation)["x-data"] == "no effect"
 
 
-def test_a_trainer_that_trl_does_not_have_is_named(imported):
+def test_a_trainer_that_trl_does_not_have_is_named(translate_file):
     with pytest.raises(UserError, match="no trainer 'sftt'") as caught:
-        imported(AXOLOTL, trainer="sftt")
+        translate_file(AXOLOTL, trainer="sftt")
     assert "sft" in (caught.value.fix or "")
 
 
@@ -297,18 +299,18 @@ def test_anchors_and_yaml_of_version_1_1_are_read(recipe_of):
     assert (recipe.data.max_length, recipe.data.packing, recipe.optimizer.learning_rate) == (64, True, 1e-4)
 
 
-def test_a_chat_template_in_a_recipe_is_written_beside_ours(imported, recipe_of, tmp_path):
+def test_a_chat_template_in_a_recipe_is_written_beside_ours(translate_file, recipe_of, tmp_path):
     turns = {"path": "d", "type": "chat_template"}
     jinja = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     content = AXOLOTL | {"datasets": [turns], "chat_template": "jinja", "chat_template_jinja": jinja}
     with pytest.raises(UserError, match="beside it"):
-        imported(content).written_files(None)
+        translate_file(content).written_files(None)
     assert recipe_of(content).model.chat_template.endswith("ours.jinja")
     assert (tmp_path / "ours.jinja").read_text() == jinja
 
 
-def test_a_line_of_what_is_written_has_a_comment(imported):
-    (text,) = imported(LLAMA_FACTORY).written_files(None).values()
+def test_a_line_of_what_is_written_has_a_comment(translate_file):
+    (text,) = translate_file(LLAMA_FACTORY).written_files(None).values()
     lines = text.splitlines()
     for number, line in enumerate(lines):
         is_value = not line.startswith("#") and ": " in line and not line.lstrip().startswith("#")
@@ -324,9 +326,9 @@ def test_a_line_of_what_is_written_has_a_comment(imported):
         ({"do_predict": True, "dataset": "d"}, "meshtune predict m --adapter a --data FILE.json"),
     ],
 )
-def test_a_file_that_does_not_train_names_our_command(imported, more, command):
+def test_a_file_that_does_not_train_names_our_command(translate_file, more, command):
     with pytest.raises(UserError, match="trains nothing") as caught:
-        imported({"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3"} | more)
+        translate_file({"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3"} | more)
     assert caught.value.fix == command
 
 
@@ -363,14 +365,14 @@ def test_templates_that_files_name_ship_with_meshtune():
     assert {template.name for template in used if template.name} <= set(template_names())
 
 
-def test_a_flag_that_is_off_asks_for_nothing(imported):
-    translation = imported(AXOLOTL | QLORA | {"load_in_8bit": False, "s2_attention": False})
+def test_a_flag_that_is_off_asks_for_nothing(translate_file):
+    translation = translate_file(AXOLOTL | QLORA | {"load_in_8bit": False, "s2_attention": False})
     assert not translation.refused
     assert [verdicts(translation)[key] for key in ("load_in_8bit", "s2_attention")] == ["no effect"] * 2
 
 
-def test_a_template_that_is_the_tokenizer_s_own_must_write_the_tools_of_the_data(imported):
-    finding = finding_of(imported(LLAMA_FACTORY | {"template": "smollm2"}), "template")
+def test_a_template_that_is_the_tokenizer_s_own_must_write_the_tools_of_the_data(translate_file):
+    finding = finding_of(translate_file(LLAMA_FACTORY | {"template": "smollm2"}), "template")
     assert finding.verdict == "differs"
     assert "must also write the tools and calls of the data" in finding.note
-    assert "tools" not in finding_of(imported(LLAMA_FACTORY), "template").note
+    assert "tools" not in finding_of(translate_file(LLAMA_FACTORY), "template").note

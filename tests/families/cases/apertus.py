@@ -1,4 +1,4 @@
-"""Apertus: xIELU with random parameters and its constants as they are; squared ReLU and biases in a second case."""
+"""Apertus: xIELU with random parameters and its usual constants; squared ReLU and biases in a second case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command R with norms for each head's queries and keys and a head of its own, and without either."""
+"""Command R with norms for each head's queries and keys and a separate head, and without either."""
 
 from __future__ import annotations
 

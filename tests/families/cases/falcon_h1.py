@@ -1,4 +1,5 @@
-"""Falcon-H1: every multiplier away from one; gated alone, and normalised group by group before the gate or after it."""
+"""Falcon-H1: every multiplier different from one; gated only, and normalised group by group before the gate or after
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps that bite, a query scale of its own, windows in every other layer."""
+"""Gemma 2: soft caps that bite, its own query scale, windows in every other layer."""
 
 from __future__ import annotations
 

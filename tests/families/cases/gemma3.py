@@ -1,4 +1,4 @@
-"""Gemma 3's text model: two rotary embeddings, windows, a query scale of its own, a soft cap on logits that bites."""
+"""Gemma 3's text model: two rotary embeddings, windows, its own query scale, a soft cap on logits that bites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 3n: streams of which the second is active, networks of several widths of which some are sparse, layers of both
+"""Gemma 3n: streams with the second active, networks of several widths, some of them sparse, layers of both
 types that share keys and values, per-layer embeddings, a soft cap on logits that bites."""
 
 from __future__ import annotations

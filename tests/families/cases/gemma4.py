@@ -1,6 +1,6 @@
-"""Gemma 4: layers that share keys and values and have a wider network, per-layer embeddings, experts beside the dense
-network, heads of two sizes, values that are keys, a rotary embedding of a part of the pairs, a soft cap on logits that
-bites, layer scalars."""
+"""Gemma 4: layers that share keys and values and have a wider network, per-layer embeddings, experts in parallel to the
+dense network, heads of two sizes, values that are keys, a rotary embedding of a part of the pairs, a soft cap on logits
+that bites, layer scalars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba-2: two groups of heads, biases everywhere; time steps that their limits change are compared in logits alone."""
+"""Mamba-2: two groups of heads, biases everywhere; time steps that their limits change, compared only in logits."""
 
 from __future__ import annotations
 

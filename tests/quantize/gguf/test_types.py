@@ -67,9 +67,9 @@ def test_the_error_of_a_searched_type_is_llama_cpp_s(name: str):
 
 
 def test_more_numbers_than_are_encoded_at_once_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch):
-    whole = encode("Q4_K", rows())
+    expected = encode("Q4_K", rows())
     monkeypatch.setattr("meshtune.quantize.gguf.ENCODE_NUMBERS", 5 * 512)
-    assert np.array_equal(encode("Q4_K", rows()), whole)
+    assert np.array_equal(encode("Q4_K", rows()), expected)
 
 
 def test_q4_k_m_has_more_bits_where_llama_cpp_s_rule_gives_them():

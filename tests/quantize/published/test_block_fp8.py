@@ -1,4 +1,4 @@
-"""Checkpoints with block-scaled fp8 weights, beside the same numbers in torch."""
+"""Checkpoints with block-scaled fp8 weights, against the same numbers in torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_summary_names_the_method(checkpoint: Path):
     assert set(inspect_model(checkpoint).dtypes) == {"fp8", "float32"}
 
 
-def changed(checkpoint: Path, folder: Path, change) -> Path:
+def change_checkpoint(checkpoint: Path, folder: Path, change) -> Path:
     stored = load_file(checkpoint / "model.safetensors")
     fields = json.loads((checkpoint / "config.json").read_text())
     change(stored, fields)
@@ -119,7 +119,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     ],
 )
 def test_what_does_not_fit_is_named(checkpoint: Path, tmp_path: Path, change, message: str):
-    folder = changed(checkpoint, tmp_path / "bad", change)
+    folder = change_checkpoint(checkpoint, tmp_path / "bad", change)
     with pytest.raises(UserError) as error:
         load_params(folder, load_spec(folder)[0])
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints with mxfp4 experts, beside transformers with the numbers that they stand for."""
+"""gpt-oss checkpoints with mxfp4 experts, against transformers with their dequantised numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models published in 4 and 8 bits: what is read of them, and their logits in transformers."""
+"""Models published in 4 and 8 bits: the parameters read from them, and their logits in transformers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_transformers_saves_gives_the_logits_of_its_dequantised_weights(tmp
     assert set(inspect_model(tmp_path / "model").dtypes) == {"bitsandbytes", "float32"}
 
 
-def changed(checkpoint: Path, folder: Path, change) -> Path:
+def change_checkpoint(checkpoint: Path, folder: Path, change) -> Path:
     stored = load_file(checkpoint / "model.safetensors")
     fields = json.loads((checkpoint / "config.json").read_text())
     change(stored, fields["quantization_config"])
@@ -161,7 +161,7 @@ def group_0(**fields):
     ],
 )
 def test_what_does_not_fit_is_named(checkpoints, tmp_path: Path, name: str, change, message: str):
-    folder = changed(checkpoints(name), tmp_path / "bad", change)
+    folder = change_checkpoint(checkpoints(name), tmp_path / "bad", change)
     with pytest.raises(UserError) as error:
         load_params(folder, load_spec(folder)[0])
     assert message in str(error.value)

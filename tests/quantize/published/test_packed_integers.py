@@ -65,7 +65,7 @@ def reference(name: str) -> tuple[dict, dict[str, torch.Tensor], torch.Tensor]:
     return config, tensors, tensors.pop("expected")
 
 
-def same(ours: np.ndarray, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+def check_equal(ours: np.ndarray, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Equal bit for bit, after the one rounding to the dtype in which the tool computes."""
     rounded = ours.astype(numbers(torch.zeros(1, dtype=dtype or expected.dtype)).dtype)
     np.testing.assert_array_equal(rounded.astype(np.float32), expected.float().numpy())
@@ -83,7 +83,7 @@ def test_boxes_are_the_tools_own_numbers(name, box):
     assert scheme.shape(parts) == (64, 96)
     decoded = scheme.decode(parts, box)
     assert decoded.dtype == np.float32
-    same(decoded, expected[tuple(slice(*edges) for edges in box)])
+    check_equal(decoded, expected[tuple(slice(*edges) for edges in box)])
 
 
 def four_bit(kind, double, dtype, block=64, shape=(48, 96), storage=torch.uint8):
@@ -109,13 +109,13 @@ def test_four_bits_of_bitsandbytes(kind, double, dtype, box, storage):
     scheme = scheme_of(config)
     parts = Tensors(scheme, tensors)
     assert scheme.shape(parts) == (48, 96)
-    same(scheme.decode(parts, box), expected[tuple(slice(*edges) for edges in box)])
+    check_equal(scheme.decode(parts, box), expected[tuple(slice(*edges) for edges in box)])
 
 
 def test_many_doubly_quantised_blocks():
     config, tensors, expected = four_bit("nf4", True, torch.float32, shape=(700, 96))
     scheme = scheme_of(config)
-    same(scheme.decode(Tensors(scheme, tensors), ((300, 700), (0, 96))), expected[300:])
+    check_equal(scheme.decode(Tensors(scheme, tensors), ((300, 700), (0, 96))), expected[300:])
 
 
 @pytest.mark.parametrize("box", BOXES)
@@ -126,4 +126,4 @@ def test_eight_bits_of_bitsandbytes(box):
     parts = Tensors(scheme, {"weight": codes, "SCB": scb, "weight_format": torch.tensor(0, dtype=torch.uint8)})
     assert scheme.shape(parts) == (64, 96)
     expected = bnb.int8_vectorwise_dequant(codes, scb)
-    same(scheme.decode(parts, box), expected[tuple(slice(*edges) for edges in box)])
+    check_equal(scheme.decode(parts, box), expected[tuple(slice(*edges) for edges in box)])

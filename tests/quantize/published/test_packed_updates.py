@@ -30,7 +30,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def as_wide(checkpoint: Path, folder: Path) -> Path:
-    """The same checkpoint with the numbers that its codes stand for."""
+    """The same checkpoint with its codes dequantised."""
     infos = model_tensors(checkpoint, load_spec(checkpoint)[0].published)
     folder.mkdir()
     with TensorReader() as reader:
@@ -56,7 +56,7 @@ def test_updates_on_a_mesh_are_those_of_one_device(checkpoint: Path):
     environment = os.environ | {"PYTHONPATH": source, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    one, *many = json.loads(done.stdout.splitlines()[-1])
+    single, *many = json.loads(done.stdout.splitlines()[-1])
     for mesh, updates in zip(meshes, many, strict=True):
         for name, numbers in updates.items():
-            np.testing.assert_allclose(numbers, one[name], rtol=2e-4, err_msg=f"{mesh} {name}")
+            np.testing.assert_allclose(numbers, single[name], rtol=2e-4, err_msg=f"{mesh} {name}")

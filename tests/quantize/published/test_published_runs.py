@@ -150,7 +150,7 @@ def test_experts_with_adapters_are_quantised_again(tmp_path):
 @pytest.mark.parametrize("name", ["mxfp4", "fp8"])
 def test_adapters_on_all_experts_go_over_their_codes_and_out_again(name, tmp_path):
     """gpt-oss' experts are fused, transposed and interleaved in one tensor of codes, those of DeepSeek V3 lie one by
-    one; every matrix of every expert is adapted, and the base stays as it is published."""
+    one; every matrix of every expert is adapted, and the base stays as published."""
     case, quantise = (OSS, mxfp4()) if name == "mxfp4" else (DEEPSEEK, block_fp8(BLOCK))
     model = rewritten(directory(case), tmp_path / "model", *quantise)
     for file in ("tokenizer.json", "tokenizer_config.json"):

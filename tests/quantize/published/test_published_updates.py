@@ -1,4 +1,4 @@
-"""LoRA over the codes of a checkpoint gives the updates of LoRA over the numbers that they stand for, on every mesh."""
+"""LoRA over the codes of a checkpoint gives the updates of LoRA over the dequantised numbers, on every mesh."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def as_wide(checkpoint: Path, folder: Path) -> Path:
-    """The same checkpoint with the numbers that its codes stand for."""
+    """The same checkpoint with its codes dequantised."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored, numbers = load_file(checkpoint / "model.safetensors"), {}
@@ -81,11 +81,11 @@ def test_updates_on_a_mesh_are_those_of_one_device(checkpoint: tuple[Path, str],
     command = [sys.executable, str(Path(mesh_updates.__file__)), str(path), targets, json.dumps(meshes), "float32"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=1000)
     assert done.returncode == 0, done.stderr[-3000:]
-    one, *many = json.loads(done.stdout.splitlines()[-1])
+    single, *many = json.loads(done.stdout.splitlines()[-1])
     for mesh, updates in zip(meshes, many, strict=True):
         for name, numbers in updates.items():
             np.testing.assert_allclose(
-                numbers, one[name], rtol=1e-4, err_msg=f"{name} on {mesh}"
+                numbers, single[name], rtol=1e-4, err_msg=f"{name} on {mesh}"
             )  # sums in another order
 
 

@@ -84,7 +84,7 @@ def awq(name: str, group: int) -> None:
     save(name, parts, expected, {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"})
 
 
-def compressed(name: str, bits: int, group: int | None, symmetric: bool) -> None:
+def write_compressed(name: str, bits: int, group: int | None, symmetric: bool) -> None:
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     gptq("gptq_8bit", 8, -1, False, "gptq")
     awq("awq", 32)
     awq("awq_rows", -1)
-    compressed("packed_sym", 4, 32, True)
-    compressed("packed_asym", 4, 16, False)
-    compressed("packed_rows", 4, None, True)
-    compressed("packed_8bit", 8, None, False)
+    write_compressed("packed_sym", 4, 32, True)
+    write_compressed("packed_asym", 4, 16, False)
+    write_compressed("packed_rows", 4, None, True)
+    write_compressed("packed_8bit", 8, None, False)

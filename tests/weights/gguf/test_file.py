@@ -1,4 +1,4 @@
-"""GGUF headers, and what is wrong with a file."""
+"""GGUF headers, and errors for damaged files."""
 
 from __future__ import annotations
 

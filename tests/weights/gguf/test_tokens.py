@@ -80,13 +80,13 @@ def test_another_tokenizer_takes_the_place_of_one_that_is_not_read(stories260k: 
     with pytest.raises(UserError, match="of the kind 'plamo'") as error:
         load_tokenizer(find(file).tokenizer)
     assert "--tokenizer" in (error.value.fix or "")
-    given = load_tokenizer(find(file, tokenizer=str(stories260k)).tokenizer)
-    assert given.get_vocab() == load_tokenizer(stories260k).get_vocab()
+    replacement = load_tokenizer(find(file, tokenizer=str(stories260k)).tokenizer)
+    assert replacement.get_vocab() == load_tokenizer(stories260k).get_vocab()
 
 
 @pytest.mark.slow
 def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_anew(stories260k: Path, tmp_path: Path, monkeypatch):
-    """Here one with another epsilon in its header; what was made of the first is in the cache."""
+    """This one has another epsilon in its header; the cache holds the files made of the first."""
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     export(stories260k, file, gguf="Q8_0")

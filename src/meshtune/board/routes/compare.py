@@ -1,4 +1,4 @@
-"""Runs beside one another: the keys in which their recipes differ, and their figures."""
+"""Runs side by side: the keys in which their recipes differ, and their figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshtune.config.data import SourceSection
 from meshtune.errors import UserError
 from meshtune.train.report.metrics_log import METRICS
 
-MOST = 8
+MAX_RUNS = 8
 UNINTERESTING = ("output",)
 SOURCES = ("data.train", "data.validation")
 
@@ -29,8 +29,8 @@ def compare_routes(state: BoardState) -> list[BaseRoute]:
     """GET /api/compare?job=...&job=..."""
 
     def compared(names: list[str]) -> dict[str, Any]:
-        if not 1 <= len(names) <= MOST:
-            raise UserError(f"{len(names)} runs cannot be compared", where="job", fix=f"choose 1 to {MOST}")
+        if not 1 <= len(names) <= MAX_RUNS:
+            raise UserError(f"{len(names)} runs cannot be compared", where="job", fix=f"choose 1 to {MAX_RUNS}")
         jobs = [queue.find(state.workspace, name) for name in names]
         recipes = [_recipe(job) for job in jobs]
         keys = sorted({key for recipe in recipes for key in recipe} - set(UNINTERESTING))
@@ -67,7 +67,7 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _without_defaults(key: str, value: Any) -> Any:
-    """A source of records by its path and the keys that are not at their defaults; other values as they are."""
+    """A source of records by its path and the keys that are not at their defaults; other values unchanged."""
     if key not in SOURCES or not isinstance(value, list):
         return value
     try:
@@ -78,7 +78,7 @@ def _without_defaults(key: str, value: Any) -> Any:
 
 
 def _figures(job: Job) -> dict[str, Any]:
-    """What a run has come to: losses, updates, seconds; absent where it has not yet."""
+    """A run's losses, updates and seconds; absent where there are none yet."""
     if job.output is None:
         return {}
     with follow.reading_run(job.output):

@@ -18,7 +18,7 @@ from meshtune.config.short_forms import written_out
 
 
 def data_routes(state: BoardState) -> list[BaseRoute]:
-    """/api/data and what is below it."""
+    """Routes of /api/data and below."""
     workspace = state.workspace
 
     async def files(_: Request) -> Response:

@@ -1,7 +1,7 @@
-"""One stream of server-sent events for a page: the list of jobs, and what one of them writes.
+"""One stream of server-sent events for a page: the list of jobs, and the output of one of them.
 
 The id of an event holds how far each file was read, so that a browser that comes back (Last-Event-ID) or a page that
-was loaded again (`cursor`) goes on exactly there, whatever was written meanwhile.
+was loaded again (`cursor`) continues exactly there, whatever was written meanwhile.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def _stream(state: BoardState, job_id: str | None, positions: dict[str, st
 
 
 def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What was written since `positions`, {} for nothing, and the new positions."""
+    """Reads new content since `positions`, {} for nothing, and the new positions."""
     job = queue.find(state.workspace, job_id)
     news: dict[str, Any] = {}
     after = dict(positions)

@@ -1,4 +1,4 @@
-"""Jobs: what was started, what it prints, and what its run has measured."""
+"""Jobs: their list, their output, and the measurements of their runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; s
 
 
 def job_routes(state: BoardState) -> list[BaseRoute]:
-    """POST /api/jobs starts one, /api/check says what is wrong before, /api/jobs/attach shows a run that was started
-    without the board; GET /api/jobs/ID and what is below it."""
+    """POST /api/jobs starts one, /api/check reports problems before, /api/jobs/attach shows a run that was started
+    without the board; GET /api/jobs/ID and paths below it."""
     workspace = state.workspace
 
     def prepared(body: dict[str, Any]) -> tuple[JobRequest, Mapping[str, str]]:
@@ -56,7 +56,7 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
 
     async def check(request: Request) -> Response:
         job_request, _ = await run_in_threadpool(prepared, await body_of(request))
-        return Answer({"problems": [], "command": command(*_shown(job_request.arguments))})
+        return Answer({"problems": [], "command": command(*_show_arguments(job_request.arguments))})
 
     async def create(request: Request) -> Response:
         body = await body_of(request)
@@ -176,7 +176,7 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
     ]
 
 
-def _shown(arguments: tuple[str, ...]) -> list[str]:
+def _show_arguments(arguments: tuple[str, ...]) -> list[str]:
     """The arguments of a command that has no folder yet, as a person would give them."""
     return [argument.replace("{job}/", "") for argument in arguments]
 

@@ -17,7 +17,7 @@ from meshtune.board.catalogue import propose_output
 from meshtune.board.kinds import choice_of
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
-from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
+from meshtune.board.recipe_text import NAME, Change, change_of, change_recipe, content_of, dump_recipe
 from meshtune.board.state import BoardState
 from meshtune.board.workspace import check_foreign, checked_recipe
 from meshtune.config.foreign.detect import is_foreign
@@ -39,7 +39,7 @@ MAX_TEXT = 2**20  # characters of a recipe
 
 
 def recipe_routes(state: BoardState) -> list[BaseRoute]:
-    """/api/recipe and what is below it, and /api/plan."""
+    """Routes of /api/recipe and below, and of /api/plan."""
     workspace, planner = state.workspace, state.planner
 
     async def form(_: Request) -> Response:
@@ -55,13 +55,13 @@ def recipe_routes(state: BoardState) -> list[BaseRoute]:
             if not isinstance(changes, list) or len(changes) > MAX_CHANGES:
                 problem = f"the changes are not a list of at most {MAX_CHANGES}"
                 raise UserError(problem, where="changes", fix='send [{"path": "seed", "value": 1}]')
-            text = changed(text, list(map(change_of, changes)))
+            text = change_recipe(text, list(map(change_of, changes)))
             content = content_of(text)
             values = written_out(with_current_names(content, silent))
             if body.get("name_output") and "output" not in content and not is_foreign(content):
                 model = values.get("model")
                 output = propose_output(workspace, model if isinstance(model, dict) else {})
-                text, values["output"] = changed(text, [Change(("output",), output)]), output
+                text, values["output"] = change_recipe(text, [Change(("output",), output)]), output
         except UserError as error:
             return {"recipe": text, "values": None, "problems": problems_of(error)}
         answer: dict[str, Any] = {"recipe": text, "values": values, "problems": [], "foreign": is_foreign(content)}
@@ -100,10 +100,12 @@ def recipe_routes(state: BoardState) -> list[BaseRoute]:
                 return answer | {"recipe": None}
             target = _new_folder(workspace.uploads, "imported") / NAME if translation.draft.files else None
             (_recipe_path, text), *beside = translation.written_files(target).items()
-            for other, content in beside:
-                other.write_text(content, encoding="utf-8")
-                relative = workspace.shown(other)
-                text = changed(text, [Change(("model", "chat_template"), relative)]) if other.name in text else text
+            for file, content in beside:
+                file.write_text(content, encoding="utf-8")
+                relative = workspace.shown(file)
+                text = (
+                    change_recipe(text, [Change(("model", "chat_template"), relative)]) if file.name in text else text
+                )
             return answer | {"recipe": text}
 
     async def import_(request: Request) -> Response:
@@ -174,7 +176,7 @@ def text_of(body: dict[str, Any], name: str) -> str:
 
 
 def price_of(body: dict[str, Any]) -> float | None:
-    """The price of a device-hour; None where it is absent. Raises: UserError for what is no amount of money."""
+    """The price of a device-hour; None where it is absent. Raises: UserError for anything but an amount of money."""
     price = body.get("price")
     if price in (None, ""):
         return None
@@ -189,7 +191,7 @@ def with_preset(text: str, name: str) -> str:
         raise UserError(f"there is no preset '{name}'", where="preset", fix=f"they are {', '.join(presets())}")
     preset = presets()[name]
     changes = [Change((section,), preset.get(section, recipe_text.UNSET)) for section in SECTIONS]
-    return changed(text, changes) if text.strip() else dumped(preset)
+    return change_recipe(text, changes) if text.strip() else dump_recipe(preset)
 
 
 def _new_folder(parent: pathlib.Path, name: str) -> pathlib.Path:

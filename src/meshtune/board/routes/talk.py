@@ -68,7 +68,9 @@ def talk_routes(state: BoardState) -> list[BaseRoute]:
     async def list_served(_: Request) -> Response:
         jobs = await run_in_threadpool(read_jobs, workspace.jobs)
         served = [job for job in jobs if job.request.kind == "serve"]
-        return Answer({"models": await asyncio.gather(*map(_described, served)), "chat_templates": template_names()})
+        return Answer(
+            {"models": await asyncio.gather(*map(_describe_model, served)), "chat_templates": template_names()}
+        )
 
     async def find(request: Request) -> Address:
         job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])
@@ -101,7 +103,7 @@ def talk_routes(state: BoardState) -> list[BaseRoute]:
     ]
 
 
-async def _described(job: Job) -> dict[str, Any]:
+async def _describe_model(job: Job) -> dict[str, Any]:
     """A served model as JSON; `ids` are those of its API once it answers."""
     fields = {
         "job": job.id,

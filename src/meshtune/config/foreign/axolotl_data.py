@@ -307,8 +307,8 @@ def _answers_template(draft: Draft, key: str, prompts: str) -> None:
 def chat_template(draft: Draft, types: list[tuple[str, str | None]]) -> None:
     """The template of conversations: that of the data sets, else of the file. axolotl's own by name are copies of the
     models', which are used here."""
-    own, written = draft.get("chat_template"), draft.settings.get("model.chat_template")
-    chosen = list(dict.fromkeys(named or own for prompts, named in types if "chat_template" in prompts))
+    file_template, written = draft.get("chat_template"), draft.settings.get("model.chat_template")
+    chosen = list(dict.fromkeys(named or file_template for prompts, named in types if "chat_template" in prompts))
     if written is not None and chosen:
         chosen = list(dict.fromkeys([written.value, *chosen]))
     if len(chosen) > 1:
@@ -318,7 +318,7 @@ def chat_template(draft: Draft, types: list[tuple[str, str | None]]) -> None:
     if not chosen or written is not None:
         return
     (name,) = chosen
-    key = "chat_template" if name == own else "datasets"
+    key = "chat_template" if name == file_template else "datasets"
     if name is None:
         return
     if name == "jinja" and key == "datasets":

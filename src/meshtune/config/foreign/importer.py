@@ -29,7 +29,7 @@ WIDTH = 116
 class Translation:
     """A recipe of another tool, translated.
 
-    `findings` say what became of each key; `lines` are the keys' lines in the file. `draft` holds our recipe.
+    `findings` are the verdicts on the keys; `lines` are the keys' lines in the file. `draft` holds our recipe.
     """
 
     source: str

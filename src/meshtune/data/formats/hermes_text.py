@@ -1,7 +1,7 @@
 """Tools, calls and results as text in the tags of Hermes' prompt: <tools>, <tool_call> and <tool_response>.
 
-Where a record declares its tools in a field, its chat template writes them, its calls and their results in a form of
-its own, so that text in these tags is read as what it means. Calls are JSON or, as in Hermes' data, Python literals.
+Where a record declares its tools in a field, its chat template writes them, its calls and their results in its
+own form, so that text in these tags is read as its meaning. Calls are JSON or, as in Hermes' data, Python literals.
 Specification: github.com/NousResearch/Hermes-Function-Calling.
 """
 
@@ -33,7 +33,9 @@ def tools_of_text(text: str, origin: Origin, field: str) -> list[object] | None:
     try:
         value = _literal(part[1])
     except ValueError:
-        value = [_parsed(line, "the tools in <tools>", origin, field) for line in part[1].splitlines() if line.strip()]
+        value = [
+            _parse_call(line, "the tools in <tools>", origin, field) for line in part[1].splitlines() if line.strip()
+        ]
     return value if isinstance(value, list) else [value]
 
 
@@ -64,7 +66,7 @@ def calls_of_text(message: Message, origin: Origin, field: str) -> Message:
     if not blocks or message.content[end:].strip():
         return message  # text about calls, or calls of another form
     calls = [
-        parse_tool_call(_parsed(block, "the call in <tool_call>", origin, field), origin, field) for block in blocks
+        parse_tool_call(_parse_call(block, "the call in <tool_call>", origin, field), origin, field) for block in blocks
     ]
     return dataclasses.replace(message, content=message.content[:start].rstrip(), tool_calls=tuple(calls))
 
@@ -109,7 +111,7 @@ def _results(content: str) -> list[str]:
     return results if end == len(content) else []
 
 
-def _parsed(text: str, name: str, origin: Origin, field: str) -> object:
+def _parse_call(text: str, name: str, origin: Origin, field: str) -> object:
     try:
         return _literal(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Answers labelled good or bad: the records of other formats with a true or false beside them (KTO)."""
+"""Answers labelled good or bad: the records of other formats with a true or false in another field (KTO)."""
 
 from __future__ import annotations
 

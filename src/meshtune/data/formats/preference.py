@@ -2,7 +2,7 @@
 
 Alpaca and sharegpt records are LLaMA-Factory's ranking data: chosen and rejected are texts, or turns that continue the
 conversation. `preference` is TRL's format: with a prompt, or without one where both answers are whole conversations
-that share all but the last turn; beside such conversations a prompt that is text repeats what they hold
+that share all but the last turn; next to such conversations a prompt that is text repeats their beginning
 (trl.data_utils.maybe_extract_prompt). `openai` is the format of OpenAI's preference tuning, `hh` the transcripts of
 Anthropic's helpful and harmless data.
 """

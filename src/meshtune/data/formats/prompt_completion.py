@@ -1,7 +1,7 @@
 """A prompt and its completion: two texts, two lists of messages, or one of each.
 
 Two texts are concatenated without a template or a space between them, and only the completion is trained on. With
-messages the record is a conversation, in which a text stands for one user turn (the prompt) or one assistant turn (the
+messages the record is a conversation, where a text means one user turn (the prompt) or one assistant turn (the
 completion); assistant turns in the prompt are trained on only if they have a weight of their own.
 """
 

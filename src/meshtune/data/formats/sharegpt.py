@@ -79,8 +79,8 @@ def read_turns(
         message, role_name = _turn(turn, keys, speakers, origin, f"{field}[{index}]")
         messages.append(message)
         role_names.append(role_name)
-    whole = with_system(messages, record, fields, origin)
-    return whole, ["system"] * (len(whole) - len(messages)) + role_names, field
+    all_messages = with_system(messages, record, fields, origin)
+    return all_messages, ["system"] * (len(all_messages) - len(messages)) + role_names, field
 
 
 def _keys(turns: Sequence[object], tags: Mapping[str, str]) -> tuple[str, str]:

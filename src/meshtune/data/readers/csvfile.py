@@ -21,7 +21,7 @@ import numpy as np
 from meshtune.data.readers.jsonfile import check_nesting, readable
 from meshtune.data.readers.mapped import MappedFile
 from meshtune.data.readers.records import FileRecords, line_origin
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError, amount
 
 MAX_COLUMNS = 10_000
 PROBED = 20  # records that say which columns hold conversations
@@ -152,7 +152,7 @@ def _decode(
     fields = _fields(file, begin, end, delimiter)
     if len(fields) != len(header):
         raise UserError(
-            f"the record has {counted(len(fields), 'field')}, but the header has {len(header)}: "
+            f"the record has {amount(len(fields), 'field')}, but the header has {len(header)}: "
             + ", ".join(header[:20]),
             where=line_origin(file, index, begin),
             fix="put fields that contain a comma or a line break in double quotes",

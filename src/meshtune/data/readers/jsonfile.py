@@ -57,8 +57,8 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
 
 def _malformed_value(file: MappedFile, begin: int, text: str, error: ValueError) -> UserError:
     if isinstance(error, json.JSONDecodeError):
-        return _malformed(file, begin + len(text[: error.pos].encode()), error.msg)
-    return _malformed(file, begin, readable(error))
+        return _malformed_error(file, begin + len(text[: error.pos].encode()), error.msg)
+    return _malformed_error(file, begin, readable(error))
 
 
 def readable(error: ValueError) -> str:
@@ -77,7 +77,7 @@ def check_nesting(text: str) -> None:
             raise ValueError(f"nested too deeply, more than {MAX_DEPTH} levels")
 
 
-def _malformed(file: MappedFile, offset: int, problem: str) -> UserError:
+def _malformed_error(file: MappedFile, offset: int, problem: str) -> UserError:
     return UserError(
         f"malformed JSON: {problem[:1].lower()}{problem[1:]}, near: {file.excerpt(offset)}",
         where=f"{file.name}, {file.position(offset)}",
@@ -120,7 +120,7 @@ def _looks_like_lines(file: MappedFile) -> bool:
     except ValueError:
         return False
     except RecursionError:  # which layout it has cannot be told
-        raise _malformed(file, first.start(), "nested too deeply") from None
+        raise _malformed_error(file, first.start(), "nested too deeply") from None
 
 
 def _spans(file: MappedFile) -> np.ndarray:
@@ -192,7 +192,7 @@ def _first_mistake(file: MappedFile, spans: array.array[int], offset: int, probl
             parse(file, offset, len(file.view))
         except UserError as error:
             return error
-    return _malformed(file, min(offset, len(file.view)), problem)
+    return _malformed_error(file, min(offset, len(file.view)), problem)
 
 
 def _skip_space(file: MappedFile, offset: int) -> int:

@@ -23,12 +23,12 @@ ALL_BIASES = QKV | {"attn/o", "mlp/gate", "mlp/up", "mlp/down"}
 GATING = {"softmax": 1, "sigmoid": 2}
 
 
-def nothing(_: Any) -> dict[str, Any]:
+def no_fields(_: Any) -> dict[str, Any]:
     """No further fields."""
     return {}
 
 
-def accepted(_: ModelSpec) -> str | None:
+def accept_any(_: ModelSpec) -> str | None:
     """Nothing is refused."""
     return None
 
@@ -57,9 +57,9 @@ class Architecture:
     windows: bool = False
     biases: frozenset[str] = frozenset()  # nodes of a layer that may have one; norms always may
     normalized: bool | None = None  # the weights of a token's experts are divided by their sum
-    refusal: Callable[[ModelSpec], str | None] = accepted
-    write: Callable[[ModelSpec], dict[str, Any]] = nothing
-    read: Callable[[Metadata], dict[str, Any]] = nothing
+    refusal: Callable[[ModelSpec], str | None] = accept_any
+    write: Callable[[ModelSpec], dict[str, Any]] = no_fields
+    read: Callable[[Metadata], dict[str, Any]] = no_fields
     without: tuple[str, ...] = ()
     chosen: Callable[[Metadata], bool] = always
     routed: bool = False  # files say how tokens are routed, and how many of the first layers have no experts
@@ -76,7 +76,7 @@ class Architecture:
     # Knows only heads that are a tensor of their own, so that a tied embedding is written twice; or only tied ones.
     head: Literal["either", "own", "embedding"] = "either"
     # Tensors, with their shapes, that llama.cpp does not load a file without and does not use: written as zeros.
-    unused: Callable[[ModelSpec], Mapping[str, tuple[int, ...]]] = nothing
+    unused: Callable[[ModelSpec], Mapping[str, tuple[int, ...]]] = no_fields
 
 
 def integer(metadata: Metadata, key: str) -> int:

@@ -100,7 +100,7 @@ def _latent_heads(shape: Shape, mixer: LatentAttentionSpec) -> tuple[Arrangement
 
 
 def _delta(node: str, leaf: str, shape: Shape, mixer: DeltaNetSpec, tiled: bool) -> tuple[Arrangement, ...]:
-    """Rows of all queries, keys and values. `tiled` says that value heads stand in another order: the first of every
+    """Rows of all queries, keys and values. `tiled` says that value heads have another order: the first of every
     key head, the second of every key head, and so on."""
     groups, heads, columns = mixer.key_heads, mixer.value_heads, shape[1:]
     per_group = heads // groups

@@ -88,16 +88,16 @@ def _fields(
     block = rope_block(metadata, dict(tensors), dim)
     if dim != head_dim and not architecture.latent:
         block["partial_rotary_factor"] = dim / head_dim
-    context, some = _integer(metadata["context_length"]), _sizes(architecture)
+    context, sizes = _integer(metadata["context_length"]), _sizes(architecture)
     config: dict[str, Any] = {
         "model_type": kind,
         "architectures": [architecture.class_name],
         "vocab_size": rows,
         "hidden_size": embed,
-        "intermediate_size": _integer(metadata.get("feed_forward_length", 0), some),
+        "intermediate_size": _integer(metadata.get("feed_forward_length", 0), sizes),
         "num_hidden_layers": _integer(metadata["block_count"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads), some),
+        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads), sizes),
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rope_parameters": block,
@@ -122,7 +122,7 @@ def _fields(
 
 
 def _sizes(architecture: Architecture) -> Counted:
-    """Of which layers a number that files have for every layer is that of the config."""
+    """Names the layers whose number, of those that files have for every layer, is that of the config."""
     if architecture.uneven:
         return "first"
     return "some" if architecture.marked_layers else "all"

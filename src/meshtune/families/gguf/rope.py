@@ -53,8 +53,8 @@ def rope_metadata(rope: RopeSpec, latent: bool = False, rounded: bool = False) -
 
 
 def _yarn_magnitude(numbers: dict[str, float]) -> float | None:
-    if (given := numbers.get("attention_factor")) is not None:
-        return given
+    if (factor := numbers.get("attention_factor")) is not None:
+        return factor
     m, m_all = numbers.get("mscale"), numbers.get("mscale_all_dim")
     if not m or not m_all:
         return None

@@ -48,7 +48,8 @@ BACKENDS: list[Backend] = [
 
 
 def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, str]:
-    """The backend for `request`, and the reason for the choice (for the run's banner): what is against those before it.
+    """The backend for `request`, and the reason for the choice (for the run's banner): why those before it do not
+    serve.
 
     Raises: UserError if a forced backend is unknown or cannot serve the request, or if none can, with every backend's
     reason.
@@ -151,6 +152,6 @@ def attention(
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks)
     if sharding is None or sharding.mesh.size == 1:
         return choose_backend(request, backend)[0].run(inputs, request)
-    sharding = sharding.fitted(request)
+    sharding = sharding.fit(request)
     request = sharding.local(request)
     return run_over_mesh(choose_backend(request, backend)[0], inputs, request, sharding)

@@ -148,7 +148,7 @@ def visible(
     return earlier if request.window is None else earlier & (distance < request.window)
 
 
-def capped(scores: Float[Array, "*any"], softcap: float | None) -> Float[Array, "*any"]:
+def cap_scores(scores: Float[Array, "*any"], softcap: float | None) -> Float[Array, "*any"]:
     """Scores squashed into (-softcap, softcap) by tanh, as in Gemma 2 (arXiv:2408.00118); unchanged without a cap."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
@@ -212,7 +212,7 @@ class AttentionSharding:
         """The architecture of the mesh's devices (see chips); "" if unknown."""
         return arch_of(self.mesh.devices.flat[0]) if isinstance(self.mesh, Mesh) else ""
 
-    def fitted(self, request: AttentionRequest) -> AttentionSharding:
+    def fit(self, request: AttentionRequest) -> AttentionSharding:
         """Only those axes that divide the sizes of `request`: an axis that does not divide a size does not split it."""
 
         def splits(axis: str | None, *lengths: int) -> bool:

@@ -53,7 +53,7 @@ def kv_token_blocks(request: AttentionRequest, inputs: AttentionInputs) -> Token
 
 def token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> TokenBlocks:
     """From int32 [B,T]; the last block is padded with segment 0."""
-    padded = _padded(positions, block), _padded(segments, block)
+    padded = _pad_to_block(positions, block), _pad_to_block(segments, block)
     return TokenBlocks(*(x.reshape(x.shape[0], -1, block).swapaxes(0, 1) for x in padded))
 
 
@@ -159,7 +159,7 @@ def add_to_block(x: jax.Array, index: jax.Array, addend: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(x, get_block(x, index) + addend, index, 0)
 
 
-def _padded(x: jax.Array, block: int) -> jax.Array:
+def _pad_to_block(x: jax.Array, block: int) -> jax.Array:
     """Axis 1 padded with zeros to a multiple of `block`; padded tokens get segment 0, which is invisible."""
     missing = -x.shape[1] % block
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
@@ -168,7 +168,7 @@ def _padded(x: jax.Array, block: int) -> jax.Array:
 def q_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
     """[B,T,H,h] to [n, B,K,R,h]: the query heads of a key head share its matmuls as G * block rows."""
     block, K = block_sizes(request)[0], request.kv_heads
-    x = _padded(x, block)
+    x = _pad_to_block(x, block)
     B, T, H, h = x.shape
     x = x.reshape(B, T // block, block, K, H // K, h).transpose(1, 0, 3, 4, 2, 5)
     return x.reshape(T // block, B, K, H // K * block, h)
@@ -185,7 +185,7 @@ def from_q_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
 def kv_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
     """[B,S,K,h] to [n, B,K,block,h]."""
     block = block_sizes(request)[1]
-    x = _padded(x, block)
+    x = _pad_to_block(x, block)
     B, S, K, h = x.shape
     return x.reshape(B, S // block, block, K, h).transpose(1, 0, 3, 2, 4)
 

@@ -13,7 +13,7 @@ from meshtune.kernels.attention.backend import (
     Backend,
     accumulator,
     alibi_biased,
-    capped,
+    cap_scores,
     matmul_precision,
     visible,
 )
@@ -50,7 +50,7 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     scores = jnp.einsum("bkrh,bksh->bkrs", q, k, precision=matmul_precision(q.dtype), preferred_element_type=sum_dtype)
     scores = scores * request.scale
     if request.softcap is not None:
-        scores = capped(scores, request.softcap)
+        scores = cap_scores(scores, request.softcap)
     positions, segments = jnp.tile(inputs.q_positions, G), jnp.tile(inputs.q_segments, G)
     if inputs.slopes is not None:
         slopes = jnp.repeat(inputs.slopes.reshape(K, G), T, axis=1)

@@ -18,7 +18,7 @@ from meshtune.kernels.attention.backend import (
     AttentionRequest,
     accumulator,
     alibi_biased,
-    capped,
+    cap_scores,
     capped_derivative,
     matmul_precision,
     visible,
@@ -190,7 +190,7 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _scores(request: AttentionRequest, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return capped(_einsum(equation, x, y) * request.scale, request.softcap)
+    return cap_scores(_einsum(equation, x, y) * request.scale, request.softcap)
 
 
 def _row_max(request: AttentionRequest, scores: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 softmax and has no value.
 
 A sink only changes what weights are divided by. So a kernel computes without it, and its output and log-sum-exp are
-corrected afterwards; its backward pass is right as it is once it gets the corrected ones.
+corrected afterwards; its backward pass is right without a change once it gets the corrected ones.
 """
 
 from __future__ import annotations

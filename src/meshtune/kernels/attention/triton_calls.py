@@ -121,8 +121,8 @@ class _KernelCall:
         self.kv_block = pl.BlockSpec((None, tile.kv, None, width), lambda j, n, b: (b, j, n, 0))
         self.all_queries = pl.BlockSpec((None, self.q_padded, group, width), lambda j, n, b: (b, 0, n, 0))
         self.all_q_scalars = pl.BlockSpec((None, group, self.q_padded), lambda j, n, b: (b, n, 0))
-        self._queries = _padded(inputs.q_positions, self.q_padded), _padded(inputs.q_segments, self.q_padded)
-        self._keys = _padded(inputs.kv_positions, self.kv_padded), _padded(inputs.kv_segments, self.kv_padded)
+        self._queries = _pad_tokens(inputs.q_positions, self.q_padded), _pad_tokens(inputs.q_segments, self.q_padded)
+        self._keys = _pad_tokens(inputs.kv_positions, self.kv_padded), _pad_tokens(inputs.kv_segments, self.kv_padded)
         self._token_blocks = token_blocks(*self._queries, tile.q), token_blocks(*self._keys, tile.kv)
 
     def tokens_by_query_block(self) -> list[Operand]:
@@ -171,5 +171,5 @@ def _whole_row(length: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, length), lambda i, n, b: (b, 0))
 
 
-def _padded(x: jax.Array, length: int) -> jax.Array:
+def _pad_tokens(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x.astype(jnp.int32), ((0, 0), (0, length - x.shape[1])))

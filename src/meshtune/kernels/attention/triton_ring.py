@@ -103,17 +103,17 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, inter
 
 
 def _merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The output and log-sum-exp over two shards of the keys, from those over each; a shard of which nothing is seen
+    """The output and log-sum-exp over two shards of the keys, from those over each; a shard without a visible key
     has weight 0."""
     (out1, lse1), (out2, lse2) = first, second
     maximum = jnp.maximum(lse1, lse2)
     weight1, weight2 = jnp.exp(lse1 - maximum), jnp.exp(lse2 - maximum)
     total = weight1 + weight2
 
-    def weighted(out: jax.Array, weight: jax.Array) -> jax.Array:
+    def weigh(out: jax.Array, weight: jax.Array) -> jax.Array:
         return out * (weight / total)[:, :, : out.shape[1]].swapaxes(1, 2)[..., None]
 
-    return weighted(out1, weight1) + weighted(out2, weight2), maximum + jnp.log(total)
+    return weigh(out1, weight1) + weigh(out2, weight2), maximum + jnp.log(total)
 
 
 def _backward_local(

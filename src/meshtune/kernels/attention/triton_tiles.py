@@ -90,5 +90,5 @@ def _of_generation(chip: Chip) -> TilesByHeadDim:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The columns of a block: a power of two, of which only `head_dim` are loaded and stored."""
+    """The columns of a block: a power of two; only `head_dim` of them are loaded and stored."""
     return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())

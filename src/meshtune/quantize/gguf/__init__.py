@@ -1,4 +1,4 @@
-"""The types of tensors in GGUF files: their blocks of bytes, and the numbers that these stand for.
+"""The types of tensors in GGUF files: their blocks of bytes, and how to decode them.
 
 All types are decoded, and the simple ones encoded, by the package gguf. It does not encode K types: `k_blocks` does.
 """

@@ -22,11 +22,11 @@ def encode_k(name: str, blocks: Float[np.ndarray, "n 256"]) -> UInt8[np.ndarray,
 
 def _encode_q45(numbers: np.ndarray, top: int) -> np.ndarray:
     scales, minima = fit_scales_and_minima(numbers.reshape(-1, 8, 32), top)
-    step, scale_codes = _coded(scales)
-    least, minimum_codes = _coded(minima)
+    step, scale_codes = _code_scales(scales)
+    least, minimum_codes = _code_scales(minima)
     width = _half(step) * scale_codes
     shift = _half(least) * minimum_codes
-    codes = np.rint(_divided(numbers.reshape(-1, 8, 32) + shift[:, :, None], width[:, :, None]))
+    codes = np.rint(_divide(numbers.reshape(-1, 8, 32) + shift[:, :, None], width[:, :, None]))
     codes = np.clip(codes, 0, top).astype(np.uint8).reshape(-1, 256)
     head = [step, least, _packed_scales(scale_codes, minimum_codes)]
     if top == 31:
@@ -36,21 +36,21 @@ def _encode_q45(numbers: np.ndarray, top: int) -> np.ndarray:
     return np.concatenate([*head, (low[:, :, 0] | (low[:, :, 1] << 4)).reshape(-1, 128)], axis=1)
 
 
-def _coded(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _code_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(float16 of each block as bytes, codes of six bits) of scales [n, 8] that are not negative."""
     largest = scales.max(1, keepdims=True)
-    codes = np.rint(scales * _divided(np.float32(63), largest))
+    codes = np.rint(scales * _divide(np.float32(63), largest))
     return _bytes(largest / np.float32(63)), np.minimum(codes, 63).astype(np.uint8)
 
 
 def _encode_q6(numbers: np.ndarray) -> np.ndarray:
     scales = fit_scales(numbers.reshape(-1, 16, 16), 32)
     largest = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
-    inverse = _divided(np.float32(-128), largest)
-    step = _bytes(_divided(np.float32(1), inverse))
+    inverse = _divide(np.float32(-128), largest)
+    step = _bytes(_divide(np.float32(1), inverse))
     scale_codes = np.minimum(np.rint(inverse * scales), 127).astype(np.int8)
     width = (_half(step) * scale_codes)[:, :, None]
-    codes = np.clip(np.rint(_divided(numbers.reshape(-1, 16, 16), width)), -32, 31).astype(np.int8) + np.int8(32)
+    codes = np.clip(np.rint(_divide(numbers.reshape(-1, 16, 16), width)), -32, 31).astype(np.int8) + np.int8(32)
     codes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
     low = codes & 15
     halves = np.stack([low[:, :, 0] | (low[:, :, 2] << 4), low[:, :, 1] | (low[:, :, 3] << 4)], axis=2)
@@ -67,7 +67,7 @@ def _packed_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second, (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)], axis=1)
 
 
-def _divided(numbers: np.ndarray | np.float32, by: np.ndarray) -> np.ndarray:
+def _divide(numbers: np.ndarray | np.float32, by: np.ndarray) -> np.ndarray:
     """A quotient that is 0 where one divides by 0."""
     numbers = np.broadcast_to(numbers, np.broadcast_shapes(np.shape(numbers), by.shape))
     return np.divide(numbers, by, out=np.zeros(numbers.shape, np.float32), where=by != 0)

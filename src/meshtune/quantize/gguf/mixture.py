@@ -47,22 +47,22 @@ class Mixture:
             return "F32"
         if default in FLOATS:
             return default
-        return self._fitting(self._wanted(name, shape, default), shape)
+        return self._fitting(self._preferred_type(name, shape, default), shape)
 
-    def _wanted(self, name: str, shape: tuple[int, ...], default: str) -> str:
+    def _preferred_type(self, name: str, shape: tuple[int, ...], default: str) -> str:
         if name == "output.weight" or (self.tied and name == "token_embd.weight"):
             if shape[-1] % TYPES[default].block:
                 return "Q8_0"
             return default if default == "Q8_0" else "Q6_K"
         layer = int(match[1]) if (match := re.match(r"blk\.(\d+)\.", name)) else 0
-        more = self._more_bits(layer) and self.file_type in ("Q4_K_M", "Q5_K_M")
+        takes_more = self._more_bits(layer) and self.file_type in ("Q4_K_M", "Q5_K_M")
         if self.experts == 8 and ("attn_v." in name or "attn_k." in name):
             return "Q8_0"
         if "attn_v." in name or "ffn_down" in name:
-            return "Q6_K" if more else default
+            return "Q6_K" if takes_more else default
         if "attn_qkv." in name:
             # Counted among the values' matrices, and so by layer too.
-            return "Q6_K" if more else default
+            return "Q6_K" if takes_more else default
         if "attn_output." in name and self.experts == 8 and self.file_type == "Q4_K_M":
             return "Q5_K"
         return default

@@ -27,7 +27,7 @@ from meshtune.quantize.published.integers import (
     integer_field,
     only,
     packed_range,
-    unpacked,
+    unpack_words,
 )
 from meshtune.quantize.published.scheme import Box, Parts, Shape, check_known, is_skipped, skip_list
 
@@ -82,7 +82,7 @@ class Awq(PackedScheme):
 
 
 def _outputs(packed: Int32[np.ndarray, "n w"]) -> UInt8[np.ndarray, "n o"]:
-    codes = unpacked(packed, BITS).reshape(*packed.shape, PER)
+    codes = unpack_words(packed, BITS).reshape(*packed.shape, PER)
     return codes[..., PLACES].reshape(packed.shape[0], -1)
 
 

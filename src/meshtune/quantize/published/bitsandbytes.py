@@ -176,7 +176,7 @@ class FourBit:
 
 @dataclasses.dataclass(frozen=True)
 class EightBit:
-    """LLM.int8 weights, of which `transformers` computes products with rounded inputs; here inputs are not rounded."""
+    """LLM.int8 weights. `transformers` computes their products with rounded inputs; here inputs are not rounded."""
 
     skip: tuple[str, ...] = ()
     method: ClassVar[str] = "bitsandbytes"

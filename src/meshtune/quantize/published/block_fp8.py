@@ -134,7 +134,7 @@ def as_float32(scales: np.ndarray) -> np.ndarray:
 
 
 def read(fields: dict[str, Any], where: str) -> BlockFp8:
-    """The scheme of a quantization_config. Raises UserError for what is not implemented."""
+    """The scheme of a quantization_config. Raises UserError for unsupported fields."""
     known = (
         "activation_scheme", "fmt", "weight_block_size", "dequantize", "modules_to_not_convert", "ignored_layers",
         "scale_fmt", "expert_dtype",

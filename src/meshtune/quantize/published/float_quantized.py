@@ -58,7 +58,7 @@ class FloatQuantized:
 
 
 def read_floats(group: Mapping[str, Any], ignored: tuple[str, ...], where: str) -> FloatQuantized:
-    """The scheme of a config group of fp8 weights. Raises UserError for what is not implemented."""
+    """The scheme of a config group of fp8 weights. Raises UserError for unsupported fields."""
     weights = group.get("weights") or {}
     for field, values in (("num_bits", (8,)), ("type", ("float",)), ("symmetric", (True,))):
         only(f"weights.{field}", weights.get(field), values, where)

@@ -29,7 +29,7 @@ from meshtune.quantize.published.integers import (
     integer_field,
     only,
     packed_range,
-    unpacked,
+    unpack_words,
 )
 from meshtune.quantize.published.scheme import Box, Parts, Shape, check_known, check_patterns, is_skipped
 
@@ -45,7 +45,7 @@ rotation""".split()
 class Gptq(PackedScheme):
     """How the weights of a checkpoint are packed.
 
-    `offset` is what is added to stored zero points: one for `gptq` (to words as a whole, as GPTQModel does, which
+    `offset` is added to stored zero points: one for `gptq` (to words as a whole, as GPTQModel does, which
     differs from adding it to each code only where a stored code is 15), none for `gptq_v2`. `excluded` are regular
     expressions of modules that are not quantised, `only_modules` the ends of the names of those that are (none: all).
     """
@@ -94,21 +94,21 @@ class Gptq(PackedScheme):
         first, last = (int(groups.min()), int(groups.max()) + 1) if right > left else (0, 0)
         within = left % self.per
         packed = parts.box("codes", (packed_range(left, right, self.per), (top, bottom)))
-        codes = unpacked(packed.T, self.bits)[:, within : within + right - left]
+        codes = unpack_words(packed.T, self.bits)[:, within : within + right - left]
         zeros, scales = self.parameters(parts, (top, bottom), (first, last))
         return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
 
     def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
         top, bottom = rows
         within = top % self.per
-        packed = self._corrected(parts.box("zeros", (groups, packed_range(top, bottom, self.per))))
-        zeros = unpacked(packed, self.bits)[:, within : within + bottom - top].T
+        packed = self._add_offset(parts.box("zeros", (groups, packed_range(top, bottom, self.per))))
+        zeros = unpack_words(packed, self.bits)[:, within : within + bottom - top].T
         return zeros, parts.box("scales", (groups, rows)).T
 
     def row(self, parts: Parts) -> int:
         return parts.shape("groups")[0] if "groups" in parts else parts.shape("codes")[0] * self.per
 
-    def _corrected(self, packed: Int32[np.ndarray, "n m"]) -> Int32[np.ndarray, "n m"]:
+    def _add_offset(self, packed: Int32[np.ndarray, "n m"]) -> Int32[np.ndarray, "n m"]:
         ones = sum(self.offset << shift for shift in range(0, WORD, self.bits))
         return (packed.view(np.uint32) + np.uint32(ones)).view(np.int32)
 
@@ -130,12 +130,12 @@ def read(fields: dict[str, Any], where: str) -> Gptq:
         integer_field(fields, "group_size", where, 128),
         bool(fields.get("desc_act", False)),
         offset=1 if layout == "gptq" else 0,
-        excluded=_excluded(fields.get("dynamic") or {}, where),
+        excluded=_excluded_modules(fields.get("dynamic") or {}, where),
         only_modules=tuple(f".{name}" for name in names),
     )
 
 
-def _excluded(dynamic: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def _excluded_modules(dynamic: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """The patterns of modules that GPTQModel's rules leave out; rules that give some modules other bits are refused."""
     for rule, values in dynamic.items():
         if not rule.startswith("-") and values:

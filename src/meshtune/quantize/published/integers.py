@@ -116,7 +116,7 @@ class PackedScheme(abc.ABC):
 
 
 def form_of(bits: int, size: int, into: int) -> Form | None:
-    """The quantised weight with codes of so many bits in groups of `size` along rows of `into` numbers: its blocks are
+    """The quantised weight with codes of `bits` bits in groups of `size` along rows of `into` numbers: its blocks are
     the groups, or the largest parts of at most ROW_BLOCK that divide them. None where no block does."""
     block = largest_block(math.gcd(size, into), ROW_BLOCK if size == into else size)
     return None if block is None else Form("uint4" if bits == 4 else "uint8", block)
@@ -132,7 +132,7 @@ def pairs(codes: UInt8[np.ndarray, "o i"]) -> UInt8[np.ndarray, "o b"]:
     return (codes[:, ::2] << 4) | codes[:, 1::2]
 
 
-def unpacked(packed: Int32[np.ndarray, "*B n"], bits: int) -> UInt8[np.ndarray, "*B m"]:
+def unpack_words(packed: Int32[np.ndarray, "*B n"], bits: int) -> UInt8[np.ndarray, "*B m"]:
     """The codes of packed words, each word's lowest bits first; `bits` is 4 or 8."""
     content = np.ascontiguousarray(packed).astype("<i4", copy=False).view(np.uint8)
     if bits == 8:

@@ -85,6 +85,6 @@ class Mxfp4:
 
 
 def read(fields: dict[str, Any], where: str) -> Mxfp4:
-    """The scheme of a quantization_config. Raises UserError for what is not implemented."""
+    """The scheme of a quantization_config. Raises UserError for unsupported fields."""
     check_known(fields, ("modules_to_not_convert", "dequantize"), where)
     return Mxfp4(skip_list(fields, where, "modules_to_not_convert"))

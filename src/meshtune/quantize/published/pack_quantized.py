@@ -27,7 +27,7 @@ from meshtune.quantize.published.integers import (
     integer_field,
     only,
     packed_range,
-    unpacked,
+    unpack_words,
 )
 from meshtune.quantize.published.scheme import Box, Parts, Shape, is_skipped
 
@@ -98,7 +98,7 @@ class PackQuantized(PackedScheme):
         first, last = (int(groups.min()), int(groups.max()) + 1) if right > left else (0, 0)
         within = left % self.per
         packed = parts.box("codes", ((top, bottom), packed_range(left, right, self.per)))
-        codes = unpacked(packed, self.bits)[:, within : within + right - left]
+        codes = unpack_words(packed, self.bits)[:, within : within + right - left]
         zeros, scales = self.parameters(parts, (top, bottom), (first, last))
         return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
 
@@ -109,7 +109,7 @@ class PackQuantized(PackedScheme):
         top, bottom = rows
         within = top % self.per
         packed = parts.box("zeros", (packed_range(top, bottom, self.per), groups))
-        return unpacked(packed.T, self.bits)[:, within : within + bottom - top].T, scales
+        return unpack_words(packed.T, self.bits)[:, within : within + bottom - top].T, scales
 
     def row(self, parts: Parts) -> int:
         return int(parts.whole("shape")[1])

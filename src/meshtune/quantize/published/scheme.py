@@ -41,7 +41,8 @@ class Parts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The quantised weight that codes in files are, as they are: a format of `quantize.formats` and its block size."""
+    """The quantised weight that the codes in files are without a change: a format of `quantize.formats` and its block
+    size."""
 
     format: StoredFormatName
     block_size: BlockSize
@@ -109,7 +110,7 @@ class Rewritable(Scheme, Protocol):
 
     @property
     def largest_error(self) -> float:
-        """More than the root mean square by which quantising moves numbers, relative to theirs."""
+        """An upper bound of the root mean square error of quantising, relative to theirs."""
         ...
 
     def encode(self, numbers: Float[np.ndarray, "..."], dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:

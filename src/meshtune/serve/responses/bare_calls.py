@@ -53,32 +53,32 @@ def keyword_arguments(lark: Lark, tool: Tool) -> str:
     def value(schema: Any) -> str:
         return lark.json(schema if isinstance(schema, Mapping) else {})
 
-    return _listed(
+    return _list_entries(
         lark, tool, {key: f"{lark.literal(key + '=')} {value(s)}" for key, s in tool.properties.items()}, ", "
     )
 
 
 def read_gemma(text: str, tools: Tools) -> list[ToolCall]:
     """Gemma 4's call:name{key:value,...}, whose strings are between quote tokens. Raises ValueError."""
-    whole = _GEMMA_CALL.fullmatch(text.strip())
-    if whole is None:
+    call_match = _GEMMA_CALL.fullmatch(text.strip())
+    if call_match is None:
         raise ValueError("a call has a name and arguments in braces")
     strings: list[str] = []
     bare = []
-    for n, part in enumerate(whole.group(2).split(_GEMMA_QUOTE)):
+    for n, part in enumerate(call_match.group(2).split(_GEMMA_QUOTE)):
         if n % 2:
             strings.append(part)
             bare.append(f"\x00{len(strings) - 1}\x00")
         else:
             bare.append(re.sub(r"(?<=[{,])\s*([^\s{}\[\],:\x00]+)\s*:", r'"\1":', part))
     joined = re.sub("\x00(\\d+)\x00", lambda match: json.dumps(strings[int(match.group(1))]), "".join(bare))
-    return [call_of(whole.group(1), json.loads(joined))]
+    return [call_of(call_match.group(1), json.loads(joined))]
 
 
 def gemma_arguments(lark: Lark, tool: Tool) -> str:
     """The grammar of {key:value,...} in Gemma 4's form."""
     entries = {key: f"{lark.literal(key + ':')} {_gemma_value(lark, s)}" for key, s in tool.properties.items()}
-    return f'"{{" {_listed(lark, tool, entries, ",")} "}}"'
+    return f'"{{" {_list_entries(lark, tool, entries, ",")} "}}"'
 
 
 def _gemma_value(lark: Lark, schema: Any) -> str:
@@ -97,16 +97,16 @@ def _gemma_value(lark: Lark, schema: Any) -> str:
     return f"{lark.literal(_GEMMA_QUOTE)} {lark.until(_GEMMA_QUOTE)}"
 
 
-def _listed(lark: Lark, tool: Tool, entries: Mapping[str, str], comma: str) -> str:
+def _list_entries(lark: Lark, tool: Tool, entries: Mapping[str, str], comma: str) -> str:
     """Entries with commas between them: the required ones, then any of the optional in their order."""
     required = [text for key, text in entries.items() if key in tool.required]
     optional = [text for key, text in entries.items() if key not in tool.required]
     between = lark.literal(comma)
 
-    def followed(first: str, later: Sequence[str]) -> str:
+    def follow(first: str, later: Sequence[str]) -> str:
         return " ".join([first, *(f"({between} {text})?" for text in later)])
 
     if required:
-        return followed(f" {between} ".join(required), optional)
-    starts = [followed(text, optional[n + 1 :]) for n, text in enumerate(optional)]
+        return follow(f" {between} ".join(required), optional)
+    starts = [follow(text, optional[n + 1 :]) for n, text in enumerate(optional)]
     return f"({' | '.join(starts)})?" if starts else ""

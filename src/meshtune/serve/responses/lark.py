@@ -23,28 +23,28 @@ class Lark:
     def literal(self, text: str) -> str:
         """Exactly this text."""
         parts = [part for part in self._pattern.split(text) if part]
-        return " ".join(f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts)
+        return " ".join(f"<[{self._special[part]}]>" if part in self._special else _quote_text(part) for part in parts)
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON text of a schema."""
         content = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        return self._named("json", f": %json {json.dumps(content)}")
+        return self._add_rule("json", f": %json {json.dumps(content)}")
 
     def until(self, end: str) -> str:
         """Any text up to `end`, and `end`."""
         if end in self._special:
-            return f"{self._named('text', ANY)} {self.literal(end)}"
-        return self._named("text", f"[suffix={_quoted(end)}]{ANY}")
+            return f"{self._add_rule('text', ANY)} {self.literal(end)}"
+        return self._add_rule("text", f"[suffix={_quote_text(end)}]{ANY}")
 
     def whole(self, start: str) -> str:
         """The grammar whose texts are `start`."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
-    def _named(self, kind: str, definition: str) -> str:
+    def _add_rule(self, kind: str, definition: str) -> str:
         name = f"{kind}_{len(self._rules)}"
         self._rules.append(f"{name}{definition}")
         return name
 
 
-def _quoted(text: str) -> str:
+def _quote_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)

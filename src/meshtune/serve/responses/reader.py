@@ -53,7 +53,7 @@ class TaggedReader:
     """Reads answers whose reasoning is between `think` tags, and whose calls are of a `form`.
 
     `thinks`: the prompt ended within the reasoning already. `think` None: there is none; `form` None: calls are not
-    read. What looks like a call and is none is content.
+    read. Text that looks like a call and is none is content.
     """
 
     def __init__(self, think: tuple[str, str] | None, thinks: bool, form: CallFormat | None, tools: Tools):
@@ -198,15 +198,15 @@ class HarmonyReader:
             ends = [(self._text.index(end), end) for end in self.ENDS if end in self._text]
             if not ends:
                 keep = 0 if ended else max(overlap(self._text, end) for end in self.ENDS)
-                deltas += self._said(self._text[: len(self._text) - keep])
+                deltas += self._add_body(self._text[: len(self._text) - keep])
                 self._text = self._text[len(self._text) - keep :]
-                return deltas + (self._closed() if ended else [])
+                return deltas + (self._close_message() if ended else [])
             at, end = min(ends)
-            deltas += self._said(self._text[:at])
-            deltas += self._closed()
+            deltas += self._add_body(self._text[:at])
+            deltas += self._close_message()
             self._text = self._text[at + len(end) :]
 
-    def _said(self, text: str) -> list[Delta]:
+    def _add_body(self, text: str) -> list[Delta]:
         header = self._header or ""
         if not text:
             return []
@@ -215,7 +215,7 @@ class HarmonyReader:
             return []
         return [Delta(reasoning=text) if "<|channel|>analysis" in header else Delta(content=text)]
 
-    def _closed(self) -> list[Delta]:
+    def _close_message(self) -> list[Delta]:
         header, body, self._header = self._header or "", self._body, None
         if "to=" not in header:
             return []

@@ -1,7 +1,7 @@
 """Run state on disk: everything a run needs to continue as if it had never stopped.
 
 A checkpoint is a directory named by its step. It is written under a temporary name and renamed when it is complete, so
-a process killed at any moment leaves the earlier checkpoints as they were; unfinished ones are removed when the
+a process killed at any moment leaves the earlier checkpoints unchanged; unfinished ones are removed when the
 directory is opened again. Arrays go through Orbax, asynchronously; the record is JSON. Both have digests,
 which are compared before anything is restored. Frozen weights are not saved: the record names their path and hash.
 
@@ -25,7 +25,7 @@ import jax
 from jaxtyping import PyTree
 
 from meshtune.arrays.tree import Leaves, named_leaves
-from meshtune.digests import DamagedError, damaged
+from meshtune.digests import DamagedError, damage_error
 from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json
 from meshtune.mesh.collective_errors import raise_collectively
@@ -154,7 +154,7 @@ class Checkpoints:
             return Record.from_json(read_json(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = "it is not what was written" if path.exists() else "it is missing"
-            raise damaged(self.path(step), {"record/metadata": reason}, FIX) from error
+            raise damage_error(self.path(step), {"record/metadata": reason}, FIX) from error
 
     def verify(self, step: int) -> bool:
         """Compares every file of a checkpoint with its digest, each process a share of them; all processes call this.
@@ -173,12 +173,12 @@ class Checkpoints:
         for process_damage in self._job.exchange(f"checkpoint {step}: record", damage):
             damage |= process_damage
         if has_digests and not damage:
-            ahead = self._hashing.pop(step, None)
-            local = None if ahead is None else ahead.result()
+            hashing = self._hashing.pop(step, None)
+            local = None if hashing is None else hashing.result()
             state = find_damage_collectively(self.path(step) / "state", self._job, required=True, local=local)
             damage = {f"state/{name}": reason for name, reason in state.items()}
         if damage:
-            raise damaged(self.path(step), damage, FIX)
+            raise damage_error(self.path(step), damage, FIX)
         self._verified.add(step)
         return has_digests
 
@@ -227,7 +227,7 @@ class Checkpoints:
             )
         saved_step = int(restored["state"]["step"])
         if saved_step != step:
-            raise damaged(self.path(step), {"state": f"it is of update {saved_step}"}, FIX)
+            raise damage_error(self.path(step), {"state": f"it is of update {saved_step}"}, FIX)
         leaves = [restored["state"][name] for name, _ in named_leaves(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshtune.digests import DamagedError, damaged, find_damage, read_digests
+from meshtune.digests import DamagedError, damage_error, find_damage, read_digests
 from meshtune.errors import UserError
 
 FIX = "take another state that is kept"
@@ -24,7 +24,7 @@ def read_arrays(state: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]) -> d
     state = state.absolute()  # Orbax looks elsewhere for a relative one
     digests, _ = read_digests(state)
     if damage := find_damage(state, digests):
-        raise damaged(state, damage, FIX)
+        raise damage_error(state, damage, FIX)
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a file that a whole checkpoint has elsewhere
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     try:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshtune.adapters.method import ParameterCounts
-from meshtune.errors import counted
+from meshtune.errors import amount
 from meshtune.runs.output import CONSOLE_LOG
 from meshtune.setup.choices import Decision
 from meshtune.setup.memory import size_in_words
@@ -59,7 +59,7 @@ def show_plan(console: Console, plan: Plan, decisions: Sequence[Decision]) -> No
     micro = f" in {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
     table.add_row(
         "plan",
-        f"{counted(plan.steps, 'update')} of {plan.rows} x {plan.length} tokens{micro} "
+        f"{amount(plan.steps, 'update')} of {plan.rows} x {plan.length} tokens{micro} "
         f"[dim](about {in_words(plan.tokens)} real tokens each, from {plan.records})[/]",
     )
     table.add_row("optimizer", plan.optimizer)
@@ -86,7 +86,7 @@ def show_summary(console: Console, result: Result, exported: int) -> None:
     if result.loss is not None and result.smoothed_loss is not None:
         smoothed = f", smoothed loss {result.smoothed_loss:.4f} (of the last update alone {result.loss:.4f})"
         last = f", loss {result.loss:.4f}" if result.smoothed_loss == result.loss else smoothed
-    console.print(f"\n[bold green]done[/]: {counted(result.steps, 'update')} in {result.seconds:.1f} s{last}")
+    console.print(f"\n[bold green]done[/]: {amount(result.steps, 'update')} in {result.seconds:.1f} s{last}")
     if result.best is not None:
         console.print(f"best validation loss {result.best.loss:.4f} after update {result.best.step}")
     table = Table.grid(padding=(0, 2))

@@ -200,17 +200,17 @@ def _recipe(text: str) -> list[str]:
     """The keys of a recipe that are not at their defaults; all of them folded."""
     if not text:
         return []
-    whole = f"<pre>{html.escape(text)}</pre>"
+    full = f"<pre>{html.escape(text)}</pre>"
     try:
         content = yaml_text.read(text, RECIPE).value
         recipe = load_recipe(content if isinstance(content, dict) else {}, notify=silent)
     except (UserError, ValueError):
-        return ["<h2>Recipe</h2>", whole]
+        return ["<h2>Recipe</h2>", full]
     changed = recipe.model_dump(mode="json", exclude_defaults=True)
     for name in ("stage", "method"):  # whose keys are those of a kind
         changed[name] = {"kind": getattr(recipe, name).kind, **changed.get(name, {})}
     short = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
-    folded = f"<details><summary>all keys, with the defaults</summary>{whole}</details>"
+    folded = f"<details><summary>all keys, with the defaults</summary>{full}</details>"
     return ["<h2>Recipe</h2>", f"<pre>{html.escape(short)}</pre>", folded]
 
 

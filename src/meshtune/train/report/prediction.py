@@ -114,7 +114,7 @@ class StepProbe:
     def close(self) -> None:
         """Does nothing: the probe holds no resources."""
 
-    def measured(self) -> MeasuredStep:
+    def measurement(self) -> MeasuredStep:
         timed = self._seconds[WARM_UP:] or self._seconds
         return MeasuredStep(self._peak, statistics.median(timed) if timed else None, len(timed))
 
@@ -139,7 +139,7 @@ def summary_lines(probes: Sequence[StepProbe], write: Callable[[dict[str, object
     """The lines that end a run's console output; `write` gets both sides for run.json."""
     lines = []
     for probe in probes:
-        measured = probe.measured()
+        measured = probe.measurement()
         write({"prediction": to_json(probe.prediction, measured)})
         lines += [f"[bold]predicted[/] {line}" for line in predicted_vs_measured(probe.prediction, measured)]
     return lines

@@ -6,7 +6,7 @@ import pathlib
 import shutil
 from typing import TYPE_CHECKING
 
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.training_method import Method
@@ -71,7 +71,7 @@ def export_result(
     else:
         params = model.parameters
         if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(model.frozen).values()):
-            params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
+            params = merge_adapters(unflatten(flatten(params)))  # a copy of the dicts, which are used up
         options = {"overwrite": True, "layout": layout, "job": job, "pad": padding_id(tokenizer), "ends": ends}
         try:
             export_model(params, model.spec, source, dest, dtype=_dtype(params, model.spec, source), **options)

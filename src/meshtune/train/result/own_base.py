@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.merge import merged
+from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import PreparedModel, of_adapters
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.arrays.tree import flatten, merge, unflatten
@@ -36,7 +36,7 @@ def own_base(
     if not config.changes_base:
         return base
     params = flatten(merge(model.trainable, model.frozen))
-    weights = merged(unflatten({path: leaf for path, leaf in params.items() if not of_adapters(path)}))
+    weights = merge_adapters(unflatten({path: leaf for path, leaf in params.items() if not of_adapters(path)}))
     record = {"loftq": {"base": base.path, "hash": base.hash, "quantize": base.quantize, "rank": config.rank}}
     dest = output / BASE
     export_model(

@@ -119,7 +119,7 @@ def _load_trained(run: Run, checkpoint: pathlib.Path, total: int) -> Tree:
     arrays = read_arrays(checkpoint / "state", {name: tuple(leaf.shape) for name, leaf in named_leaves(like)})
     leaves = [jnp.asarray(arrays.pop(name)) for name, _ in named_leaves(like)]
     state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return merge(optimizer.evaluated(state.trainable, state.opt_state), state.buffers)
+    return merge(optimizer.evaluation_params(state.trainable, state.opt_state), state.buffers)
 
 
 def _digest(checkpoint: pathlib.Path) -> str:

@@ -25,7 +25,7 @@ from meshtune.optim.optimizer import COUNT, State
 
 @dataclasses.dataclass(frozen=True)
 class ActiveBlockRunner:
-    """Stands at params["layers"] (model.reverse.LayerRunner): layers of which one is differentiated.
+    """Replaces params["layers"] (model.reverse.LayerRunner): layers with one of them differentiated.
 
     `differentiated` is one layer's part of everything trained, by key, whose values do not matter: its cotangent is the
     gradient of the active layer.
@@ -112,7 +112,7 @@ def _stack(number: int, keys: list[str], layer: Layer, stack: Stack, compute: Co
 def active_block(
     blocks: BlockSchedule, trainable: Tree, frozen: Tree, state: State
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """(what is differentiated in this update, the parameters as an objective takes them with it).
+    """(the tree to differentiate in this update, the parameters as an objective takes them with it).
 
     `state` is the optimizer's, which determines the active layer.
     """

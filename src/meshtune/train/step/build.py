@@ -171,10 +171,10 @@ def make_train_step(
 
     Every array of the batch is [A, B, T]: A micro-batches are computed in turn, their losses, weights and gradients
     added in float32, and divided once by the whole weight. Metrics: loss, weight, accuracy ..., grad_norm (before
-    clipping), finite (bool) and finite_micro (bool [A]). Where anything is not finite the state is returned as it
-    came: the update is not applied. With `compute.layout`, `abstract` are the trainable leaves' ArraySpecs, `buffers`
-    those of the state's buffers: state and gradients lie as these say, the batch as `mesh.placement.place_batch` puts
-    it, and metrics are on every device.
+    clipping), finite (bool) and finite_micro (bool [A]). Where anything is not finite the state is returned
+    unchanged: the update is not applied. With `compute.layout`, `abstract` are the trainable leaves' ArraySpecs,
+    `buffers` those of the state's buffers: state and gradients lie as these say, the batch as
+    `mesh.placement.place_batch` puts it, and metrics are on every device.
     """
     layout = compute.layout
     assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
@@ -195,8 +195,8 @@ def make_train_step(
 
 
 def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
-    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout and without what the sums of
-    its layers come to (objectives.score.with_layers): that is a function of the sums over all batches."""
+    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout and without the loss of
+    its layers' sums (objectives.score.with_layers): that is a function of the sums over all batches."""
 
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
         return objective(merge(trainable, frozen), spec, compute, batch, None)
@@ -232,11 +232,11 @@ def _accumulated_step(
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
 
         def hessian() -> Tree:
-            """The curvature along what is trained, from the first micro-batch."""
+            """The curvature along the trained parameters, from the first micro-batch."""
             first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
             return placed(curvature(state.trainable, params, spec, compute, first, key))
 
-        return _updated(optimizer, gradient, state, finite, hessian), metrics, sums
+        return _update_state(optimizer, gradient, state, finite, hessian), metrics, sums
 
     return step
 
@@ -251,13 +251,13 @@ def _placement(compute: Compute, optimizer: Optimizer, abstract: Tree | None) ->
     return lambda gradient: jax.tree.map(lax.with_sharding_constraint, gradient, shardings)
 
 
-def _updated(
+def _update_state(
     optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array, hessian: Callable[[], Tree]
 ) -> TrainState:
-    """The state after the update where `finite` says so, else as it came."""
+    """The state after the update where `finite` says so, else unchanged."""
     if optimizer.blocks is not None or is_any_offloaded(state.opt_state):
         update = (
-            (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.updated
+            (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.update
         )
         trainable, opt_state = update(gradient, state.opt_state, state.trainable, finite)
         return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)

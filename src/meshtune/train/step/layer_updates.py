@@ -40,7 +40,7 @@ class Norm(NamedTuple):
 class Carry(NamedTuple):
     """The state of the backward pass: all that is trained in the layers, its state by path, and the gradients' norm.
 
-    Of what is kept in the host's memory, by key of params["layers"]: `prefetched` is this layer's, on the device,
+    Of arrays kept in the host's memory, by key of params["layers"]: `prefetched` is this layer's, on the device,
     `fetching` that of the layer below, and `writeback` that of the layer above, not yet written to the host. `top` is
     the highest row of the stack.
     """
@@ -130,7 +130,7 @@ class LayerUpdates:
             return self._apply_layer_update(carry, keys[place], row, gradient) if gradient else carry
 
         top = jnp.int32(stack.repeats - 1)
-        first = {key: self._fetched(carry, key, top) for key in keys if key in carry.trained}
+        first = {key: self._fetch_row(carry, key, top) for key in keys if key in carry.trained}
         cotangents, carry = backward(
             self.layers(number),
             stack,
@@ -180,7 +180,7 @@ class LayerUpdates:
             next(prefetched) if is_away else row_of(leaf, row) for leaf, is_away in zip(stacks, offloaded, strict=True)
         ]
 
-        def updated() -> list[Array]:
+        def update_row() -> list[Array]:
             parameters, states = jax.tree.unflatten(structure, parts)
             grads, leaves = jax.tree.leaves(gradient), jax.tree.leaves(parameters)
             arguments = zip(names, grads, states, leaves, strict=True)
@@ -189,7 +189,7 @@ class LayerUpdates:
 
         # A branch and not a choice between numbers: its results exist before any is written to a stack. Left to itself
         # the compiler may read one stack while it writes another, and must then copy whole stacks.
-        parts = lax.cond(norm.finite, updated, lambda: parts)
+        parts = lax.cond(norm.finite, update_row, lambda: parts)
         for place, stack in enumerate(stacks):
             if not offloaded[place]:
                 stacks[place] = with_row(stack, parts[place], row)
@@ -235,14 +235,14 @@ class LayerUpdates:
         states = dict(zip(self._names(carry, key), stacks[1], strict=True))
         return carry._replace(trained=carry.trained | {key: stacks[0]}, state=carry.state | states)
 
-    def _fetched(self, carry: Carry, key: str, row: Array) -> list[Array]:
+    def _fetch_row(self, carry: Carry, key: str, row: Array) -> list[Array]:
         """A row, on the device, of every stack that is kept in the host's memory."""
         return [
             to_device(row_of(stack, row)) for stack in jax.tree.leaves(self._stacks(carry, key)) if is_offloaded(stack)
         ]
 
     def _write_back(self, carry: Carry, key: str) -> Carry:
-        """carry with what is left of its lowest layer written to the host's memory."""
+        """carry with the rest of its lowest layer written to the host's memory."""
         writeback = iter(carry.writeback[key])
         stacks, structure = jax.tree.flatten(self._stacks(carry, key))
         stacks = [with_row(stack, next(writeback), jnp.int32(0)) if is_offloaded(stack) else stack for stack in stacks]

@@ -1,7 +1,7 @@
 """A step that consumes every layer's gradient as soon as the backward pass has computed it (LOMO,
 https://arxiv.org/abs/2306.09782).
 
-No gradient of the whole model ever exists: only those of one layer, or of what is in no layer (output head and final
+No gradient of the whole model ever exists: only those of one layer, or of parameters in no layer (output head and final
 norm, before the layers; the embedding and what feeds side inputs, after them). So nothing may need them all at once,
 such as their norm before the update, or the sum over several micro-batches. Parameters and optimizer state are updated
 in place. Where they are kept in the host's memory, one layer of them is fetched for the forward pass and for its
@@ -36,7 +36,7 @@ from meshtune.train.step.state import Metrics, TrainState
 
 @dataclasses.dataclass
 class LayerBoundary:
-    """Stands at params["layers"] (model.reverse.LayerRunner) and cuts the model there: it captures what enters the
+    """Replaces params["layers"] (model.reverse.LayerRunner) and cuts the model there: it captures the input of the
     layers, and returns `leaving` as what leaves them (None: what enters, where nothing after the layers matters)."""
 
     leaving: tuple[Hidden, Sums] | None = None
@@ -74,7 +74,7 @@ def layerwise_step(
     """The step of make_train_step for an optimizer that updates in the backward pass, for one micro-batch; it also
     returns the sums of the layers.
 
-    Where a gradient is not finite, nothing below it in the backward pass is updated; what is above already was.
+    Where a gradient is not finite, nothing below it in the backward pass is updated; layers above already were.
     `finite` is then False, and the state of no further use.
     """
     assert optimizer.update_param is not None, "an update that needs all gradients cannot be made while they come"
@@ -118,7 +118,7 @@ def layerwise_step(
 
 
 class _CutModel:
-    """A model cut before and after its layers, as functions of what is trained outside them.
+    """A model cut before and after its layers, as functions of the parameters trained outside them.
 
     Raises UserError for a trained leaf that is on neither side of the cut: it would get no gradient.
     """

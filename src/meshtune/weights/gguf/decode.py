@@ -15,13 +15,13 @@ from meshtune.families.gguf import GgufPart
 from meshtune.families.tensors import View
 from meshtune.quantize.gguf import TYPES, decode
 from meshtune.quantize.published.scheme import Box, Form, Parts, Shape
-from meshtune.weights.read_plan import arranged, tensor_boxes
+from meshtune.weights.read_plan import arrange_numbers, tensor_boxes
 
 ROLE = "tensor"
 
 
 class _WideScheme:
-    """What tensors of GGUF files have in common: decoded as they are read, they have no codes (see Scheme)."""
+    """Common base for tensors of GGUF files: decoded during reading, they have no codes (see Scheme)."""
 
     method: ClassVar[str] = "gguf"
     ending: ClassVar[str] = ".weight"
@@ -35,7 +35,7 @@ class _WideScheme:
         return False
 
     def form(self, weight: ArraySpec) -> Form | None:
-        """Codes of GGUF are decoded as they are read."""
+        """Codes of GGUF are decoded during reading."""
         return None
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
@@ -65,7 +65,7 @@ class GgufScheme(_WideScheme):
         """A box of the tensor in float32; of the file's rows those are read that it needs, in whole blocks."""
         numbers = np.empty([stop - start for start, stop in box], np.float32)
         for ranges, target in tensor_boxes(self.view, box):
-            numbers[target] = arranged(self.view, self._read(parts, ranges)) - np.float32(self.offset)
+            numbers[target] = arrange_numbers(self.view, self._read(parts, ranges)) - np.float32(self.offset)
         return numbers
 
     def _read(self, parts: Parts, ranges: tuple[tuple[int, int, int], ...]) -> np.ndarray:
@@ -112,8 +112,8 @@ class Piece:
         """The whole array in float32."""
         array = np.empty(self.view.shape, np.float32)
         for part, kind, role in self.tensors:
-            whole = GgufScheme(kind, View.identity(part.view.tensor), role=role)
-            part.into_array(whole.decode(parts, tuple((0, size) for size in part.view.tensor)), array)
+            scheme = GgufScheme(kind, View.identity(part.view.tensor), role=role)
+            part.into_array(scheme.decode(parts, tuple((0, size) for size in part.view.tensor)), array)
         return array
 
 

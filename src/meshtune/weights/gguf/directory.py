@@ -29,7 +29,7 @@ DTYPES = {"F32": "float32", "F16": "float16"}
 
 def open_gguf(file: Path, cache: Path) -> Path:
     """The directory of a GGUF file below `cache`, which is written where it is not there, or is of a file that has
-    changed since. Raises UserError for a model that is not read; what is wrong with its tokenizer alone is kept in
+    changed since. Raises UserError for a model that is not read; an error of its tokenizer is kept in
     the directory for whoever asks for a tokenizer."""
     file = file.resolve()
     name = hashlib.sha256(f"{FORM} {file} {_version(file)} {_head(file)}".encode()).hexdigest()[:24]
@@ -87,8 +87,8 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
     sizes: dict[str, int] = {}
     for tensor in gguf.tensors.values():
         sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
-    most = max(sizes, key=lambda name: sizes[name])
-    return config | {"dtype": DTYPES.get(most, "bfloat16")}
+    commonest = max(sizes, key=lambda name: sizes[name])
+    return config | {"dtype": DTYPES.get(commonest, "bfloat16")}
 
 
 def infos_of(link: Path) -> dict[str, TensorInfo]:

@@ -56,12 +56,14 @@ class GgufFile:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
 
-    def integer(self, key: str, default: int, *, least: int = 0, most: int = 1 << 32) -> int:
+    def integer(self, key: str, default: int, *, least: int = 0, greatest: int = 1 << 32) -> int:
         """A whole number of the metadata. Raises UserError where it is another value, or out of bounds."""
         value = self.metadata.get(key, default)
-        if type(value) is not int or not least <= value <= most:
+        if type(value) is not int or not least <= value <= greatest:
             raise broken(
-                self.file, f"{key} is {_shown(value)}, which is not a whole number from {least} to {most}", DAMAGED
+                self.file,
+                f"{key} is {_show_value(value)}, which is not a whole number from {least} to {greatest}",
+                DAMAGED,
             )
         return value
 
@@ -74,11 +76,11 @@ class GgufFile:
 def read_gguf(file: Path) -> GgufFile:
     """Reads a header, or the headers of all parts of a model that is split into files `-00001-of-00003.gguf`.
 
-    Raises UserError for what is no GGUF file, is not whole, or has tensors of an unknown type, and for parts that are
-    missing or of another model.
+    Raises UserError for a file that is not GGUF, is not whole, or has tensors of an unknown type, and for parts that
+    are missing or of another model.
     """
     first = _part(file)
-    count = first.integer("split.count", 1, most=LARGEST_SPLIT)
+    count = first.integer("split.count", 1, greatest=LARGEST_SPLIT)
     if count <= 1:
         return first
     paths = part_paths(file, count)
@@ -135,7 +137,7 @@ def _part(file: Path) -> GgufFile:
         infos = [(cursor.string(), cursor.shape(), cursor.number("<I"), cursor.number("<Q")) for _ in range(tensors)]
         end = cursor.at
     gguf = GgufFile(file, metadata, {})
-    alignment = gguf.integer("general.alignment", ALIGNMENT, least=1, most=LARGEST_ALIGNMENT)
+    alignment = gguf.integer("general.alignment", ALIGNMENT, least=1, greatest=LARGEST_ALIGNMENT)
     if alignment & (alignment - 1):
         raise broken(file, f"general.alignment is {alignment}, which is not a power of two", DAMAGED)
     data = -(-end // alignment) * alignment
@@ -156,7 +158,7 @@ def _part(file: Path) -> GgufFile:
     return dataclasses.replace(gguf, tensors=located)
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return repr(value)[:100]
 
 
@@ -204,10 +206,10 @@ class _Cursor:
     def number(self, form: str) -> int:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
-    def count(self, what: str) -> int:
+    def count(self, noun: str) -> int:
         count = self.number("<Q")
         if count > LARGEST:
-            raise broken(self.file, f"it is said to have {count:,} {what}")
+            raise broken(self.file, f"it is said to have {count:,} {noun}")
         return count
 
     def string(self) -> str:

@@ -24,7 +24,8 @@ class Numbers(Protocol):
         ...
 
     def group(self, path: str) -> str:
-        """What is computed together with a parameter: those of one group are best asked for one after another."""
+        """The group of parameters that are computed together with this one: those of one group are best asked for one
+        after another."""
         ...
 
 

@@ -1,6 +1,6 @@
 """How byte-level tokenizers divide text before merging: the names that llama.cpp has for it, and tokenizer.json's form.
 
-llama.cpp computes each name with rules of its own code, so that a wrong name gives other tokens without a word. Only
+llama.cpp computes each name with rules in its code, so that a wrong name gives other tokens without a word. Only
 names whose rules are known here to be those of a tokenizer.json are written or read.
 """
 
@@ -21,17 +21,17 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(digits: str, letters: str = r"\p{L}+", other: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
-    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}| ?{other}|{_SPACES}"
+def _word_pattern(digits: str, letters: str = r"\p{L}+", symbols: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}| ?{symbols}|{_SPACES}"
 
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _cased(digits: str, contractions: str) -> str:
+def _cased_pattern(digits: str, contractions: str) -> str:
     start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}{_UPPER}*{_LOWER}+{contractions}|{start}{_UPPER}+{_LOWER}*{contractions}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    cased = f"{start}{_UPPER}*{_LOWER}+{contractions}|{start}{_UPPER}+{_LOWER}*{contractions}"
+    return rf"{cased}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 _PUNCTUATED = (
@@ -42,11 +42,11 @@ _PUNCTUATED = (
 # Of the splits before bytes: a regular expression, or several; "digits" for single digits; None for GPT-2's own.
 PATTERNS: dict[str, str | tuple[str, ...] | None] = {
     "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _PUNCTUATED),
-    "llama3": _words(r"\p{N}{1,3}"),
-    "qwen2": _words(r"\p{N}"),
-    "qwen35": _words(r"\p{N}", r"[\p{L}\p{M}]+", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
-    "tekken": _cased(r"\p{N}", ""),
-    "gpt-4o": _cased(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),
+    "llama3": _word_pattern(r"\p{N}{1,3}"),
+    "qwen2": _word_pattern(r"\p{N}"),
+    "qwen35": _word_pattern(r"\p{N}", r"[\p{L}\p{M}]+", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+    "tekken": _cased_pattern(r"\p{N}", ""),
+    "gpt-4o": _cased_pattern(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),
     "digits": "digits",
     "gpt-2": None,
 }
@@ -113,7 +113,7 @@ def _splits(rules: PreTokenizer) -> tuple[str | None, ...]:
 
 
 def _pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str | None, ...] | None:
-    """The patterns of a tokenizer.json's splits; None for what is not of bytes, or is split otherwise."""
+    """The patterns of a tokenizer.json's splits; None for a tokenizer that is not of bytes, or splits otherwise."""
     if pre_tokenizer is None:
         return None
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])

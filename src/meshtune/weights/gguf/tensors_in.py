@@ -22,8 +22,8 @@ PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 def tensor_infos(gguf: GgufFile, spec: ModelSpec) -> dict[str, TensorInfo]:
-    """Where the tensors of a model's table lie in a file; what is quantised or arranged otherwise is decoded when it is
-    read. Raises UserError for tensors that are missing, have another shape, or belong to nothing."""
+    """Where the tensors of a model's table lie in a file; tensors that are quantised or arranged otherwise are decoded
+    when read. Raises UserError for tensors that are missing, have another shape, or belong to nothing."""
     layout = gguf_layout(spec)
     by_leaf: dict[str, dict[tuple[int, ...], list[GgufPart]]] = {}
     for part in layout.parts:
@@ -40,7 +40,7 @@ def _info(
     first = parts.get(entry.index, [])
     rearranged = not entry.view.is_identity and any(entry.view != part.view for part in first)
     if len(entries) > 1 or rearranged or any(not part.is_plain for part in first):
-        return _assembled(gguf, entries, by_leaf)
+        return _assemble_tensor(gguf, entries, by_leaf)
     (part,) = first or parts[entry.index[:-1]]
     view = part.view
     if part.index != entry.index:  # an expert of those that are together in the file's tensor
@@ -59,7 +59,7 @@ def _info(
     return TensorInfo(view.shape, "F32", stored.file, stored.start, stored.nbytes, packed)
 
 
-def _assembled(
+def _assemble_tensor(
     gguf: GgufFile, entries: list[TensorMap], by_leaf: Mapping[str, Mapping[tuple[int, ...], list[GgufPart]]]
 ) -> TensorInfo:
     """A tensor that is put together of whole tensors of the file, which have another arrangement."""

@@ -75,8 +75,8 @@ def _ends(special: SpecialTokens, tokens: Sequence[str]) -> dict[str, int | None
     message = next((id_ for id_ in further if tokens[id_] == END_OF_MESSAGE), None)
     if message is not None:
         further.remove(message)
-    eot, *others = further or [None]
-    eom = next(iter(others), None) if message is None else message
+    eot, *remaining = further or [None]
+    eom = next(iter(remaining), None) if message is None else message
     return {"eos": next(iter(ids), None), "eot": eot, "eom": eom}
 
 

@@ -20,25 +20,27 @@ def unigram_metadata(tokenizer: Mapping[str, Any], tokens: Sequence[str], where:
     divide texts by in another way."""
     model = tokenizer["model"]
     if model.get("byte_fallback"):
-        raise _refused("unknown characters become bytes (byte_fallback), where llama.cpp has the unknown token", where)
+        raise _refusal_error(
+            "unknown characters become bytes (byte_fallback), where llama.cpp has the unknown token", where
+        )
     fields = _normalizer_fields(tokenizer.get("normalizer"), where)
     pre = tokenizer.get("pre_tokenizer") or {}
     if pre.get("type") != "Metaspace" or pre.get("replacement", SPACE) != SPACE:
-        raise _refused(f"its pre-tokenizer is {pre.get('type')}, and not Metaspace", where)
+        raise _refusal_error(f"its pre-tokenizer is {pre.get('type')}, and not Metaspace", where)
     scheme = pre.get("prepend_scheme", "always")
     if scheme != ("always" if fields[COLLAPSE] else "never"):
-        raise _refused(
+        raise _refusal_error(
             f"prepend_scheme is {scheme}: llama.cpp puts one space before a text where it makes one of several, and "
             "none at the right place where it keeps them",
             where,
         )
     pieces = model["vocab"]
     if pre.get("split", True) and any(SPACE in piece[1:] for piece, _ in pieces):
-        raise _refused("texts are divided at spaces, and it has pieces that go beyond one", where)
+        raise _refusal_error("texts are divided at spaces, and it has pieces that go beyond one", where)
     scores = [float(score) for _, score in pieces]
     unknown = model.get("unk_id")
     if unknown is None:
-        raise _refused("it has no unknown token", where)
+        raise _refusal_error("it has no unknown token", where)
     return {
         f"{KEY}model": KIND,
         f"{KEY}pre": "default",
@@ -62,13 +64,13 @@ def _normalizer_fields(normalizer: Mapping[str, Any] | None, where: str) -> dict
         elif kind == "Strip" and step.get("strip_right"):
             strips = True
         else:
-            raise _refused(f"its normalizer has {kind}, which llama.cpp has not", where)
+            raise _refusal_error(f"its normalizer has {kind}, which llama.cpp has not", where)
     if collapses != strips:
-        raise _refused("spaces within a text and at its end are treated differently", where)
+        raise _refusal_error("spaces within a text and at its end are treated differently", where)
     return fields | {COLLAPSE: collapses}
 
 
-def _refused(reason: str, where: str) -> UserError:
+def _refusal_error(reason: str, where: str) -> UserError:
     return UserError(
         f"this unigram tokenizer cannot be written as GGUF: {reason}",
         where=where,

@@ -26,8 +26,8 @@ LOST = 0.5  # error of a tensor from which its type holds next to nothing of it;
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What was written: tensors by type, bytes, and the error of what is stored relative to the numbers it was made
-    from, of the worst tensor (root mean square). `lost` are the names and types of tensors whose numbers are too small
+    """The written file: tensors by type, bytes, and the error of stored numbers relative to the original
+    ones, of the worst tensor (root mean square). `lost` are the names and types of tensors whose numbers are too small
     for their type, which stores zeros or next to nothing of them."""
 
     types: Mapping[str, int]
@@ -71,7 +71,7 @@ def write_gguf(
             stream.seek(offsets[name])
             squares = differences = 0.0
             for rows in _rows(tensor_parts, numbers):
-                content, stored = encoded(name, kind, rows)
+                content, stored = encode_rows(name, kind, rows)
                 stream.write(content.tobytes())
                 squares += float(np.square(rows, dtype=np.float64).sum())
                 differences += float(np.square(stored - rows, dtype=np.float64).sum())
@@ -157,8 +157,8 @@ def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
         yield np.repeat(first, min(step, part.padding - start), axis=0).reshape(-1, shape[-1])
 
 
-def encoded(name: str, kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows of a tensor in a type, the numbers that this stands for). Raises UserError for numbers that are not finite,
+def encode_rows(name: str, kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of a tensor in a type, their decoded numbers). Raises UserError for numbers that are not finite,
     and for ones beyond the type."""
     if not np.isfinite(rows).all():
         raise UserError(
