@@ -29,7 +29,7 @@ CORE = {
     "json_text", "options", "patterns", "translatable",
 }  # fmt: skip
 # The hubs, and what reads and writes GGUF with the package gguf.
-OUTSIDE_THE_CORE = ("weights/hub.py", "weights/modelscope.py", "families/gguf", "quantize/gguf", "weights/gguf")
+OUTSIDE_THE_CORE = ("weights/hub.py", "weights/hub.py", "families/gguf", "quantize/gguf", "weights/gguf")
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.

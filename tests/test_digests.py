@@ -11,7 +11,7 @@ import xxhash
 
 from meshtune import digests
 from meshtune.digests import DamagedError, check_directory, digest_files, find_damage, write_digests
-from meshtune.train.checkpoint import follow
+from meshtune.train.checkpoint import state_handler
 
 SIZES = (0, 1, mmap.PAGESIZE, digests.BUFFER_BYTES + 1, digests.POPULATE_BYTES + 5)
 
@@ -84,7 +84,7 @@ def follow_writing(folder, write, monkeypatch):
     (folder / "data").mkdir()
     (folder / "other").write_bytes(b"not followed")
     data = folder / "data" / "file"
-    with data.open("wb", buffering=0) as file, follow.Follower(folder, "data/") as follower:
+    with data.open("wb", buffering=0) as file, state_handler.Follower(folder, "data/") as follower:
         write(file, early)
     return follower.digests(), sorted(late)
 

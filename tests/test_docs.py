@@ -9,7 +9,7 @@ import re
 import pytest
 
 from cli.test_fixes import commands, known_keys
-from meshtune.adapters.weighted import METHODS as COMBINATIONS
+from meshtune.adapters.combine import METHODS as COMBINATIONS
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import section_fields
 from meshtune.data.chat_templates import template_names

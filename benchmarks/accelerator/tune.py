@@ -35,7 +35,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from meshtune.config.load import load_recipe
     from meshtune.plan.program import step_of
     from meshtune.setup.machine import local_target, this_machine
-    from meshtune.train.report.prediction import predict
+    from meshtune.train.report.banner import predict
 
     gpu = jax.default_backend() != "cpu"
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ import numpy as np
 
 from meshtune.train.checkpoint import state_handler
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
-from meshtune.train.checkpoint.follow import Follower
+from meshtune.train.checkpoint.state_handler import Follower
 from meshtune.train.step.state import TrainState
 
 

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.kernels.attention import BACKENDS, AttentionInputs, AttentionRequest, Backend, triton, triton_tiles
+from meshtune.kernels.attention import BACKENDS, AttentionInputs, AttentionRequest, Backend, triton, triton_kernels
 from meshtune.kernels.attention.self_check import ALLOWED, largest_error, small_request
-from meshtune.kernels.attention.triton_tiles import Tile
+from meshtune.kernels.attention.triton_kernels import Tile
 from meshtune.kernels.chips import arch_of
 
 # name: rows, tokens, query heads, key heads, head dimension, documents of about this many tokens (None: one a row)
@@ -161,10 +161,10 @@ def race(runs: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
 
 def swept(request: AttentionRequest, arrays: list[jax.Array], rounds: int) -> dict[str, float]:
     """Milliseconds by block sizes, one kernel's changed at a time; the shipped ones for the other two."""
-    shipped, times, usual = triton_tiles.tiles_of(request), {}, triton_tiles.tiles_of
+    shipped, times, usual = triton_kernels.tiles_of(request), {}, triton_kernels.tiles_of
     for kernel, block in itertools.chain.from_iterable([(k, b) for b in blocks] for k, blocks in TILES.items()):
         tiles = dataclasses.replace(shipped, **{kernel: Tile(*block)})
-        triton_tiles.tiles_of = lambda request, tiles=tiles: tiles
+        triton_kernels.tiles_of = lambda request, tiles=tiles: tiles
         try:
             run = program(triton.TRITON, request, "forward" if kernel == "forward" else "both", arrays)
             times[f"{kernel} {block}"] = 1e3 * race({0: run}, rounds)[0]
@@ -172,7 +172,7 @@ def swept(request: AttentionRequest, arrays: list[jax.Array], rounds: int) -> di
         except jax.errors.JaxRuntimeError as error:
             print(f"  {kernel:8} {block!s:20} {str(error).splitlines()[0][:90]}")
         finally:
-            triton_tiles.tiles_of = usual
+            triton_kernels.tiles_of = usual
     return times
 
 

@@ -21,7 +21,7 @@ def compiled(target: Any, devices: list[Any], cases: dict[str, dict[str, Any]], 
     from jax.sharding import SingleDeviceSharding
 
     from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose_backend
-    from meshtune.kernels.attention.triton_tiles import tiles_of
+    from meshtune.kernels.attention.triton_kernels import tiles_of
 
     place = SingleDeviceSharding(devices[0])
     answer = {}

@@ -18,8 +18,7 @@ import time
 import jax
 
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.load_report import resident
+from meshtune.weights.load import load_params, load_spec, resident
 
 
 def main() -> None:

@@ -43,8 +43,8 @@ class SectionHooks:
 # By section of the recipe, in the order in which they are called; a recipe without the section calls none of them.
 SECTIONS = {
     "evaluate": SectionHooks(
-        check=Hook("meshtune.evaluate.recipe:check_evaluation"),
-        finish=Hook("meshtune.evaluate.recipe:evaluate_run"),
+        check=Hook("meshtune.evaluate.run:check_evaluation"),
+        finish=Hook("meshtune.evaluate.run:evaluate_run"),
     ),
     "hub": SectionHooks(
         check=Hook("meshtune.train.pushing:check_hub"),

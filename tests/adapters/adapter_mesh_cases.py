@@ -17,11 +17,11 @@ from meshtune.adapters.kind import Original
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.families import model_spec
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.model.spec import abstract_params
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig

@@ -20,11 +20,11 @@ from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten
 from meshtune.families import model_spec, tensors
 from meshtune.families.expansion import group_layers
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.model.spec import init_params
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import make_optimizer

@@ -109,7 +109,7 @@ def test_a_combination_is_pefts(method, second_name, options, adapters, tmp_path
 
 def test_dare_keeps_the_expected_update(adapters, tmp_path):
     """The mean over 300 seeds of what dare keeps is the sum: within five standard errors of each number."""
-    from meshtune.adapters.weighted import Factors, combine_factors
+    from meshtune.adapters.combine import Factors, combine_factors
 
     rng = np.random.default_rng(0)
     parts = [Factors(rng.normal(size=(2, 5)), rng.normal(size=(4, 2)), 1.0) for _ in range(2)]

@@ -12,8 +12,8 @@ from twins import base
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Original
-from meshtune.adapters.loftq import LEAST, LoftQ
 from meshtune.adapters.method import abstract, prepare
+from meshtune.adapters.pissa import LEAST, LoftQ
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.quantize.config import QuantizeConfig

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from twins import base, our_logits, trained_logits
 
-from meshtune.adapters import layout
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, count, prepare
 from meshtune.adapters.training_method import Method
@@ -83,7 +82,7 @@ def test_restacking_never_holds_the_model_twice(method: FreezeConfig, monkeypatc
     spec, params = base("llama3")
     params = jax.tree.map(jnp.copy, params)
     model, largest = live() - before, max(x.nbytes for x in jax.tree.leaves(params))
-    bytes_alive, rows = [], layout._rows
+    bytes_alive, rows = [], method._rows
     monkeypatch.setattr(
         layout, "_rows", lambda *a: (bytes_alive.append(live()), rows(*a), bytes_alive.append(live()))[1]
     )

@@ -19,10 +19,10 @@ from meshtune.board.job import EXIT, PROCESS, Job
 from meshtune.board.routes import all_routes
 from meshtune.board.state import BoardState, Planner
 from meshtune.board.workspace import Workspace, check_job, checked_recipe, workspace_at
-from meshtune.config.schema import json_schema
+from meshtune.config.fields import json_schema
 from meshtune.errors import UserError
 from meshtune.quickstart import DIRECTORY
-from meshtune.serve.gate import Gate
+from meshtune.serve.guard import Gate
 
 MODEL, LESSON = str(DIRECTORY / "model"), str(DIRECTORY / "lesson.jsonl")
 # Keys of a recipe that hold text: those of paths, and the others, which are never opened.

@@ -16,11 +16,11 @@ from meshtune.board.recipe_text import Change, change_of, change_recipe, content
 from meshtune.board.state import Planner
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.config.load import load_recipe, silent
-from meshtune.config.short_forms import written_out
+from meshtune.config.sections import written_out
 from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
 from meshtune.plan.report import report_for, to_json
-from meshtune.serve.errors import ApiError
+from meshtune.serve.guard import ApiError
 
 EXAMPLES = sorted(pathlib.Path(__file__).parents[2].glob("examples/*.yaml"))
 TEXTS = pathlib.Path(meshtune.board.__file__).parent / "page/text"

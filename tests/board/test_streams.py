@@ -64,7 +64,7 @@ def test_300_streams_of_events_are_bounded_and_leave_nothing(tmp_path: pathlib.P
 @pytest.mark.slow
 def test_half_sent_requests_end(tmp_path: pathlib.Path):
     """Headers and bodies that never end, as many as there are; others are answered all the while."""
-    limits = pytest.importorskip("meshtune.serve.connection").Limits()
+    limits = pytest.importorskip("meshtune.serve.server").Limits()
     with running(tmp_path / "root") as board, contextlib.ExitStack() as stack:
         head = f"host: 127.0.0.1:{board.port}\n"
         halves = (

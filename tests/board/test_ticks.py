@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtune.board
-from meshtune.train.report.svg_plot import axis
+from meshtune.train.report.page import axis
 
 TICKS = pathlib.Path(meshtune.board.__file__).parent / "page/ticks.js"
 # Answers a line of JSON, [low, high, count, options], with a line.

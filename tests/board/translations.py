@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import meshtune.board
-from meshtune.config.schema import json_schema
+from meshtune.config.fields import json_schema
 
 PAGE = pathlib.Path(meshtune.board.__file__).parent / "page"
 LANGUAGES = ("zh", "ru", "ko", "ja")

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.plan.compilers.install import install, requirements
+from meshtune.plan.compilers.find import install, requirements
 
 
 def doctor(*arguments: str, **variables: str):

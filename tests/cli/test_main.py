@@ -12,7 +12,7 @@ import pytest
 
 from meshtune.cli import main as program
 from meshtune.cli.export import shard_bytes
-from meshtune.cli.recipe_arguments import split
+from meshtune.cli.train import split
 from meshtune.errors import UserError
 
 RECIPE = "model: m\ndata: a.json\noutput: o\n"

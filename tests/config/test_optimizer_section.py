@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from meshtune.config.load import load_recipe
-from meshtune.config.optimizer import NOT_IN_BACKWARD, READERS
 from meshtune.config.section import section_fields
+from meshtune.config.sections import NOT_IN_BACKWARD, READERS
 from meshtune.errors import UserError
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.optim.config import OptimizerOptions

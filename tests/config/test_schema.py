@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from meshtune.config.fields import keys
-from meshtune.config.schema import json_schema, markdown
+from meshtune.config.fields import json_schema, keys, markdown
 
 # The public keys of 0.1. A key that leaves this list breaks somebody's recipe.
 KEYS = """

@@ -8,7 +8,7 @@ import pytest
 
 from meshtune.costs.hardware import find_target, known_devices
 from meshtune.errors import UserError
-from meshtune.plan.compilers.gpu_description import target_config
+from meshtune.plan.compilers.topology import target_config
 
 
 @pytest.mark.parametrize(

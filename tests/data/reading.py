@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshtune.data.readers.records import Records
+from meshtune.data.readers.textfiles import Records
 from meshtune.data.sources import DataSource, open_path, open_source
 from meshtune.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshtune.config.data import DataSection
+from meshtune.config.sections import DataSection
 from meshtune.data.conversation import Conversation, Text
 from meshtune.data.documents import load_documents
 from meshtune.errors import UserError

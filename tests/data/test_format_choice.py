@@ -10,11 +10,11 @@ import typing
 import pytest
 import yaml
 
-from meshtune.config.data import DataSection, SourceSection
+from meshtune.config.sections import DataSection, SourceSection
 from meshtune.data.conversation import Origin
 from meshtune.data.documents import load_documents
 from meshtune.data.formats import DOCUMENT_FORMATS, FORMATS_BY_TYPE, select_format
-from meshtune.data.formats.meanings import read_record
+from meshtune.data.formats.record import read_record
 from meshtune.errors import UserError
 
 EXAMPLES = {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data.stock_templates import encode_conversation, learned_pieces, tokenizer_of
-from meshtune.config.data import DataSection
+from meshtune.config.sections import DataSection
 from meshtune.data.conversation import Conversation, Message
 from meshtune.data.documents import load_documents
 from meshtune.errors import UserError

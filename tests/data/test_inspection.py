@@ -14,8 +14,8 @@ from meshtune.config.load import load_recipe
 from meshtune.data.inspection import inspect_data
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.plan.updates import updates_of
-from meshtune.train.report.console_log import log_console
+from meshtune.plan.report import updates_of
+from meshtune.train.report.progress import log_console
 from meshtune.train.run_setup import set_up_run
 
 MODEL = pathlib.Path(meshtune.quickstart.__file__).parent / "model"

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from meshtune.arrays.batch import BATCH_ARRAYS, batch_axes
 from meshtune.data.conversation import Origin
-from meshtune.data.loader import Loader, row_sizes
+from meshtune.data.loader import Loader, Units, row_sizes
 from meshtune.data.store import group_examples, open_or_build
 from meshtune.data.tokens import Example
-from meshtune.data.units import Units
 from meshtune.errors import UserError
 
 

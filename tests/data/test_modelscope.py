@@ -20,8 +20,7 @@ from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource, open_source
 from meshtune.errors import UserError, pip_install
 from meshtune.runs.sources import find
-from meshtune.weights.hub import MODEL, locate
-from meshtune.weights.modelscope import modelscope_id
+from meshtune.weights.hub import MODEL, locate, modelscope_id
 
 
 class NotExistError(Exception):

@@ -8,9 +8,8 @@ from transformers import AutoTokenizer
 
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.conversation import Conversation, Message, Origin, Pair, Text
-from meshtune.data.overlong import positions_by_turns
-from meshtune.data.tokens import Tokenize
-from meshtune.data.units import tokenise_pairs
+from meshtune.data.loader import tokenise_pairs
+from meshtune.data.tokens import Tokenize, positions_by_turns
 
 # (prompt, answer, room) -> what infer_seqlen of llamafactory 0.9.5 returned for them.
 CUTS = {

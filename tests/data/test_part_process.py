@@ -17,16 +17,16 @@ import pytest
 from data.preparing import MODEL, contents, prepared, records
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Conversation, Message, Origin, Text
+from meshtune.data.loader import StageExamples
 from meshtune.data.part_process import PartProcess, PartTask, process_count
-from meshtune.data.stage_examples import StageExamples
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
 STARTED = f"""
 import sys, time
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
-import meshtune.data.parts, meshtune.data.tokenise
-meshtune.data.parts.PART = meshtune.data.tokenise.PART = 64
+import meshtune.data.store, meshtune.data.tokenise
+meshtune.data.store.PART = meshtune.data.tokenise.PART = 64
 meshtune.data.tokenise.IN_PROCESS = 0
 from data.preparing import prepared
 prepared(*sys.argv[1:], "sft", lambda activity, done, of: time.sleep("tokenising" in activity and 0.5))
@@ -35,7 +35,7 @@ prepared(*sys.argv[1:], "sft", lambda activity, done, of: time.sleep("tokenising
 
 @pytest.fixture
 def processes(monkeypatch):
-    monkeypatch.setattr("meshtune.data.parts.PART", 64)
+    monkeypatch.setattr("meshtune.data.store.PART", 64)
     monkeypatch.setattr("meshtune.data.tokenise.PART", 64)
     monkeypatch.setattr("meshtune.data.tokenise.IN_PROCESS", 0)
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "2")

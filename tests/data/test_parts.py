@@ -17,17 +17,17 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Origin, Text
+from meshtune.data.loader import StageExamples
 from meshtune.data.part_process import PartTask
-from meshtune.data.parts import read_part, tokenised_parts
 from meshtune.data.progress import ProgressClock
-from meshtune.data.stage_examples import StageExamples
+from meshtune.data.store import read_part, tokenised_parts
 from meshtune.data.tokenizer import load_tokenizer
 
 SIZE = 32
 KILLED = f"""
 import sys, time
-import meshtune.data.parts, meshtune.data.tokenise
-meshtune.data.parts.PART = meshtune.data.tokenise.PART = {SIZE}
+import meshtune.data.store, meshtune.data.tokenise
+meshtune.data.store.PART = meshtune.data.tokenise.PART = {SIZE}
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 from data.preparing import prepared
 prepared(sys.argv[1], sys.argv[2], sys.argv[3], lambda activity, done, of: time.sleep("tokenising" in activity and 0.5))
@@ -36,7 +36,7 @@ prepared(sys.argv[1], sys.argv[2], sys.argv[3], lambda activity, done, of: time.
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr("meshtune.data.parts.PART", SIZE)
+    monkeypatch.setattr("meshtune.data.store.PART", SIZE)
     monkeypatch.setattr("meshtune.data.tokenise.PART", SIZE)
 
 
@@ -45,7 +45,7 @@ def test_a_store_made_in_parts_is_the_one_made_at_once(stage, tmp_path, monkeypa
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, records(stage, 600))))
     at_once = prepared(file, tmp_path / "at_once", stage)
-    monkeypatch.setattr("meshtune.data.parts.PART", SIZE)
+    monkeypatch.setattr("meshtune.data.store.PART", SIZE)
     monkeypatch.setattr("meshtune.data.tokenise.PART", SIZE)
     in_parts = prepared(file, tmp_path / "in_parts", stage)
     assert contents(in_parts) == contents(at_once)
@@ -76,7 +76,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, small_parts, monkey
         reused.append(part is not None)
         return part
 
-    monkeypatch.setattr("meshtune.data.parts.read_part", count_reads)
+    monkeypatch.setattr("meshtune.data.store.read_part", count_reads)
     resumed = prepared(file, cache, "sft")
     assert sum(reused) == len(files) - 1
     assert contents(resumed) == contents(prepared(file, tmp_path / "fresh", "sft"))
@@ -104,7 +104,7 @@ def test_progress_tells_the_time_left():
 
 
 def test_hosts_that_share_a_cache_tokenise_a_part_each(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshtune.data.parts.PART", SIZE)
+    monkeypatch.setattr("meshtune.data.store.PART", SIZE)
     samples = [Text(f"text {index}", Origin("data", index)) for index in range(10 * SIZE + 3)]
     task = PartTask(load_tokenizer(MODEL), TokenOptions(16), StageExamples("documents"))
     parts_of: dict[int, list[int]] = {0: [], 1: []}

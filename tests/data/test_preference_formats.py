@@ -8,11 +8,11 @@ import re
 import pytest
 import yaml
 
-from meshtune.config.data import DataSection
+from meshtune.config.sections import DataSection
 from meshtune.data.conversation import Labelled, Origin, Pair
 from meshtune.data.documents import load_documents
 from meshtune.data.formats import FORMATS_BY_TYPE
-from meshtune.data.formats.meanings import MARGIN
+from meshtune.data.formats.record import MARGIN
 from meshtune.errors import UserError
 
 ORIGIN = Origin("made.json", 0)

@@ -168,7 +168,7 @@ def test_a_record_that_changed_is_tokenised_again(smol, tmp_path):
 
 @pytest.mark.parametrize("while_it_is", ["reading", "tokenising"])
 def test_a_file_that_is_written_to_meanwhile_leaves_nothing_behind(smol, tmp_path, monkeypatch, while_it_is):
-    monkeypatch.setattr("meshtune.data.parts.PART", 32)
+    monkeypatch.setattr("meshtune.data.store.PART", 32)
     monkeypatch.setattr("meshtune.data.tokenise.PART", 32)
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(320)])
 

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from meshtune.config.data import DataSection, SourceSection
+from meshtune.config.sections import DataSection, SourceSection
 from meshtune.data.conversation import Conversation, Text
 from meshtune.data.documents import load_documents
 from meshtune.data.registry import Registry

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.reading import fails, read
-from meshtune.data.checked_source import check_source
+from meshtune.data.documents import check_source
 from meshtune.data.sources import COMPRESSIBLE, READERS, DataSource, open_path
 from meshtune.errors import UserError
 
@@ -471,7 +471,7 @@ def test_pipes_and_devices_are_no_data(tmp_path, kind, suffix):
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
 def test_a_small_gzip_file_that_holds_gigabytes_is_refused(tmp_path, monkeypatch, kind):
     """Here with lower limits. The fix is to unpack it oneself."""
-    monkeypatch.setattr("meshtune.data.readers.mapped.UNPACKED", 100_000)
+    monkeypatch.setattr("meshtune.data.readers.textfiles.UNPACKED", 100_000)
     path = tmp_path / f"bomb.{kind}.gz"
     plain = RECORD * 300_000
     path.write_bytes(gzip.compress(plain, mtime=0))
@@ -486,8 +486,8 @@ def test_a_compressed_arrow_file_and_a_parquet_file_that_hold_gigabytes_are_refu
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr("meshtune.data.readers.mapped.UNPACKED", 100_000)
-    monkeypatch.setattr("meshtune.data.readers.parquet._COPY", 100_000)
+    monkeypatch.setattr("meshtune.data.readers.textfiles.UNPACKED", 100_000)
+    monkeypatch.setattr("meshtune.data.readers.columnar._COPY", 100_000)
     table = pyarrow.table({"text": ["a" * 10**6] * 30})
     packed = pyarrow.ipc.IpcWriteOptions(compression="zstd")
     for name, writer in (("a.arrow", pyarrow.ipc.new_file), ("b.arrow", pyarrow.ipc.new_stream)):

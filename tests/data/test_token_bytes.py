@@ -8,8 +8,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from meshtune.data.token_bytes import TokenBytes
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.tokens import TokenBytes
 
 BYTE_LEVEL = ("smollm2", "hf-llama3_1", "hf-qwen3")
 PIECES = (

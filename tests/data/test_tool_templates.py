@@ -9,20 +9,18 @@ import pytest
 import transformers
 
 from data.stock_templates import stock_text, tokenizer_with
-from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy
+from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import suggested_template, template_names, template_text
-from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.conversation import Conversation, Message, Origin, argument_texts
 from meshtune.data.dialect import id_of_length
 from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.tool_calls import argument_texts
 from meshtune.errors import UserError
-from meshtune.generate.prompts import chat_text
-from meshtune.serve.responses.call import Tool
-from meshtune.serve.responses.formats import call_format
+from meshtune.generate.text import chat_text
+from meshtune.serve.responses.formats import Tool, call_format
 from meshtune.serve.responses.reader import TaggedReader
 
 ORIGIN = Origin("calls.json", 2)

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from data.stock_templates import tokenizer_of
-from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy
+from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Labelled, Origin, Pair
 from meshtune.data.documents import load_documents
 from meshtune.data.formats import FORMATS_BY_TYPE, select_format
-from meshtune.data.formats.meanings import FIELDS, TURN_FIELDS, read_record
+from meshtune.data.formats.record import FIELDS, TURN_FIELDS, read_record
 from meshtune.data.masks import mask_conversation
 from meshtune.errors import UserError
 

@@ -13,9 +13,8 @@ import pytest
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
 from meshtune.data.prepare import prepare_data
-from meshtune.data.stream import JOURNAL_INTERVAL
+from meshtune.data.stream import JOURNAL_INTERVAL, UNIT_POSITIONS
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.window_rows import UNIT_POSITIONS
 from meshtune.errors import UserError
 
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
@@ -31,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    monkeypatch.setattr("meshtune.data.window_rows.WINDOW", WINDOW)
+    monkeypatch.setattr("meshtune.data.stream.WINDOW", WINDOW)
 
 
 @pytest.fixture(scope="module")

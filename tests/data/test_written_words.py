@@ -14,11 +14,11 @@ from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names, template_text
 from meshtune.data.conversation import Conversation, Message, Origin, Text
+from meshtune.data.dialect import split_reasoning
 from meshtune.data.masks import mask_conversation
-from meshtune.data.reasoning import split_reasoning
 from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
-from meshtune.evaluate.records import prompt_ids, record_of
+from meshtune.evaluate.predict import prompt_ids, record_of
 
 ORIGIN = Origin("chat.jsonl", 4)
 SHARED = (

@@ -14,12 +14,11 @@ import published
 import meshtune
 from meshtune.errors import UserError
 from meshtune.evaluate.compare import Outcome, read_results
-from meshtune.evaluate.identity import default_output, identity
 from meshtune.evaluate.predict import Predictions, PredictOptions
-from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data, variants
+from meshtune.evaluate.run import Subject, default_output, evaluate_model, identity, make_evaluation, run_data, variants
 from meshtune.quickstart import MODEL
 from meshtune.terminal import console
-from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.inspect import base_hash
 
 QUIET = console(quiet=True)
 LOADING = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
@@ -171,8 +170,8 @@ def test_what_would_stop_the_evaluation_stops_the_run_before_it_begins(stories26
 
 
 def test_an_evaluation_set_that_is_the_training_set_is_refused(run, tmp_path):
-    from meshtune.cli.evaluation_options import source_section
-    from meshtune.evaluate.records import read_records
+    from meshtune.cli.evaluate import source_section
+    from meshtune.evaluate.predict import read_records
 
     _, trained_on = run_data(str(run))
     shutil.copy(run.parent / "train.jsonl", tmp_path / "again.jsonl")

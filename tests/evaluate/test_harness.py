@@ -15,8 +15,7 @@ import published
 import meshtune
 from meshtune.errors import UserError
 from meshtune.evaluate.harness import Suite, parse_tasks, prepare, run_tasks
-from meshtune.evaluate.results import averages
-from meshtune.evaluate.task_files import read_task
+from meshtune.evaluate.tasks import averages, read_task
 from meshtune.terminal import console
 
 QUIET = console(quiet=True)

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import meshtune
-from meshtune.cli.evaluation_options import source_section
+from meshtune.cli.evaluate import source_section
 from meshtune.errors import UserError
-from meshtune.evaluate.held_out import held_out_loss
-from meshtune.evaluate.predict import PREDICTIONS, PredictOptions, predict
-from meshtune.evaluate.records import read_records
+from meshtune.evaluate.predict import PREDICTIONS, PredictOptions, held_out_loss, predict, read_records
 from meshtune.terminal import console
 
 PROMPTS = ["Once upon a time", "Lily and Tom went to", "The dog was", "One day, a"]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from meshtune.evaluate import plots
+from meshtune.evaluate import report
 from meshtune.evaluate.compare import Outcome
 from meshtune.evaluate.predict import Predictions
 from meshtune.evaluate.report import LINES, sentences, write_report
@@ -106,7 +106,7 @@ def test_the_axis_of_differences_ends_at_a_hundred_per_cent(tmp_path, monkeypatc
     monkeypatch.setattr(plots, "_write", lambda figure, path: drawn.append(figure))
     wide = difference("f1", [(0.0, 1.0)] * 30, [(0.0, 1.0)] * 29 + [(3.0, 1.0)], higher_is_better=True)
     assert wide.high > wide.after
-    plots.draw_differences(tmp_path / "x.png", [wide], {})
+    report.draw_differences(tmp_path / "x.png", [wide], {})
     (axes,) = drawn[0].axes
     low, high = axes.get_xlim()
     assert low >= -110

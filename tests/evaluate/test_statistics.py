@@ -8,8 +8,7 @@ from scipy import stats
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.evaluate import statistics
-from meshtune.evaluate.overlap import RUN_LENGTH, overlap
-from meshtune.evaluate.statistics import difference, mcnemar
+from meshtune.evaluate.statistics import RUN_LENGTH, difference, mcnemar, overlap
 
 ORIGIN = Origin("made", 0)
 

@@ -19,11 +19,11 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, load_adapter, save_adapter
 from meshtune.arrays.tree import merge
 from meshtune.kernels.attention import zigzag_order
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.sft import make
 from meshtune.quantize.config import QuantizeConfig

@@ -52,11 +52,11 @@ def trajectory(
     from meshtune.adapters.method import abstract, prepare
     from meshtune.families.experts import with_bias_update_rate
     from meshtune.kernels.attention import zigzag_order
-    from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
+    from meshtune.mesh.layout import make_mesh
     from meshtune.mesh.placement import place_batch
     from meshtune.model.compute import Compute
-    from meshtune.model.sharding import layout_for
+    from meshtune.model.gather import layout_for
     from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step

@@ -19,7 +19,7 @@ from meshtune.families import description, model_spec
 from meshtune.families.expansion import expanded_config, group_layers, silent_modules
 from meshtune.families.family import Family
 from meshtune.mesh.config import AXES, MeshConfig
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.quantize.config import QuantizeConfig
 
 KNOWN = {*AXES, *ADAPTERS, "full", "freeze", "expand"}

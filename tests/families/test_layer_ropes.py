@@ -7,8 +7,7 @@ from transformers import AutoConfig
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.families.config_fields import ConfigFields
-from meshtune.families.layer_ropes import read_ropes
+from meshtune.families.config_fields import ConfigFields, read_ropes
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.mlp import MlpSpec
 

@@ -15,17 +15,16 @@ from rich.console import Console
 
 from data.stock_templates import encode_conversation, learned_pieces, stock_text, tokenizer_with
 from families.tiny import tiny_model
-from meshtune.config.data import DataSection
 from meshtune.config.load import load_recipe
+from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names, template_text
+from meshtune.data.conversation import argument_texts
 from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
-from meshtune.data.tool_calls import argument_texts
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES
-from meshtune.serve.responses.call import Tool
-from meshtune.serve.responses.formats import call_format
+from meshtune.serve.responses.formats import Tool, call_format
 from meshtune.serve.responses.reader import THINK, TaggedReader
 from meshtune.train.run import train
 

@@ -303,7 +303,7 @@ def adapter(folder: pathlib.Path, rng: random.Random) -> None:
 def tokenizer(folder: pathlib.Path, rng: random.Random) -> None:
     from meshtune.data.chat import ChatTemplate
     from meshtune.data.tokenizer import load_tokenizer
-    from meshtune.generate.prompts import text_end
+    from meshtune.generate.text import text_end
     from meshtune.runs.sources import Source
 
     name = rng.choice(["tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"])
@@ -428,7 +428,7 @@ def data(folder: pathlib.Path, rng: random.Random) -> None:
 
 
 def request(folder: pathlib.Path, rng: random.Random) -> None:
-    from meshtune.serve.errors import ApiError
+    from meshtune.serve.guard import ApiError
     from meshtune.serve.schema import ChatRequest, CompletionRequest, ScoreRequest, parse_request
 
     tool = {

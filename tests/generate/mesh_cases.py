@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtune.cli.main import main
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.prefix_tree import ScoredText
+from meshtune.generate.score import ScoredText
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.runs.sources import find
 

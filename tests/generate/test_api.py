@@ -178,7 +178,7 @@ def ours(base, dest):
     from meshtune.adapters.config import LoraConfig as Config
     from meshtune.adapters.method import prepare
     from meshtune.adapters.peft_format import BaseRecord, save_adapter
-    from meshtune.weights.fingerprint import base_hash
+    from meshtune.weights.inspect import base_hash
     from meshtune.weights.load import load_params, load_spec
 
     spec, _ = load_spec(base, "float32")

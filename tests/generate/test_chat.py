@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import meshtune
 from meshtune.errors import UserError
-from meshtune.generate.prompts import chat_ids, continuation_ids, turn_end
-from meshtune.generate.samples import sample
+from meshtune.generate.text import chat_ids, continuation_ids, sample, turn_end
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ import pytest
 from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.generate.config import Sampling
-from meshtune.generate.constraint import mask_words, packed_masks
+from meshtune.generate.request import mask_words, packed_masks
 
 VOCAB = 512
 

@@ -20,11 +20,11 @@ from meshtune.generate.api import load
 from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.request import Generation
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import shardings
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params, init_params
 
 Answers = list[tuple[list[int], list[float | None]]]  # of each request its tokens and their log-probabilities

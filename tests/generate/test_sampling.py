@@ -19,7 +19,7 @@ from transformers import (
 
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
-from meshtune.generate.sampling import Counts, compiled_form, next_token, process_logits
+from meshtune.generate.programs import Counts, compiled_form, next_token, process_logits
 
 ROWS, VOCAB = 5, 1009
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(ROWS, VOCAB)).astype(np.float32)

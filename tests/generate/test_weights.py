@@ -36,7 +36,7 @@ from meshtune.generate.weights import decode_layout, decodes_from_copy
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
-from meshtune.model.tiled import TiledWeight
+from meshtune.model.linear import TiledWeight
 from meshtune.runs.sources import find
 
 PROMPT = np.random.default_rng(0).integers(1, 90, 24).tolist()

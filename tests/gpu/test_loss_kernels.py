@@ -9,8 +9,7 @@ import pytest
 import torch
 from platforms import on_both
 
-from meshtune.kernels.cross_entropy import cross_entropy
-from meshtune.kernels.log_probs import log_probs
+from meshtune.kernels.cross_entropy import cross_entropy, log_probs
 
 # Shares of the largest value. Logits are float32 sums in every case; in bfloat16 the gradients' products are rounded.
 ALLOWED = {"float32": 1e-5, "bfloat16": 2**-6}

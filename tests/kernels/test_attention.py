@@ -22,8 +22,8 @@ from kernels.attention_cases import (
     unordered_case,
 )
 from kernels.attention_oracle import normal, pack_rows, reference, same_tokens
-from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention, triton_tiles
-from meshtune.kernels.attention.triton_tiles import Tile, Tiles
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention
+from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 
 XLA_BACKENDS = ["direct", "blockwise"]
 BACKENDS = {name: functools.partial(by_backend, name) for name in XLA_BACKENDS} | {"triton": by_triton}

@@ -16,11 +16,10 @@ from meshtune.kernels.attention import (
     attention,
     choose_backend,
     triton,
-    triton_tiles,
 )
 from meshtune.kernels.attention.backend import NO_SINKS
 from meshtune.kernels.attention.splash import SPLASH
-from meshtune.kernels.attention.triton_tiles import Tile, Tiles
+from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 
 
 @pytest.fixture(autouse=True)

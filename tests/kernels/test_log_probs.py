@@ -9,8 +9,7 @@ import pytest
 import torch
 from test_cross_entropy import CLOSE, case, float_sizes, head
 
-from meshtune.kernels.cross_entropy import cross_entropy
-from meshtune.kernels.log_probs import log_probs
+from meshtune.kernels.cross_entropy import cross_entropy, log_probs
 
 
 def torch_log_probs(params, hidden, targets):

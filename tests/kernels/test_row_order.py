@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtune.kernels.row_order import order_by
+from meshtune.kernels.grouped import order_by
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (1000, 7), (4096, 65), (3000, 2**20)])

@@ -12,8 +12,8 @@ import pytest
 
 from kernels.attention_cases import assert_equals_torch, by_triton, case, request_for_gpu
 from kernels.attention_oracle import normal, pack_rows, same_tokens, torch_gradients
-from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, AttentionInputs, triton, triton_tiles
-from meshtune.kernels.attention.triton_tiles import Tile, Tiles
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, AttentionInputs, triton
+from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 
 
 @pytest.mark.slow

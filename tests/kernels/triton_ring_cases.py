@@ -28,11 +28,11 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    from meshtune.kernels.attention import BACKENDS, Backend, triton, triton_ring, triton_tiles
-    from meshtune.kernels.attention.triton_tiles import Tile, Tiles
+    from meshtune.kernels.attention import BACKENDS, Backend, triton, triton_kernels, triton_ring
+    from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 
     tile = Tile(16, 16, 4, 1)
-    triton_tiles.tiles_of = lambda request: Tiles(tile, tile, tile)
+    triton_kernels.tiles_of = lambda request: Tiles(tile, tile, tile)
     run, run_sharded = (functools.partial(f, interpret=True) for f in (triton.run, triton_ring.run))
     BACKENDS[BACKENDS.index(triton.TRITON)] = Backend("triton", run, run_sharded=run_sharded)
     results = {f"{name}/{n}": x for name, case in CASES.items() for n, x in enumerate(output_and_gradients(case))}

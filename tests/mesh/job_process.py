@@ -15,10 +15,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtune.errors import UserError
-from meshtune.mesh.agreement import code_version, require_agreement
+from meshtune.mesh.agreement import StopFlag, code_version, require_agreement
 from meshtune.mesh.processes import Job, start
-from meshtune.mesh.stop_flag import StopFlag
-from meshtune.train.interrupt import interruptible
+from meshtune.train.loop import interruptible
 
 
 def record(**fields: object) -> None:

@@ -57,10 +57,10 @@ def lower_step(case: Case, layers: int | None = None) -> tuple[Any, dict[str, An
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract
     from meshtune.families import model_spec
-    from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
+    from meshtune.mesh.layout import make_mesh
     from meshtune.model.compute import Compute
-    from meshtune.model.sharding import layout_for
+    from meshtune.model.gather import layout_for
     from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
+from meshtune.mesh.layout import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, order=True)

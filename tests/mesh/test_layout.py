@@ -17,7 +17,7 @@ from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.sharding import check_batch, layout_for
+from meshtune.model.gather import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
 
 LLAMA_405B = {

@@ -19,10 +19,9 @@ from job import Processes, free_port
 
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import first_of_each_host, source_digest
-from meshtune.mesh.client import Client
+from meshtune.mesh.client import PROTOCOL_VERSION, Client, send
 from meshtune.mesh.coordinator import Coordinator, addresses, find_second_coordinator
 from meshtune.mesh.processes import Job, start
-from meshtune.mesh.protocol import PROTOCOL_VERSION, send
 from meshtune.mesh.rendezvous import ProcessInfo
 
 

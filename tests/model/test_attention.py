@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from meshtune.kernels import attention as kernels
-from meshtune.model.attention import AttentionSpec
+from meshtune.model.attention import AlibiSpec, AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.layer import LayerSpec, layer_by_chunks
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.positions import AlibiSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import init_params
 from model_specs import llama_spec

@@ -15,8 +15,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.model.attention import AttentionSpec
-from meshtune.model.cache import Cache, LayerCache
-from meshtune.model.coded_cache import decode, encode
+from meshtune.model.cache import Cache, LayerCache, decode, encode
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs

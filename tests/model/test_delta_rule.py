@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from meshtune.model.delta_rule import DeltaInputs, gated_delta_rule, unit_lower_inverse
+from meshtune.model.delta_net import DeltaInputs, gated_delta_rule, unit_lower_inverse
 
 KEYS, VALUES, DK, DV, LENGTHS = 2, 4, 8, 6, (37, 70, 41)  # segments begin and end within chunks of 64
 

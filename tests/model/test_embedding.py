@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.mesh.layout import Layout
+from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.model.inputs import embed_tokens
 
 # The columns of the table are split over fsdp, its rows over tp; of the tokens the rows over fsdp, the length over cp.

@@ -12,19 +12,19 @@ import pytest
 
 from deviceless import compiled_for
 from meshtune.costs.collectives import collectives_of
-from meshtune.model.expert_exchange import round_slots
+from meshtune.model.dispatch import round_slots
 
 TOKENS, EXPERTS, CHOSEN, EMBED, WIDTH, EP = 1024, 64, 8, 2048, 1024, 8
 
 SNIPPET = """
 from meshtune.kernels.chips import chip_of
-from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.router import RouterSpec
-from meshtune.model.sharding import layout_for
+from meshtune.model.experts import RouterSpec
+from meshtune.model.gather import layout_for
 from jax.sharding import NamedSharding, PartitionSpec
 
 spec = ExpertsSpec(RouterSpec(EXPERTS, CHOSEN), WIDTH, layers=1)

@@ -17,24 +17,23 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families.experts import with_aux_loss
 from meshtune.generate.engine import Engine
-from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import abstract_mesh
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
-from meshtune.model.expert_exchange import choose_exchange, round_slots
-from meshtune.model.experts import ExpertsSpec
+from meshtune.model.dispatch import choose_exchange, round_slots
+from meshtune.model.experts import ExpertsSpec, RouterSpec
+from meshtune.model.gather import layout_for
 from meshtune.model.inputs import Inputs, SequenceInfo
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
-from meshtune.model.router import RouterSpec
-from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, init_params
 from meshtune.model.stacks import layers_loss
-from meshtune.objectives.score import metric_means, with_layers
+from meshtune.objectives.answers import metric_means, with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.train.evaluation.evaluate import evaluate
 from meshtune.train.step.build import make_eval_step, mean_gradient

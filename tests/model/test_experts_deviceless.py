@@ -19,7 +19,7 @@ from deviceless import compiled_for
 from meshtune.costs.hardware import find_target
 from meshtune.kernels import grouped, grouped_tpu, grouped_triton
 from meshtune.kernels.chips import chip_of
-from meshtune.kernels.row_tiles import row_tiles
+from meshtune.kernels.grouped_triton import row_tiles
 
 TOKENS, EXPERTS, CHOSEN, EMBED, WIDTH, RANK = 8192, 64, 8, 2048, 1024, 16
 ROWS = TOKENS * CHOSEN
@@ -32,7 +32,7 @@ from meshtune.adapters.lora import LoRA
 from meshtune.kernels.chips import chip_of
 from meshtune.model.dispatch import through_experts
 from meshtune.model.experts import ExpertsSpec
-from meshtune.model.router import RouterSpec
+from meshtune.model.experts import RouterSpec
 
 spec = ExpertsSpec(RouterSpec(EXPERTS, CHOSEN), WIDTH, layers=1)
 experts = spec.params(EMBED)["experts"]

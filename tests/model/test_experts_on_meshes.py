@@ -24,21 +24,20 @@ from meshtune.arrays.tree import flatten, merge, named_leaves, unflatten
 from meshtune.families.quantised import quantised_leaves
 from meshtune.kernels.attention import zigzag_order
 from meshtune.kernels.grouped import grouped_matmul
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.compute import Compute, ExchangeName
 from meshtune.model.dispatch import over_mesh
-from meshtune.model.experts import ExpertsSpec
+from meshtune.model.experts import ExpertsSpec, RouterSpec
+from meshtune.model.gather import layout_for
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
-from meshtune.model.router import RouterSpec
-from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
-from meshtune.objectives.score import with_layers
+from meshtune.objectives.answers import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight

@@ -20,9 +20,9 @@ from meshtune.model.cache import LayerCache
 from meshtune.model.compute import AttentionName, Compute
 from meshtune.model.inputs import Inputs, sequence_info
 from meshtune.model.latent_attention import LatentAttentionSpec
+from meshtune.model.linear import TiledWeight
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
-from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 

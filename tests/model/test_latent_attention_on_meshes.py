@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import shardings
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
+from meshtune.model.gather import layout_for
 from meshtune.model.inputs import Inputs
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.layer import LayerSpec
@@ -24,7 +25,6 @@ from meshtune.model.mlp import MlpSpec
 from meshtune.model.model_cache import init_cache
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
-from meshtune.model.sharding import layout_for
 from meshtune.model.spec import abstract_params, init_params
 from model_specs import llama_spec
 

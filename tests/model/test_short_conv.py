@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from meshtune.errors import UserError
-from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import abstract_mesh
 from meshtune.model.cache import LayerCache
+from meshtune.model.gather import layout_for
 from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.sharding import layout_for
 from meshtune.model.short_conv import FilterSpec, ShortConvSpec
 from model_specs import llama_layer, llama_spec
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from meshtune.model.ssd import SsdInputs, state_space
+from meshtune.model.mamba2 import SsdInputs, state_space
 
 GROUPS, HEADS, P, N, LENGTHS = 2, 3, 4, 5, (37, 70, 41)  # segments begin and end within chunks of 64
 

@@ -34,20 +34,20 @@ from meshtune.errors import UserError
 from meshtune.families import FAMILIES, model_spec
 from meshtune.families.tensors import View, one_to_one, with_view
 from meshtune.generate.engine import Engine
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Mixer, Output, RowParams
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
+from meshtune.model.gather import layout_for
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
-from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
 from meshtune.model.stacks import layers_loss
-from meshtune.objectives.score import with_layers
+from meshtune.objectives.answers import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.quantize.config import QuantizeConfig

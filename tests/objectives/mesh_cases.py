@@ -17,13 +17,13 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import merge
 from meshtune.families import model_spec, scored_spec
 from meshtune.kernels.attention import zigzag_order
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.model.spec import init_params
-from meshtune.objectives.score import metric_means
+from meshtune.objectives.answers import metric_means
 from meshtune.objectives.stages import STAGES
 
 MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2})

@@ -21,7 +21,7 @@ from units_of import loader_of, random_pairs
 from meshtune.model.compute import Compute
 from meshtune.objectives import answers as answers_module
 from meshtune.objectives import rm
-from meshtune.objectives.score import metric_means
+from meshtune.objectives.answers import metric_means
 from meshtune.objectives.stages import STAGES
 
 PAIRS, CLOSE = 5, {"rtol": 1e-5, "atol": 1e-5}

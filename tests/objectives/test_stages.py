@@ -23,7 +23,7 @@ from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.model.compute import Compute
-from meshtune.objectives.score import metric_means
+from meshtune.objectives.answers import metric_means
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.export import export
 from meshtune.train.evaluation.reference import log_probabilities, made_start

@@ -7,10 +7,9 @@ import hashlib
 import numpy as np
 
 from meshtune.data.conversation import Origin
-from meshtune.data.loader import Loader
+from meshtune.data.loader import Loader, Units
 from meshtune.data.store import group_examples, open_or_build
 from meshtune.data.tokens import Example
-from meshtune.data.units import Units
 
 
 def store_of(documents, cache):

@@ -24,11 +24,10 @@ from meshtune.mesh import placement
 from meshtune.mesh.placement import offload_arrays
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.compute import Compute
-from meshtune.model.experts import ExpertsSpec
+from meshtune.model.experts import ExpertsSpec, RouterSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
-from meshtune.model.router import RouterSpec
 from meshtune.model.spec import ModelSpec, Stack, init_params
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer

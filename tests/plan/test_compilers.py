@@ -17,9 +17,8 @@ from meshtune.errors import UserError
 from meshtune.plan.compilers import MissingCompiler, compile_recipe, find_compiler
 from meshtune.plan.compilers.compile import _read
 from meshtune.plan.compilers.find import Compiler, require_compiler
-from meshtune.plan.compilers.gpu_description import target_config
 from meshtune.plan.compilers.process import child_env, run
-from meshtune.plan.compilers.topology import refused_bytes, slice_shape, tpu_slice
+from meshtune.plan.compilers.topology import refused_bytes, slice_shape, target_config, tpu_slice
 
 JAXLIB = importlib.metadata.version("jaxlib")
 FOLDER = pathlib.Path(__file__).parent
@@ -213,7 +212,7 @@ def crashes(target, devices):
 
 
 def sleeps(target, devices):
-    from meshtune.plan.compilers.progress import report_stage
+    from meshtune.plan.compilers.process import report_stage
 
     report_stage("sleeping")
     time.sleep(60)

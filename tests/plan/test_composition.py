@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.plan.composition import METHODS, refusal, table
+from meshtune.plan.program import METHODS, refusal, table
 
 
 def test_an_impossible_combination_is_refused_with_its_reason():

@@ -112,7 +112,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.config.load import load_recipe
 from meshtune.generate import programs
 from meshtune.generate.config import Sampling
-from meshtune.generate.sampling import Counts, compiled_form
+from meshtune.generate.programs import Counts, compiled_form
 from meshtune.model.compute import Compute
 from meshtune.model.model_cache import cache_specs
 from meshtune.model.spec import abstract_params

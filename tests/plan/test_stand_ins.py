@@ -11,8 +11,7 @@ import sys
 
 import pytest
 
-from meshtune.plan.compilers.elf import read, stand_in
-from meshtune.plan.compilers.stand_ins import NO_DEVICE, build_stand_ins, library_folders
+from meshtune.plan.compilers.stand_ins import NO_DEVICE, build_stand_ins, library_folders, read, stand_in
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="stand-ins are for x86-64 Linux, as ROCm is"

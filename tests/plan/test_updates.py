@@ -12,8 +12,8 @@ from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.plan import updates
-from meshtune.plan.updates import updates_of
+from meshtune.plan import report
+from meshtune.plan.report import updates_of
 
 
 def recipe_of(folder: pathlib.Path, *overrides: str) -> Recipe:
@@ -43,7 +43,7 @@ def test_updates_of_a_large_data_set_are_estimated_from_a_sample(tmp_path, monke
 
 def test_steps_of_the_recipe_are_taken_without_reading_data(tmp_path):
     recipe = recipe_of(tmp_path, "train.steps=7", "data.train=absent.jsonl")
-    assert updates_of(recipe) == updates.Updates(7, "train.steps")
+    assert updates_of(recipe) == report.Updates(7, "train.steps")
 
 
 def test_data_that_are_not_local_are_not_read(tmp_path):

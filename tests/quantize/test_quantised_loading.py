@@ -33,9 +33,9 @@ MB = 1 << 20
 ON_MESHES = """
 import json, pathlib, sys
 import jax, numpy as np
-from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.arrays.tree import flatten, unflatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.families.quantised import quantised_leaves
@@ -125,9 +125,9 @@ import re
 import jax, jax.numpy as jnp
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
-from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.inputs import Inputs

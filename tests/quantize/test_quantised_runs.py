@@ -185,7 +185,7 @@ def test_modules_can_have_formats_of_their_own(model, texts, tmp_path):
 
 
 def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
-    from meshtune.adapters.layout import restack
+    from meshtune.adapters.method import restack
     from model_specs import split_stacks
 
     spec, _ = load_spec(model)

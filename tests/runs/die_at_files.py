@@ -90,7 +90,6 @@ def main() -> None:
     top, count, *arguments = sys.argv[1:]
     folder = pathlib.Path(top)
     import meshtune.cli.export
-    import meshtune.cli.push
     import meshtune.data.prepare
     import meshtune.runs.export  # noqa: F401
 

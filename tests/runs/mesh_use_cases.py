@@ -17,7 +17,7 @@ import numpy as np
 
 from meshtune.cli.main import main
 from meshtune.cli.model_options import parse_mesh
-from meshtune.generate import variants
+from meshtune.generate import api
 from meshtune.serve.models import Models, load_served
 from serve.serving import serving
 
@@ -26,7 +26,7 @@ PROMPT = "Once upon a time"
 used: list[tuple[tuple[str, int], ...]] = []  # the meshes that models were laid out on
 
 
-def layout_for(mesh, spec, original=variants.layout_for):
+def layout_for(mesh, spec, original=api.layout_for):
     used.append(tuple((axis, size) for axis, size in mesh.shape.items() if size > 1))
     return original(mesh, spec)
 
@@ -87,7 +87,7 @@ def numbers(run: Path, records: Path, out: Path, *mesh: str) -> tuple[list[str],
 if __name__ == "__main__":
     recipe, folder = Path(sys.argv[1]), Path(sys.argv[2])
     assert jax.device_count() == 4
-    variants.layout_for = layout_for
+    api.layout_for = layout_for
     command("train", recipe)
     run, records = folder / "run", folder / "records.jsonl"
     on_mesh = texts(run, *MESH)

@@ -91,7 +91,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path):
 
 
 def test_an_unknown_pre_tokenizer_is_refused_both_ways(tmp_path: Path):
-    from meshtune.weights.gguf.tokens_in import tokenizer_files
+    from meshtune.weights.gguf.tokenizer import tokenizer_files
 
     directory = case.directory(BY_NAME["llama_tied"].changed(rms_norm_eps=2e-5))
     with_tokenizer(directory, 97)

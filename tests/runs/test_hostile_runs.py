@@ -11,7 +11,7 @@ from meshtune.digests import FILE, DamagedError, read_digests
 from meshtune.errors import UserError
 from meshtune.hub.card import front_matter
 from meshtune.json_text import token_ids
-from meshtune.runs.states import best_step
+from meshtune.runs.sources import best_step
 from meshtune.train.report.page import _recipe
 
 # Each level merges the one before it twice.

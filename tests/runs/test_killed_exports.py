@@ -9,8 +9,7 @@ import pytest
 from meshtune.errors import UserError
 from meshtune.quickstart import MODEL
 from meshtune.runs.export import export
-from meshtune.weights.file_lock import lock
-from meshtune.weights.publish import publish_directory, remove_leftovers
+from meshtune.weights.publish import lock, publish_directory, remove_leftovers
 
 
 def test_what_a_killed_process_left_is_removed_and_what_it_moved_aside_comes_back(tmp_path):

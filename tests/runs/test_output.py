@@ -8,7 +8,7 @@ import pytest
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.runs.output import RUN, check_output, claim_output, read_run, write_run
-from meshtune.train.checkpoint.changes import changes, check_changes
+from meshtune.train.checkpoint.resume import changes, check_changes
 
 
 def test_a_directory_that_holds_something_needs_resume_or_overwrite(tmp_path):

@@ -17,7 +17,7 @@ from meshtune import quickstart
 from meshtune.cli.model_options import parse_mesh
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
-from meshtune.runs.run_mesh import run_mesh
+from meshtune.runs.sources import run_mesh
 
 DEVICES = "--xla_force_host_platform_device_count"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import uvicorn
 
 from meshtune.serve.app import create_app
-from meshtune.serve.connection import Limits
-from meshtune.serve.gate import Gate
+from meshtune.serve.guard import Gate
 from meshtune.serve.models import Models
-from meshtune.serve.server import Server
+from meshtune.serve.server import Limits, Server
 
 TOKEN = "a token of these tests"
 

@@ -14,7 +14,7 @@ import torch
 from serving import serving
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from meshtune.adapters.multi_lora import adapter_count
+from meshtune.adapters.adapter_set import adapter_count
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.generate.api import load

@@ -18,10 +18,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from meshtune.errors import UserError
-from meshtune.serve.connection import Limits
-from meshtune.serve.gate import Gate
-from meshtune.serve.guard import Guard
-from meshtune.serve.server import Server
+from meshtune.serve.guard import Gate, Guard
+from meshtune.serve.server import Limits, Server
 
 LIMITS = Limits(connections=20, header_seconds=0.5, body_seconds=1.0, body_rate=1000, read_seconds=1.0)
 HALF = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx: "

@@ -13,10 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from meshtune.cli.listen import listener_at
-from meshtune.cli.serve import _named
+from meshtune.cli.serve import _named, listener_at
 from meshtune.errors import UserError
-from meshtune.serve.gate import Gate
+from meshtune.serve.guard import Gate
 
 
 @pytest.mark.slow

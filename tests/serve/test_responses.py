@@ -11,10 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import meshtune.data
+from meshtune.serve.grammar import Lark
 from meshtune.serve.responses import formats
-from meshtune.serve.responses.call import Tool, ToolCall
-from meshtune.serve.responses.formats import CallFormat, call_format
-from meshtune.serve.responses.lark import Lark
+from meshtune.serve.responses.formats import CallFormat, Tool, ToolCall, call_format
 from meshtune.serve.responses.reader import THINK, Delta, HarmonyReader, Reader, TaggedReader
 
 WEATHER = {

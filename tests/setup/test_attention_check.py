@@ -14,8 +14,7 @@ from meshtune.kernels.attention import Backend
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.model.compute import Compute
 from meshtune.model.spec import Stack
-from meshtune.setup.attention_check import checked_attention
-from meshtune.setup.choices import attention_requests
+from meshtune.setup.choices import attention_requests, checked_attention
 from model_specs import llama_layer, llama_spec
 
 LAYERS = tuple(llama_layer(128, 4, 2, 16, window) for window in (32, 32, None))

@@ -12,8 +12,8 @@ from rich.console import Console
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.setup.devices import ProcessDevices, check_devices, device_table, gather_devices
-from meshtune.train.report import device_metrics
+from meshtune.setup.machine import ProcessDevices, check_devices, device_table, gather_devices
+from meshtune.train.report import metrics_log
 
 
 def gpus(*counts: int, per_host: int = 1) -> list[ProcessDevices]:
@@ -105,8 +105,8 @@ def nvml(**functions: Any) -> types.ModuleType:
 
 def test_nvidias_figures_are_those_of_the_visible_cards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    monkeypatch.setattr(device_metrics.jax, "local_devices", lambda: [Device(0), Device(1)])
-    metrics = device_metrics.DeviceMetrics({"CUDA_VISIBLE_DEVICES": "6,3"}).read()
+    monkeypatch.setattr(metrics_log.jax, "local_devices", lambda: [Device(0), Device(1)])
+    metrics = metrics_log.DeviceMetrics({"CUDA_VISIBLE_DEVICES": "6,3"}).read()
     assert metrics == {
         "device0_memory": 5.0,
         "device0_peak_memory": 9.0,
@@ -122,9 +122,9 @@ def test_nvidias_figures_are_those_of_the_visible_cards(monkeypatch: pytest.Monk
 def test_without_a_drivers_package_memory_is_still_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setitem(sys.modules, "amdsmi", None)
-    monkeypatch.setattr(device_metrics.jax, "local_devices", lambda: [Device(0)])
-    assert device_metrics.DeviceMetrics({}).read() == {"device0_memory": 5.0, "device0_peak_memory": 9.0}
+    monkeypatch.setattr(metrics_log.jax, "local_devices", lambda: [Device(0)])
+    assert metrics_log.DeviceMetrics({}).read() == {"device0_memory": 5.0, "device0_peak_memory": 9.0}
 
 
 def test_a_cpu_has_no_figures():
-    assert device_metrics.DeviceMetrics().read() == {}
+    assert metrics_log.DeviceMetrics().read() == {}

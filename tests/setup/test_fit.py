@@ -16,7 +16,7 @@ from meshtune.setup.fit import ESTIMATE_ERROR, MemoryCheck
 from meshtune.setup.memory import FreeMemory
 from meshtune.setup.search import autotune
 from meshtune.setup.shortage import MemoryShortage
-from meshtune.train.shrink import CompiledShortage, check_compiled
+from meshtune.train.run_setup import CompiledShortage, check_compiled
 
 MODEL = pathlib.Path(meshtune.__file__).parent / "quickstart/model"
 LENGTH = 512

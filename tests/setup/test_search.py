@@ -10,7 +10,7 @@ from llamas import llama
 
 from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.setup.remedies import smallest_machine, try_remedies
+from meshtune.setup.fit import smallest_machine, try_remedies
 from meshtune.setup.search import autotune, open_keys, rank_candidates
 
 

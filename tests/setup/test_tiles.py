@@ -7,11 +7,11 @@ import pathlib
 import pytest
 
 from meshtune.config.load import load_recipe
-from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.model.sharding import layout_for
+from meshtune.mesh.layout import abstract_mesh
+from meshtune.model.gather import layout_for
 from meshtune.model.spec import ModelSpec
-from meshtune.setup.tiles import loss_chunk_of
+from meshtune.setup.choices import loss_chunk_of
 from meshtune.weights.load import load_config, spec_of
 
 HEADLINE = pathlib.Path(__file__).parents[2] / "examples/headline"

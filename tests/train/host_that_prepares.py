@@ -12,8 +12,8 @@ import socket
 import sys
 import time
 
-import meshtune.data.parts
-from meshtune.data.parts import Part, write_part
+import meshtune.data.store
+from meshtune.data.store import Part, write_part
 
 SHARE = 2
 host, log, peer_log, *sys.argv[1:] = sys.argv[1:]
@@ -34,5 +34,5 @@ def write_and_log(file: pathlib.Path, part: Part) -> None:
         time.sleep(0.02)
 
 
-meshtune.data.parts.write_part = write_and_log
+meshtune.data.store.write_part = write_and_log
 runpy.run_module("meshtune", run_name="__main__")

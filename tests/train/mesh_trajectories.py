@@ -98,11 +98,11 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.adapters.method import abstract, prepare
     from meshtune.families import model_spec
     from meshtune.kernels.attention import zigzag_order
-    from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
+    from meshtune.mesh.layout import make_mesh
     from meshtune.mesh.placement import place_batch, shardings
     from meshtune.model.compute import Compute
-    from meshtune.model.sharding import layout_for
+    from meshtune.model.gather import layout_for
     from meshtune.model.spec import init_params
     from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer

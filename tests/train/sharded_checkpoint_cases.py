@@ -25,10 +25,10 @@ from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.processes import Job, start
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
 from meshtune.train.step.state import TrainState, abstract_state

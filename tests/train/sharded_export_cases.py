@@ -25,12 +25,11 @@ from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.training_method import Method
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.mesh.layout import Layout
+from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.mesh.placement import shardings
 from meshtune.mesh.processes import Job, start
-from meshtune.model.sharding import layout_for
+from meshtune.model.gather import layout_for
 from meshtune.train.result.final import export_result
 from meshtune.weights import writer
 from meshtune.weights.export import export_model

@@ -6,7 +6,7 @@ import pytest
 
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
-from meshtune.train.checkpoint.changes import check_changes
+from meshtune.train.checkpoint.resume import check_changes
 
 
 def recipe(*overrides: str) -> dict:

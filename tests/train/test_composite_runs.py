@@ -22,7 +22,7 @@ from families.cases import BY_NAME
 from meshtune.config.load import load_recipe
 from meshtune.generate.api import load
 from meshtune.runs.export import export
-from meshtune.train.result.result import Result
+from meshtune.train.result.final import Result
 from meshtune.train.run import train
 
 TOKENS = np.random.default_rng(0).integers(3, 512, (2, 12))

@@ -16,8 +16,7 @@ from sharded_job import run, run_well
 
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
-from meshtune.train.checkpoint.checkpoints import Checkpoints
-from meshtune.train.checkpoint.record import Record
+from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
 from meshtune.train.checkpoint.resume import Resumed, find_resume
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.objectives.score import Score
+from meshtune.objectives.answers import Score
 from meshtune.train.evaluation.evaluate import evaluate
 from model_specs import llama_layer, llama_spec
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from mesh.job import free_port
-from meshtune.data.parts import PART
+from meshtune.data.store import PART
 
 PROGRAM = pathlib.Path(__file__).with_name("host_that_prepares.py")
 MODEL = pathlib.Path(__file__).parents[2] / "src/meshtune/quickstart/model"

@@ -12,11 +12,8 @@ import pytest
 from meshtune.data.conversation import Origin
 from meshtune.errors import UserError
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
-from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, never
-from meshtune.train.evaluation.early_stopping import EarlyStopping
-from meshtune.train.evaluation.evaluate import Evaluation
-from meshtune.train.interrupt import Interrupt, interruptible
-from meshtune.train.loop import LoadedBatches, Task, run_loop
+from meshtune.train.evaluation.evaluate import Cadence, EarlyStopping, Evaluation, at_interval, evaluations, never
+from meshtune.train.loop import Interrupt, LoadedBatches, Task, interruptible, run_loop
 from meshtune.train.report.events import Evaluated, Events, Note, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import TrainState
 

@@ -15,7 +15,7 @@ import meshtune
 from meshtune.arrays.spec import ArraySpec
 from meshtune.config.load import load_recipe
 from meshtune.optim.build import OPTIMIZERS
-from meshtune.train.lost_updates import LostUpdates
+from meshtune.train.loop import LostUpdates
 from meshtune.train.run import train
 
 QUICKSTART = pathlib.Path(meshtune.__file__).parent / "quickstart"

@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
+from meshtune.train.report.banner import MeasuredStep, Prediction, StepProbe, predicted_vs_measured
 from meshtune.train.report.events import Saved, Stepped
-from meshtune.train.report.prediction import MeasuredStep, Prediction, StepProbe, predicted_vs_measured
 
 STEP = """
     import dataclasses, gc, json, sys
@@ -21,7 +21,7 @@ STEP = """
     from meshtune.setup.search import score
     from meshtune.setup.search import workload_of
     from meshtune.costs.hardware import find_target
-    from meshtune.train.report.prediction import high_water_bytes, predict, reset_high_water_mark, resident_bytes
+    from meshtune.train.report.banner import high_water_bytes, predict, reset_high_water_mark, resident_bytes
     recipe = load_recipe(sys.argv[1], sys.argv[2:])
     program = step_of(recipe)
     compiled = program.lower().compile()

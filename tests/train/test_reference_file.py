@@ -8,7 +8,7 @@ from damage import flip_bit, truncate
 
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
-from meshtune.train.evaluation.reference_file import read_log_probabilities, write_log_probabilities
+from meshtune.train.evaluation.reference import read_log_probabilities, write_log_probabilities
 
 VALUES = -np.random.default_rng(0).exponential(20, 40).astype(np.float32)
 

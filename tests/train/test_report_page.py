@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshtune.config.load import load_recipe, silent
 from meshtune.train.report import page
-from meshtune.train.report.svg_plot import Curve, axis, svg_plot
+from meshtune.train.report.page import Curve, axis, svg_plot
 
 NUMBERS = st.floats(-1e12, 1e12, allow_nan=False).map(lambda value: value if abs(value) > 1e-12 else 0.0)
 # A range is of numbers that are far apart, or of ones that nearly are the same.

@@ -90,7 +90,7 @@ def test_the_recipe_it_saves_is_the_whole_recipe(finished_run):
 
 
 def test_its_record_names_versions_and_base(finished_run):
-    from meshtune.weights.fingerprint import base_hash
+    from meshtune.weights.inspect import base_hash
 
     result, _ = finished_run
     about = json.loads((result.output / "run.json").read_text())

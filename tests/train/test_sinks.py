@@ -18,13 +18,11 @@ from meshtune.data.store import cache_directory
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 from meshtune.plan.compilers.find import compilers_folder
-from meshtune.train.report import metrics_log, trackers
+from meshtune.train.report import events, metrics_log
 from meshtune.train.report.banner import Plan, show_plan
-from meshtune.train.report.console_log import log_console
 from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, open_sinks
-from meshtune.train.report.plot import LossPlot, draw, figure_of
-from meshtune.train.report.progress import ProgressBar
-from meshtune.train.report.smoothing import SmoothedLoss
+from meshtune.train.report.plot import LossPlot, SmoothedLoss, draw, figure_of
+from meshtune.train.report.progress import ProgressBar, log_console
 
 
 def step_event(step: int, loss: float = 2.0) -> Stepped:
@@ -225,11 +223,11 @@ def test_what_is_printed_is_kept_without_colours_and_bars(tmp_path):
 def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_imported(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with open_sinks([trackers.TensorBoard(tmp_path, "p", {}, 0)]) as sinks:
+    with open_sinks([events.TensorBoard(tmp_path, "p", {}, 0)]) as sinks:
         for step in range(1, 4):
             sinks.emit(step_event(step, loss=float(step)))
         sinks.emit(evaluation_event(3))
-    with open_sinks([trackers.TensorBoard(tmp_path, "p", {}, 2)]) as sinks:  # resumed after update 2
+    with open_sinks([events.TensorBoard(tmp_path, "p", {}, 2)]) as sinks:  # resumed after update 2
         sinks.emit(step_event(3, loss=30.0))
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
@@ -240,8 +238,8 @@ def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_i
 def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
-        trackers.check_installed(["tensorboard", "wandb"])
-    assert set(trackers.NEEDS) == set(trackers.TRACKERS)
+        events.check_installed(["tensorboard", "wandb"])
+    assert set(events.NEEDS) == set(events.TRACKERS)
 
 
 def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
@@ -258,7 +256,7 @@ def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
     module.init = lambda **options: calls.append(options) or Run()
     monkeypatch.setitem(sys.modules, "wandb", module)
     for start in (0, 5):
-        with open_sinks([trackers.Wandb(tmp_path, "p", {"seed": 1}, start)]) as sinks:
+        with open_sinks([events.Wandb(tmp_path, "p", {"seed": 1}, start)]) as sinks:
             sinks.emit(step_event(start + 1))
     first, _, _, second, (step, values), last = calls
     assert first["id"] == second["id"]

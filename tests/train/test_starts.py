@@ -25,7 +25,7 @@ from meshtune.generate.api import load
 from meshtune.mesh.processes import SINGLE_PROCESS
 from meshtune.setup.materialize import materialize_start
 from meshtune.setup.start import start_of
-from meshtune.train.result.result import Result
+from meshtune.train.result.final import Result
 from meshtune.train.run import train
 from meshtune.weights.load import load_spec
 from tiny_models import torch_model

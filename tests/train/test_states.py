@@ -15,12 +15,11 @@ from safetensors.numpy import load_file
 import meshtune
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
-from meshtune.evaluate.identity import default_output
+from meshtune.evaluate.run import default_output
 from meshtune.quickstart import MODEL
 from meshtune.runs.export import export
 from meshtune.runs.output import read_run
-from meshtune.runs.sources import find
-from meshtune.runs.states import split_state
+from meshtune.runs.sources import find, split_state
 from meshtune.train.run import train
 
 LESSON = (MODEL.parent / "lesson.jsonl").read_text().splitlines(keepends=True)

@@ -19,12 +19,11 @@ import numpy as np
 
 from meshtune.arrays.tree import named_leaves
 from meshtune.errors import UserError
-from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.model.sharding import layout_for
+from meshtune.mesh.layout import make_mesh
+from meshtune.model.gather import layout_for
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.load_report import LoadReport, resident
+from meshtune.weights.load import LoadReport, load_params, load_spec, resident
 
 
 def high_water() -> int:

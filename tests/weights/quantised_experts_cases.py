@@ -17,9 +17,9 @@ def main(directory: str) -> None:
     from meshtune.adapters.config import LoraConfig
     from meshtune.adapters.method import abstract
     from meshtune.arrays.tree import flatten
-    from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
-    from meshtune.model.sharding import layout_for
+    from meshtune.mesh.layout import make_mesh
+    from meshtune.model.gather import layout_for
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight
     from meshtune.weights.load import load_params, load_spec

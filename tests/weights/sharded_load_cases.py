@@ -35,12 +35,11 @@ def compare(directory: pathlib.Path) -> dict[str, Any]:
     import numpy as np
 
     from meshtune.arrays.tree import flatten
-    from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
-    from meshtune.model.sharding import layout_for
+    from meshtune.mesh.layout import make_mesh
+    from meshtune.model.gather import layout_for
     from meshtune.model.spec import abstract_params
-    from meshtune.weights.load import load_params, load_spec
-    from meshtune.weights.load_report import LoadReport
+    from meshtune.weights.load import LoadReport, load_params, load_spec
 
     spec, _ = load_spec(directory)
     abstract = flatten(abstract_params(spec))
@@ -78,9 +77,9 @@ def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> d
     from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
     from meshtune.adapters.training_method import Method
-    from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
-    from meshtune.model.sharding import layout_for
+    from meshtune.mesh.layout import make_mesh
+    from meshtune.model.gather import layout_for
     from meshtune.weights.load import load_params, load_spec
 
     methods: dict[str, Method] = {

@@ -12,7 +12,7 @@ from families.case import directory as written_by_transformers
 from families.cases import BY_NAME
 from meshtune.families import mathematics
 from meshtune.json_text import read_json
-from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.inspect import base_hash
 
 
 def test_copying_and_sharding_keep_the_hash(make_model, tmp_path):

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from meshtune.arrays.tree import flatten
 from meshtune.families import tensors
 from meshtune.model.spec import abstract_params
-from meshtune.weights import read_into
 from meshtune.weights.load import load_params, load_spec
 from model_specs import split_stacks
 

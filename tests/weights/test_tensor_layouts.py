@@ -11,13 +11,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from meshtune.families.tensors import TensorMap, validate
-from meshtune.weights import read_into as reading
+from meshtune.weights import shards as reading
 from meshtune.weights import writer
-from meshtune.weights.file_tensors import tensors_of
-from meshtune.weights.read_into import read_into
 from meshtune.weights.read_plan import Box, read_plan
-from meshtune.weights.safetensors_files import headers
-from meshtune.weights.shards import Shards
+from meshtune.weights.safetensors_files import headers, tensors_of
+from meshtune.weights.shards import Shards, read_into
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.writer import first_difference, write_file
 from weights.tensor_layouts import LEAVES, expected_leaves, table, tensors

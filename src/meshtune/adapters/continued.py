@@ -11,7 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import PreparedModel
+from meshtune.adapters.method import FIELD, PreparedModel
 from meshtune.adapters.peft_config import PeftConfig, read_config
 from meshtune.adapters.peft_format import (
     CONFIG,
@@ -25,7 +25,6 @@ from meshtune.adapters.peft_format import (
 )
 from meshtune.adapters.peft_tensors import sort
 from meshtune.adapters.placement import cast
-from meshtune.adapters.rows import FIELD
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout

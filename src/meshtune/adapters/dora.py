@@ -16,10 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
-from meshtune.adapters.lora import LoRA, drop_out
-from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
-from meshtune.adapters.refusals import check_rank, no_options
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight, check_rank, no_options
+from meshtune.adapters.lora import READ, LoRA, drop_out, lora_fields, lora_options
 from meshtune.arrays.spec import ArraySpec
 from meshtune.model.gather import to_device
 from meshtune.model.linear import matmul

@@ -1,6 +1,9 @@
 """Splits a model into trainable and frozen parameters, as the training method says.
 
 The two trees are separate before anything is differentiated, so that no gradient of a frozen parameter can exist.
+
+Arrays are stacked over layers, so all layers of a stack must be trained, adapted and ranked alike. Where a choice
+differs from layer to layer, the stacks are split at the boundaries; nothing else in the model changes.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +20,10 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight
-from meshtune.adapters.layout import restack, uniform
+from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight, not_of_quantised, only_of_quantised
 from meshtune.adapters.model_modules import ModelModules
 from meshtune.adapters.placement import cast, place_arrays
-from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import modules
 from meshtune.adapters.training_method import Method, Selection
 from meshtune.arrays.spec import ArraySpec
@@ -30,11 +31,114 @@ from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
-from meshtune.model.buffers import adjusted_buffers
-from meshtune.model.inputs import ROWS
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.inputs import ROWS, TokenRows
+from meshtune.model.spec import ModelSpec, abstract_params, stacks_of
+from meshtune.model.stacks import adjusted_buffers
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
+
+
+def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:
+    """The spec with stacks split where needed, so that `choice` (by HF module name) is the same within a stack.
+
+    A module that is not in `choice` differs from those that are.
+    """
+    signature: list[dict[str, Hashable]] = [{} for _ in range(spec.layers)]
+    by_node: dict[str, set[Hashable]] = {}
+    for name, module in modules(spec).items():
+        if module.layer is not None:
+            signature[module.layer][module.site] = choice.get(name)
+            by_node.setdefault(module.node, set()).add(choice.get(name))
+    if all(len(choices) == 1 for choices in by_node.values()):
+        return spec
+    flat = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
+    starts = [at for at in range(spec.layers) if at == 0 or signature[at] != signature[at - 1]]
+    parts = [flat[start:end] for start, end in zip(starts, [*starts[1:], spec.layers], strict=True)]
+    return dataclasses.replace(spec, stacks=tuple(stack for part in parts for stack in stacks_of(part)))
+
+
+def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
+    """Converts parameters from the stacks of `old` to those of `new`. `params` is consumed: at most one stacked leaf
+    exists twice."""
+    if old == new:
+        return params
+    row_of = {n: (key, row) for key, _, _, numbers in old.positions() for row, n in enumerate(numbers)}
+    outside, layers = dict(params), params.pop("layers")
+    del outside["layers"]
+    params.clear()
+    sites: dict[str, None] = {}
+    for key in list(layers):
+        layers[key] = flatten(layers[key])
+        sites |= dict.fromkeys(layers[key])
+    moved: dict[str, Tree] = {key: {} for key, *_ in new.positions()}
+    for site in sites:
+        source = {key: leaves.pop(site) for key, leaves in layers.items() if site in leaves}
+        for key, _, _, numbers in new.positions():
+            moved[key][site] = _rows(source, [row_of[n] for n in numbers])
+        jax.block_until_ready([leaves[site] for leaves in moved.values()])
+    return outside | {"layers": {key: unflatten(leaves) for key, leaves in moved.items()}}
+
+
+def _rows(source: Leaves, positions: list[tuple[str, int]]) -> Any:
+    """Rows of stacked leaves, as (stack, row), of each array where a leaf is a pytree."""
+    if not isinstance(next(iter(source.values())), jax.Array):
+        parts = {key: jax.tree.leaves(leaf) for key, leaf in source.items()}
+        numbers = range(len(next(iter(parts.values()))))
+        arrays = [_rows({key: leaves[n] for key, leaves in parts.items()}, positions) for n in numbers]
+        return jax.tree.unflatten(jax.tree.structure(next(iter(source.values()))), arrays)
+    keys = {key for key, _ in positions}
+    if len(keys) == 1:
+        rows = [row for _, row in positions]
+        stack = source[keys.pop()]
+        if rows == list(range(stack.shape[0])):
+            return stack
+        return stack[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else stack[jnp.array(rows)]
+    return jnp.stack([source[key][row] for key, row in positions])
+
+
+# In PEFT: the tensor of a module's rows, and the field of an adapter_config.json that says which they are.
+TENSOR, FIELD = "token_adapter.trainable_tokens_delta", "trainable_token_indices"
+
+
+def rows_by_node(
+    adapters: LoraConfig | None, spec: ModelSpec, nodes_in_full: set[str], adapted: set[str]
+) -> dict[str, tuple[int, ...]]:
+    """The rows that are trained by themselves, by node: of the embedding, and of an untied head.
+
+    Raises UserError where an adapter on the same matrix, or its kind, does not go with them.
+    """
+    if adapters is None or not adapters.token_rows:
+        return {}
+    fix = "train the whole matrices instead: method.train_modules: [embed_tokens, lm_head]"
+    tables = [node for node in ("embed", "head") if not (node == "head" and (spec.tied or spec.scored))]
+    tables = [node for node in tables if node not in nodes_in_full]
+    if tables and "head" in adapted:
+        raise UserError(
+            "the head is to have an adapter and the rows of new tokens",
+            where="method.targets, model.new_tokens",
+            fix=fix,
+        )
+    if tables and ADAPTERS[adapters.adapter].PEFT_FIELDS["peft_type"] != "LORA":
+        raise UserError(
+            f"peft's format of {adapters.adapter} adapters has no place for the rows of new tokens",
+            where="method.adapter, model.new_tokens",
+            fix=fix,
+        )
+    return dict.fromkeys(tables, adapters.token_rows)
+
+
+def abstract_rows(
+    rows: Mapping[str, tuple[int, ...]], leaves: Mapping[str, ArraySpec], dtype: str
+) -> dict[str, TokenRows]:
+    """By path, with ArraySpecs for arrays; `leaves` are the model's."""
+    return {f"{node}/{ROWS}": TokenRows.abstract(leaves[f"{node}/weight"], ids, dtype) for node, ids in rows.items()}
+
+
+def begun_rows(abstract: TokenRows, weight: jax.Array, layout: Layout | None) -> TokenRows:
+    """The rows as the weight has them; on a mesh where the layout says."""
+    where = None if layout is None else layout.of(abstract.values)
+    return dataclasses.replace(abstract, values=jax.jit(abstract.of, out_shardings=where)(weight))
+
 
 SHARED = "shared"  # where what all adapters read in common lies in `frozen`
 

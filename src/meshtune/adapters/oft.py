@@ -21,8 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
-from meshtune.adapters.refusals import no_options, without
+from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight, no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.kernels.attention.backend import matmul_precision

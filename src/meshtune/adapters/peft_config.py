@@ -13,10 +13,10 @@ from typing import Any
 
 from meshtune.adapters.config import ALL_LINEAR, AdapterName, LoraConfig
 from meshtune.adapters.kind import AdapterType
+from meshtune.adapters.lora import plain
+from meshtune.adapters.method import FIELD
 from meshtune.adapters.peft_experts import VERSION, is_targeted, part_of
-from meshtune.adapters.peft_lora import plain
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.adapters.rows import FIELD
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 from meshtune.families.tensors import View

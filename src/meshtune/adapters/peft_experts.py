@@ -1,9 +1,13 @@
-"""LoRA on experts as PEFT stores it: on the parameters of a layer's experts module, all experts in two tensors.
+"""Adapters of experts in PEFT's format.
 
 transformers holds `gate_up_proj` and `down_proj` in the experts module of every layer, which the family's table of
 tensors names (`Stored.parameter`, `Stored.layout`); peft_expert_views says where the two tensors have which factors.
 Here gate and up have separate factors: the rank in peft is then the sum of theirs, the factor of the inputs has
 both one below the other, and that of the outputs is zero where one's outputs meet the other's ranks.
+
+lora_A is [E * R, columns], expert by expert; lora_B is [rows, R * E], in which the expert counts fastest. Columns are
+the inputs of the product and rows its outputs, or, exchanged, the other way round: which of them depends on how
+transformers has the parameter in memory, and on the version of peft.
 """
 
 from __future__ import annotations
@@ -16,15 +20,76 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.adapters.lora import LoRA
-from meshtune.adapters.peft_expert_views import FactorViews, is_exchanged
 from meshtune.adapters.peft_misfits import check_shape, misfit
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
+from meshtune.families.expert_layout import ExpertLayout
 from meshtune.families.tensors import View
-from meshtune.weights.file_tensors import Part, Tensor
+from meshtune.weights.safetensors_files import Part, Tensor
 
 if TYPE_CHECKING:
     from meshtune.adapters.peft_config import PeftConfig
+
+# The last versions of peft that took the first dimension of a parameter for its inputs, of modules that transformers
+# marks as transposed and of others; 0.19.0 alone had the marked ones exchanged.
+UNMARKED_UNTIL, MARKED_EXCHANGED = (0, 19, 0), (0, 19, 0)
+
+
+def is_exchanged(layout: ExpertLayout, version: tuple[int, int, int]) -> bool:
+    """Whether a version of peft has inputs in lora_B and outputs in lora_A."""
+    if layout.marked:
+        return version == MARKED_EXCHANGED
+    return (version <= UNMARKED_UNTIL) != layout.transposed
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorViews:
+    """The views of a parameter whose product with E experts' inputs of `into` numbers has `parts` outputs of `width`
+    numbers each, one part after the other or interleaved; R is `rank`."""
+
+    experts: int
+    rank: int
+    into: int
+    width: int
+    parts: int = 1
+    interleaved: bool = False
+    exchanged: bool = False
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Those of lora_A and lora_B."""
+        columns, rows = self.into, self.parts * self.width
+        if self.exchanged:
+            columns, rows = rows, columns
+        return (self.experts * self.rank, columns), (rows, self.rank * self.experts)
+
+    @property
+    def tensors(self) -> tuple[str, str]:
+        """Which of the two, "a" or "b", hold the factor of the inputs and that of the outputs."""
+        return ("b", "a") if self.exchanged else ("a", "b")
+
+    def of_inputs(self, ranks: tuple[int, int]) -> View:
+        """The ranks from..to of A, [E, r, in]."""
+        a, b = self.shapes
+        if self.exchanged:
+            view = View.identity(b).split(self.into, self.rank, self.experts)
+            return view.slice(1, *ranks).transpose(2, 1, 0)
+        view = View.identity(a).split(self.experts, self.rank, self.into).slice(1, *ranks)
+        return view.merge(self.experts, ranks[1] - ranks[0], self.into)
+
+    def of_outputs(self, part: int, ranks: tuple[int, int]) -> View:
+        """The ranks from..to of B, [E, width, r], for part `part` of the outputs."""
+        a, b = self.shapes
+        outputs = (self.width, self.parts) if self.interleaved else (self.parts, self.width)
+        at = int(self.interleaved)
+        if self.exchanged:
+            view = View.identity(a).split(self.experts, self.rank, *outputs)
+            view = view.slice(1, *ranks).slice(2 + at, part, part + 1).transpose(0, 2, 3, 1)
+        else:
+            view = View.identity(b).split(*outputs, self.rank, self.experts)
+            view = view.slice(at, part, part + 1).slice(2, *ranks).transpose(3, 0, 1, 2)
+        return view.merge(self.experts, self.width, ranks[1] - ranks[0])
+
 
 PREFIX, DOWN = "base_model.model.", "down_proj"
 FUSED = re.compile(r"^(?P<experts>.*\.experts)\.(?P<nested>base_layer\.)?lora_(?P<factor>[AB])\.weight$")

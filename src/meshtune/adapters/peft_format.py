@@ -21,8 +21,7 @@ from jaxtyping import PyTree
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, AdapterType
-from meshtune.adapters.layout import restack, uniform
-from meshtune.adapters.method import SHARED, arrange_model, held_weight, used_up
+from meshtune.adapters.method import SHARED, arrange_model, held_weight, restack, uniform, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
 from meshtune.adapters.registry import ADAPTERS
@@ -32,7 +31,7 @@ from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.json_text import parse_json, read_json
-from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec

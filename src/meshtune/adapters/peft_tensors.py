@@ -14,12 +14,12 @@ from jaxtyping import PyTree
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter
 from meshtune.adapters.lora import LoRA
+from meshtune.adapters.method import FIELD, TENSOR
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
 from meshtune.adapters.peft_misfits import OF_EMBEDDINGS, check_layers, check_shape, misfit, missing, on_embedding
 from meshtune.adapters.placement import place_arrays
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
@@ -29,7 +29,7 @@ from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
 from meshtune.model.inputs import ROWS
 from meshtune.model.spec import ModelSpec
-from meshtune.weights.file_tensors import Tensor
+from meshtune.weights.safetensors_files import Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from meshtune.adapters.config import AdapterName
 from meshtune.adapters.dora import DoRA
 from meshtune.adapters.kind import AdapterType
-from meshtune.adapters.loftq import LoftQ
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.oft import OFT
-from meshtune.adapters.pissa import PiSSA
+from meshtune.adapters.pissa import LoftQ, PiSSA
 from meshtune.adapters.vera import VeRA
 
 ADAPTERS: dict[AdapterName, type[AdapterType]] = {

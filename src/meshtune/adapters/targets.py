@@ -1,13 +1,12 @@
-"""Resolves the names and patterns of modules in a recipe to the modules of a model."""
+"""The modules of a model that a training method chooses among, by name and pattern."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
-from meshtune.adapters.expert_targets import check_experts
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.spec import PARAMETER_ROLES, ArraySpec, Role, unknown_role
 from meshtune.arrays.tree import flatten, layer_site, stack_path
@@ -17,6 +16,34 @@ from meshtune.families.composite import module_name
 from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
 from meshtune.families.tensors import View
 from meshtune.model.spec import ModelSpec, abstract_params
+
+
+def check_experts(config: LoraConfig, chosen: Mapping[str, Module]) -> None:
+    """Raises UserError where the shared expert is adapted and no routed one, for experts or a type of adapter that do
+    not go together, and for dropout."""
+    experts = [name for name, module in chosen.items() if module.role == "experts"]
+    shared = [name for name, module in chosen.items() if "/shared/" in module.node]
+    if shared and not experts:
+        raise UserError(
+            f"the targets match the shared expert alone ({shared[0]}), which is a small part of what computes a token",
+            where="method.targets",
+            fix="add 'experts', which are all routed experts, or take the shared expert's modules out",
+        )
+    if not experts:
+        return
+    if config.adapter != "lora":
+        raise UserError(
+            f"adapter {config.adapter} is not possible on experts, such as {experts[0]}",
+            where="method.adapter, method.targets",
+            fix="use method.adapter: lora, or name the linear layers outside the experts",
+        )
+    if config.dropout:
+        raise UserError(
+            "adapters on experts cannot have dropout: peft has none there, and would not read them",
+            where="method.dropout",
+            fix="set dropout to 0, or leave the experts out of method.targets",
+        )
+
 
 # The families in which peft accepts no adapter on the output of the mixer, for the sake of fused kernels.
 REFUSED_IN_PEFT, REFUSED_MODULE = ("falcon_h1", "mamba2", "nemotron_h"), ".out_proj"

@@ -19,9 +19,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import AdapterDefaults, InitializedAdapter, Original, Weight
+from meshtune.adapters.kind import (
+    AdapterDefaults,
+    InitializedAdapter,
+    Original,
+    Weight,
+    check_rank,
+    no_options,
+    without,
+)
 from meshtune.adapters.lora import drop_out
-from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.model.attention import PACKED

@@ -14,8 +14,7 @@ from meshtune.board.follow import plain
 from meshtune.board.queue import NoSuchJob
 from meshtune.config.problems import RecipeError
 from meshtune.errors import UserError
-from meshtune.serve.body import json_body
-from meshtune.serve.errors import ApiError, as_api_error
+from meshtune.serve.guard import ApiError, as_api_error, json_body
 
 BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 MAX_BODY = 4 * 2**20  # bytes of a request in JSON

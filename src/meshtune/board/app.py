@@ -15,9 +15,7 @@ from meshtune.board.routes.session import SESSION
 from meshtune.board.state import BoardState
 from meshtune.board.workspace import Workspace
 from meshtune.errors import UserError
-from meshtune.serve.errors import ApiError
-from meshtune.serve.gate import Gate
-from meshtune.serve.guard import Guard
+from meshtune.serve.guard import ApiError, Gate, Guard
 
 MAX_UPLOAD = 2 * 2**30  # bytes
 # Bodies come as JSON, files as bytes: a form of another site can send neither.

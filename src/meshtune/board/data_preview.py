@@ -8,10 +8,9 @@ from typing import Any
 
 from meshtune.board.answers import problems_of
 from meshtune.board.recipe_text import content_of
-from meshtune.config.data import SourceSection
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
-from meshtune.config.short_forms import written_out
+from meshtune.config.sections import SourceSection, written_out
 from meshtune.data.formats import FORMATS_BY_TYPE, select_format
 from meshtune.data.inspection import weighted_pieces
 from meshtune.data.loader import Loader

@@ -15,7 +15,7 @@ from meshtune.board.workspace import HUB_ID, Workspace, check_references, checke
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 from meshtune.runs.output import MODEL, check_output
-from meshtune.runs.states import BEST, MARK
+from meshtune.runs.sources import BEST, MARK
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.plan.backend import compiler_for
-from meshtune.plan.report import PlanReport, report_for, to_json
-from meshtune.plan.updates import Updates, updates_of
+from meshtune.plan.report import PlanReport, Updates, compiler_for, report_for, to_json, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.search import memory_limit, score, workload_of

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from meshtune.config import yaml_text
-from meshtune.config.short_forms import written_out
+from meshtune.config.sections import written_out
 from meshtune.errors import UserError
 
 NAME = "recipe.yaml"

@@ -15,8 +15,7 @@ from typing import Any
 from meshtune.board import follow, queue
 from meshtune.board.job import PROGRESS, Job, read_jobs, read_json
 from meshtune.board.workspace import Workspace
-from meshtune.serve.errors import ApiError
-from meshtune.serve.gate import Gate
+from meshtune.serve.guard import ApiError, Gate
 
 SECONDS = 60.0  # of a request; a compilation has more
 COMPILE_SECONDS = 1800.0

@@ -17,8 +17,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.data.registry import FILE, Registry
 from meshtune.errors import UserError
-from meshtune.runs.sources import START
-from meshtune.runs.states import MARK
+from meshtune.runs.sources import MARK, START
 
 FOLDER = "meshtune-board"  # below the root
 MAX_PATH, MAX_NAME = 4000, 255  # characters; bytes of one name in a path

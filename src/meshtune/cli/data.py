@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli.recipe_arguments import Arguments, split
+from meshtune.cli.train import Arguments, split
 
 app = typer.Typer(help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -1,4 +1,4 @@
-"""`meshtune eval`: benchmarks and held-out records, alone or before and after."""
+"""`meshtune eval` and `meshtune predict`: benchmarks, held-out records and answers to data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,71 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.cli.evaluation_options import Writing, check_data, source_section
 from meshtune.cli.expand import expand_options
-from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, check_source, parse_mesh
+from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, check_source, parse_mesh, use_model
 from meshtune.errors import UserError
-from meshtune.options import option
+from meshtune.generate.config import Sampling
+from meshtune.options import option, required
 
 if TYPE_CHECKING:
+    from meshtune.config.sections import SourceSection
     from meshtune.evaluate.compare import Outcome
+    from meshtune.generate.api import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Which data are answered."""
+
+    data: str = required("A file, a folder of files or a hub data set, in any format that training reads.")
+    format: str = option("auto", "Format of the records, as in a recipe; auto: detected.")
+    split: str = option("train", "Split of a hub data set.")
+    columns: str | None = option(None, "Names of the record's fields, such as prompt=question,completion=answer.")
+    system: str | None = option(None, "System prompt for conversations that have none.")
+    limit: int | None = option(None, "Only the first records, at most this many.", ge=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Writing:
+    """Where results are written."""
+
+    output: str | None = option(None, "Folder of the results; default: named after model and data.")
+    resume: bool = option(False, "Go on with results that are in the folder.", flags=("--resume",))
+    overwrite: bool = option(False, "Move results that are in the folder aside.", flags=("--overwrite",))
+
+
+def check_data(path: str) -> None:
+    """Raises UserError for data that are neither here nor perhaps on a hub: before JAX is imported."""
+    from meshtune.data.sources import check_source_path
+
+    check_source_path(path)
+
+
+def source_section(path: str, **fields: str | None) -> SourceSection:
+    """A source of records from the command line's words. Raises UserError for those that make none."""
+    from pydantic import ValidationError
+
+    from meshtune.config.sections import SourceSection
+
+    columns = fields.pop("columns", None)
+    try:
+        return SourceSection.model_validate({"path": path, "columns": _pairs(columns), **fields})
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UserError(str(first["msg"]), where=f"--{name}", fix="see `meshtune predict --help`") from problem
+
+
+def _pairs(text: str | None) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in (text or "").split(","):
+        name, equals, column = (word.strip() for word in part.partition("="))
+        if part and not (equals and name and column):
+            raise UserError(f"'{part}' is not FIELD=COLUMN", where="--columns", fix="write prompt=question")
+        if part:
+            pairs[name] = column
+    return pairs
+
 
 Tasks = Annotated[
     list[str] | None,
@@ -76,12 +133,10 @@ def evaluate(
         check_data(data)
     from meshtune import terminal
     from meshtune.evaluate.harness import parse_tasks
-    from meshtune.evaluate.identity import default_output
     from meshtune.evaluate.metrics import check_metrics
-    from meshtune.evaluate.predict import PredictOptions
-    from meshtune.evaluate.records import read_records
+    from meshtune.evaluate.predict import PredictOptions, read_records
     from meshtune.evaluate.report import HTML, MARKDOWN
-    from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
+    from meshtune.evaluate.run import Subject, default_output, evaluate_model, make_evaluation, run_data
     from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
 
@@ -153,3 +208,60 @@ def _values(text: str | None) -> dict[str, object]:
             except ValueError:
                 values[name] = {"true": True, "false": False}.get(value.lower(), value)
     return values
+
+
+@expand_options()
+def predict(
+    model: ModelPath,
+    mesh: MeshSizes = None,
+    *,
+    data: DataOptions,
+    writing: Writing,
+    metrics: Annotated[
+        str, typer.Option("--metrics", help="exact_match, f1, bleu, chrf, rouge; separated by commas.")
+    ] = "exact_match,f1,bleu,chrf,rouge",
+    loss: Annotated[bool, typer.Option("--loss/--no-loss", help="Also the loss on the data's own answers.")] = True,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Records computed at once.")] = 16,
+    limits: Limits,
+    sampling: Sampling,
+    loading: Loading,
+) -> None:
+    """Answer every record of a data set, and compare the answers with its own."""
+    check_source(model, loading.adapter)
+    check_data(data.data)
+
+    from meshtune import terminal
+    from meshtune.evaluate import predict as evaluation
+    from meshtune.evaluate.metrics import check_metrics
+    from meshtune.evaluate.predict import read_records
+    from meshtune.evaluate.run import default_output, identity
+
+    names = check_metrics([name.strip() for name in metrics.split(",") if name.strip()])
+    source = source_section(data.data, format=data.format, split=data.split, columns=data.columns)
+    output = pathlib.Path(writing.output or default_output(model, "predictions", data.data)).expanduser()
+    records = read_records(source, system=data.system, limit=data.limit)
+    options = evaluation.PredictOptions(
+        metrics=names,
+        loss=loss,
+        max_tokens=limits.max_tokens,
+        stop=limits.stop,
+        sampling=sampling,
+        rows=rows,
+    )
+
+    def answer(loaded: Model) -> None:
+        result = evaluation.predict(
+            loaded,
+            records,
+            output,
+            options,
+            identity=identity(model, loading.adapter, loading.revision),
+            resume=writing.resume,
+            overwrite=writing.overwrite,
+            console=terminal.console(stderr=True),
+        )
+        for name, value in result.totals.items():
+            typer.echo(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
+        typer.echo(f"{'answers':24} {output / evaluation.PREDICTIONS}")
+
+    use_model(answer, model, loading, mesh=mesh)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshtune.cli.expand import expand_options
-from meshtune.cli.recipe_arguments import Arguments, Overwrite, Resume, with_flags
+from meshtune.cli.train import Arguments, Overwrite, Resume, with_flags
 from meshtune.errors import UserError
 from meshtune.launch.options import JobSetOptions, SlurmOptions, TaskOptions
 
@@ -37,8 +37,7 @@ def local(
     Commands that use a model follow --: meshtune launch local -n 2 -- serve MODEL mesh.tp=2 --port 8001.
     """
     from meshtune.launch.local import launch
-    from meshtune.launch.model_command import model_command
-    from meshtune.launch.train_command import parse_train_command
+    from meshtune.launch.train_command import model_command, parse_train_command
     from meshtune.terminal import console
 
     output = console(stderr=True)

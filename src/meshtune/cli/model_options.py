@@ -78,7 +78,7 @@ def parse_mesh(arguments: list[str] | None, run: str) -> MeshConfig | None:
     """The mesh that arguments such as mesh.tp=2 give, or that of `run` for mesh=run; None without any. Raises UserError
     for anything else."""
     if arguments == ["mesh=run"]:
-        from meshtune.runs.run_mesh import run_mesh
+        from meshtune.runs.sources import run_mesh
 
         return run_mesh(run)
     sizes: dict[str, int] = {}
@@ -100,7 +100,7 @@ def parse_mesh(arguments: list[str] | None, run: str) -> MeshConfig | None:
             ) from None
     if not sizes:
         return None
-    from meshtune.generate.variants import mesh_of
+    from meshtune.generate.api import mesh_of
 
     return mesh_of(sizes)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshtune.cli.expand import expand_options
-from meshtune.cli.recipe_arguments import Arguments, split
+from meshtune.cli.train import Arguments, split
 from meshtune.errors import UserError
 from meshtune.options import option
 
@@ -69,10 +69,8 @@ def plan(
 
 def _plan_training(recipe: Recipe, targets: list[Target], options: PlanOptions, arguments: list[str]) -> None:
     """Plans and shows the recipe for each of `targets`. Raises UserError if it fits none of them."""
-    from meshtune.plan.backend import compiler_for
     from meshtune.plan.render import print_report
-    from meshtune.plan.report import report_for, to_json
-    from meshtune.plan.updates import Updates, updates_of
+    from meshtune.plan.report import Updates, compiler_for, report_for, to_json, updates_of
     from meshtune.terminal import console as open_console
 
     reports: list[PlanReport] = []
@@ -103,8 +101,7 @@ def _plan_training(recipe: Recipe, targets: list[Target], options: PlanOptions, 
 
 
 def _plan_serving(recipe: Recipe, targets: list[Target], rows: list[int], options: PlanOptions) -> None:
-    from meshtune.plan.serving import serve_plan
-    from meshtune.plan.serving_table import print_serve_plan
+    from meshtune.plan.serving import print_serve_plan, serve_plan
 
     shared = {"rows": rows, "length": options.length, "reserve": options.reserve, "cache": options.cache}
     plans = [serve_plan(recipe, machine, **shared) for machine in targets]

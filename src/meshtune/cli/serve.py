@@ -1,4 +1,4 @@
-"""`meshtune serve`: a model, and adapters over it, behind an API that OpenAI's clients speak."""
+"""`meshtune serve` and `meshtune board`: servers on an address of this machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,41 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.expand import expand_options
-from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError, pip_install
 from meshtune.options import option
 
 if TYPE_CHECKING:
     from meshtune.generate.api import Model
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})  # in the Host header
+KEEP_ALIVE = 75  # seconds that an idle connection stays open
+
+
+def url(host: str, listener: socket.socket) -> str:
+    """The address of a server that listens."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anything is loaded. Raises UserError where the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as problem:
+        listener.close()
+        reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+        raise UserError(
+            f"{host}:{port} cannot be listened on: {reason}",
+            where="--host, --port",
+            fix="stop what uses the port, or give another one (--port 0 takes any that is free)",
+        ) from problem
+    return listener
+
 
 EXTRA = pip_install("serve")
 
@@ -99,10 +127,9 @@ def _answer_requests(
     import uvicorn
 
     from meshtune.serve.app import create_app
-    from meshtune.serve.connection import Limits
-    from meshtune.serve.gate import DRAIN_SECONDS, Gate
+    from meshtune.serve.guard import DRAIN_SECONDS, Gate
     from meshtune.serve.models import Models
-    from meshtune.serve.server import Server
+    from meshtune.serve.server import Limits, Server
 
     models, gate = Models(served, rows=options.rows, queue=options.queue), Gate()
     hosts = LOOPBACK_HOSTS if options.host in LOOPBACK else set()
@@ -174,3 +201,76 @@ def _parse_adapters(adapters: list[str]) -> dict[str, str]:
             raise UserError(f"the name '{name}' is given twice", where="--adapter", fix="give each adapter its own")
         paths[name] = path
     return paths
+
+
+BOARD_EXTRA = pip_install("serve")
+TOKEN = "token"  # the file of a token that was drawn, so that browsers stay signed in over a restart
+
+
+def board(
+    root: Annotated[
+        pathlib.Path,
+        typer.Option("--root", help="The directory that recipes count their paths from; runs go below it."),
+    ] = pathlib.Path(),
+    host: Annotated[str, typer.Option("--host", help="The address; any but this machine's own needs a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 7860,
+    token: Annotated[
+        str | None, typer.Option("--token", help="What browsers must know; default: drawn once where one is needed.")
+    ] = None,
+    read: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option("--read", metavar="DIR", help="Another directory of models or data; may be repeated."),
+    ] = None,
+) -> None:
+    """Tune in the browser: start runs, watch them, compare them, talk to them.
+
+    Runs are processes of their own: they go on when the page or the board is closed.
+    """
+    try:
+        import uvicorn
+    except ImportError as problem:
+        raise UserError("the board needs starlette and uvicorn", fix=BOARD_EXTRA) from problem
+    from meshtune import quickstart
+    from meshtune.board.app import create_app
+    from meshtune.board.queue import start_next
+    from meshtune.board.workspace import workspace_at
+    from meshtune.serve.guard import Gate
+    from meshtune.serve.server import Server
+
+    workspace = workspace_at(root, (quickstart.DIRECTORY, *(read or [])))
+    os.chdir(workspace.root)  # relative paths of a request are those that were checked
+    local = host in LOOPBACK
+    if token is None and not local:
+        token = _kept_token(workspace.folder / TOKEN)
+    listener = listener_at(host, port)
+    gate = Gate()
+    cookie = f"meshtune-{listener.getsockname()[1]}"  # cookies of one host are shared by all its ports
+    app = create_app(workspace, token=token, hosts=LOOPBACK_HOSTS if local else set(), gate=gate, cookie=cookie)
+    start_next(workspace)
+
+    def ready() -> None:
+        address = url(host, listener)
+        typer.echo(f"board    {address}{f'/sign-in?token={token}' if token else ''}")
+        typer.echo(f"root     {workspace.root}")
+        sys.stdout.flush()
+
+    config = uvicorn.Config(
+        app, timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE, log_level=logging.WARNING, access_log=False
+    )
+    Server(config, gate, ready).run(sockets=[listener])
+
+
+def _kept_token(path: pathlib.Path) -> str:
+    """The token in a file that only this user can read, which is drawn the first time."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+        if token:
+            return token
+    except FileNotFoundError:
+        pass
+    token = secrets.token_urlsafe(24)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+        file.write(token)
+    return token

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.cli.recipe_arguments import Arguments, split
+from meshtune.cli.train import Arguments, split
 
 if TYPE_CHECKING:
     from rich.table import Table

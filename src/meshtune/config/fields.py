@@ -1,4 +1,4 @@
-"""The values that each key of a recipe takes, as text: for error messages and for the reference table."""
+"""The keys of a recipe with the values that they take, for error messages and reference tables."""
 
 from __future__ import annotations
 
@@ -202,3 +202,27 @@ def _choose_section(field: FieldInfo | None, raw: Any) -> SectionType | None:
         if "kind" in fields and fields["kind"].default == kind:
             return section
     return sections[0] if sections else None
+
+
+def json_schema() -> dict[str, object]:
+    """JSON schema (https://json-schema.org/draft/2020-12) of a recipe in its long form."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+def markdown() -> str:
+    """Every key of the recipe as an item, under its section: what it takes, its default, what it means."""
+    lines: list[str] = []
+    section = None
+    for key in keys():
+        first = key.name.partition(".")[0]
+        if first != section:
+            section = first
+            lines += ["", f"## {section}", ""]
+        allowed = key.allowed.removesuffix(" or null") if key.default == "null" else key.allowed
+        default = key.default if key.default == "required" else f"default {key.default}"
+        lines.append(f"- `{key.name}` ({_escaped(allowed)}; {_escaped(default)}): {_escaped(key.description)}")
+    return "\n".join(lines).lstrip("\n")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("*", "\\*")

@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` overrides to a checked Recipe."""
+"""Loads a recipe from a file, a mapping and overrides of the command line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,58 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshtune.config import overrides as command_line
 from meshtune.config import yaml_text
-from meshtune.config.beside import beside_recipe
 from meshtune.config.problems import as_user_error
 from meshtune.config.recipe import Recipe
-from meshtune.config.renamed import current_path, with_current_names
+from meshtune.config.section import beside_recipe
+from meshtune.config.sections import written_out
+from meshtune.config.yaml_text import Path
 from meshtune.errors import UNREADABLE, UserError, nearest
+
+# Old key -> new key of the same section. Remove an entry one release after the one that adds it.
+RENAMED: dict[Path, str] = {("optimizer", "fused"): "in_backward"}
+# Keys that are gone, with the value under which they are still read in recipes of earlier runs.
+REMOVED: dict[Path, object] = {("evaluate", "protocol"): "lm-eval"}
+
+
+def current_path(path: Path) -> Path:
+    """`path` with the current name of a renamed key."""
+    return (*path[:-1], RENAMED[path]) if path in RENAMED else path
+
+
+def with_current_names(raw: Mapping[str, object], notify: Callable[[str], None] | None = None) -> dict[str, object]:
+    """A recipe's raw mapping with renamed keys under their current names; `notify` receives a sentence for each.
+
+    Raises UserError where both names are given.
+    """
+    raw = dict(raw)
+    for (name, old), value in REMOVED.items():
+        section = raw.get(str(name))
+        if isinstance(section, dict) and section.get(old) == value:
+            raw[str(name)] = {key: entry for key, entry in section.items() if key != old}
+    for (name, old), new in RENAMED.items():
+        section = raw.get(str(name))
+        if not isinstance(section, dict) or old not in section:
+            continue
+        if new in section:
+            raise UserError(
+                f"{name}.{old} is the former name of {name}.{new}, and both are given",
+                where=f"{name}.{old}",
+                fix=f"remove {name}.{old}",
+            )
+        raw[str(name)] = {new if key == old else key: value for key, value in section.items()}
+        if notify is not None:
+            notify(renaming(name, old))
+    return raw
+
+
+def renaming(section: str | int, old: str | int) -> str:
+    """The notice for a key under its old name."""
+    return (
+        f"{section}.{old} is now called {section}.{RENAMED[section, old]}; "
+        "the old name works in this release and will be refused by the next"
+    )
+
 
 MAX_BYTES = 4 * yaml_text.MAX_CHARACTERS
 Notify = Callable[[str], None]
@@ -76,7 +121,7 @@ def load_recipe(
         )
     if isinstance(source, str | pathlib.Path) and not {"data", "output"} <= set(content):
         _check_tool(content, name)
-    raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
+    raw, origins = apply(with_current_names(content, notify), overrides, notify)
     _settle_alternatives(raw, origins, notify)
     if isinstance(source, str | pathlib.Path):
         recipe_file = pathlib.Path(source).expanduser()
@@ -184,3 +229,83 @@ def _near(path: pathlib.Path) -> str:
 
 def _type_name(value: object) -> str:
     return {list: "a list", str: "text", bool: "a truth value"}.get(type(value), "a number")
+
+
+COMMAND_LINE = "command line"
+
+
+def apply(
+    raw: Mapping[str, object], overrides: Sequence[str], notify: Callable[[str], None]
+) -> tuple[dict[str, object], dict[yaml_text.Path, str]]:
+    """`raw` with every override applied, and for each overridden path the override that set it.
+
+    A value is YAML (`1e-4`, `true`, `null`, `[q_proj, v_proj]`) and replaces what stood at the key, the whole section
+    for `method=full`. List entries go by their number: `data.train.0.cap=10`; the number after the last adds one.
+    `notify` receives a notice for a key under its former name.
+    """
+    raw = written_out(raw)
+    origins: dict[yaml_text.Path, str] = {}
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not all(key.split(".")):
+            raise UserError(
+                f"'{override}' is not an override",
+                where=COMMAND_LINE,
+                fix="write key=value or section.key=value, e.g. optimizer.learning_rate=1e-4",
+            )
+        where = f"{COMMAND_LINE}, {override if len(override) <= 200 else f'{override[:200]}...'}"
+        if key.count(".") >= yaml_text.MAX_DEPTH:
+            raise UserError(f"the key has {key.count('.') + 1} parts", where=where, fix="name a key of a recipe")
+        keys = [str(step) for step in current_path(tuple(key.split(".")))]
+        if ".".join(keys) != key:
+            section, former = key.split(".")
+            notify(renaming(section, former))
+        path = _put(raw, keys, yaml_text.scalar(text, where), where)
+        for stale in [known for known in origins if known[: len(path)] == path]:
+            del origins[stale]
+        origins[path] = where
+        raw = written_out(raw)
+    return raw, origins
+
+
+def _put(raw: Mapping[str, object], keys: list[str], value: object, where: str) -> yaml_text.Path:
+    """Set the value at `keys`, making sections on the way; the path, with list indices as numbers."""
+    node: Any = raw
+    path: list[str | int] = []
+    for depth, key in enumerate(keys):
+        last = depth + 1 == len(keys)
+        if isinstance(node, list):
+            index = _index(key, len(node), ".".join(keys[:depth]), where)
+            if index == len(node):
+                node.append(None)
+            path.append(index)
+            if last:
+                node[index] = value
+            elif not isinstance(node[index], dict | list):
+                node[index] = {}
+            node = node[index]
+        elif isinstance(node, dict):
+            path.append(key)
+            if last:
+                node[key] = value
+            elif node.get(key) in (None, "auto"):  # what was left open is now said in part
+                node[key] = {}
+            node = node[key]
+        else:
+            raise UserError(
+                f"{'.'.join(keys[:depth])} is {node!r}: it has no parts to set",
+                where=where,
+                fix=f"write {'.'.join(keys[:depth])}=VALUE",
+            )
+    return tuple(path)
+
+
+def _index(key: str, length: int, name: str, where: str) -> int:
+    if not key.isdecimal() or len(key) > len(str(length)) or int(key) > length:
+        entries = f"entries 0 to {length - 1}" if length else "no entries yet"
+        raise UserError(
+            f"{name} is a list with {entries}, not '{key}'",
+            where=where,
+            fix=f"use a number from 0 to {length}; {length} adds an entry",
+        )
+    return int(key)

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
-from meshtune.config.method import METHODS
 from meshtune.config.section import SectionType, section_fields
-from meshtune.config.stage import STAGES
+from meshtune.config.sections import METHODS, STAGES
 from meshtune.config.yaml_text import Path, value_at
 from meshtune.errors import UserError, nearest
 

@@ -7,16 +7,18 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.adapters.config import LoraOptions
-from meshtune.config.data import DataSection
-from meshtune.config.evaluation import EvaluateSection
-from meshtune.config.hub import HubSection
-from meshtune.config.method import MethodSection
-from meshtune.config.model import ModelSection
-from meshtune.config.optimizer import OptimizerSection
 from meshtune.config.rules import check_together
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
-from meshtune.config.short_forms import written_out
-from meshtune.config.stage import StageSection
+from meshtune.config.sections import (
+    DataSection,
+    EvaluateSection,
+    HubSection,
+    MethodSection,
+    ModelSection,
+    OptimizerSection,
+    StageSection,
+    written_out,
+)
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.compute import AttentionName, Compute, ExchangeName, OffloadName, RematName
 from meshtune.objectives.config import SftConfig

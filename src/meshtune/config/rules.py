@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshtune.config.optimizer import LOW_RANK
+from meshtune.config.sections import LOW_RANK
 
 if TYPE_CHECKING:
     from meshtune.config.recipe import Recipe

@@ -15,7 +15,7 @@ from meshtune.costs.collectives import Collective
 from meshtune.costs.roofline import residual_bytes
 from meshtune.costs.workload import Candidate, LayerCost
 from meshtune.mesh.layout import SHARDS
-from meshtune.model.expert_exchange import HEADROOM
+from meshtune.model.dispatch import HEADROOM
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")
 

@@ -14,14 +14,13 @@ from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.costs.hardware import Target
-from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
-from meshtune.mesh.layout import Layout
+from meshtune.mesh.layout import Layout, abstract_mesh
 from meshtune.model.block import Activation, Block, Cost
 from meshtune.model.compute import ExchangeName, OffloadName, RematName
-from meshtune.model.expert_exchange import HEADROOM, choose_exchange
+from meshtune.model.dispatch import HEADROOM, choose_exchange
+from meshtune.model.gather import layout_for
 from meshtune.model.layer_extras import AltUpSpec
-from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 

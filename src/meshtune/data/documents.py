@@ -1,28 +1,329 @@
-"""The documents of a recipe: every record of every source is checked once, then read again on access."""
+"""The documents of a recipe: every record of every source is checked once and mixed with the others, then read again on
+access.
+
+- concat: every source once, in sequence. With weights the total stays the same and each source gets its share of it: a
+  source smaller than its share is repeated (whole passes, then a random part), a larger one is subsampled (without
+  replacement, in its own order).
+- interleave_under: the source of each document is drawn by weight (equal weights by default) and gives its next record,
+  until the first source is exhausted. No record appears twice.
+- interleave_over: the same until every source is exhausted; one that ends early restarts from its first record.
+
+Weights are relative to each other. Caps apply first: they limit the records of a source, not its share.
+"""
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from meshtune.config.data import DataSection, SourceSection
 from meshtune.config.data_options import SourceOptions
-from meshtune.data.checked_source import CheckedSource, SkippedRecord, check_source, check_usable, open_unchecked
-from meshtune.data.conversation import Origin, Sample
-from meshtune.data.mixing import apportion, mix
+from meshtune.config.sections import DataSection, SourceSection
+from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Sample
+from meshtune.data.formats import select_format
+from meshtune.data.formats.record import FieldNames, RecordFormat, describe, passed_over, read_record, unread_fields
 from meshtune.data.progress import Progress
+from meshtune.data.readers.textfiles import Records
 from meshtune.data.registry import Registry
-from meshtune.data.sources import DataSource
-from meshtune.data.store import DIGEST_BYTES
-from meshtune.data.system_prompt import add_system
-from meshtune.errors import UserError, amount
+from meshtune.data.sources import DataSource, open_source
+from meshtune.data.store import DIGEST_BYTES, sample_digest
+from meshtune.errors import UserError, amount, nearest
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
+
+STRATEGIES = ("concat", "interleave_under", "interleave_over")
+STREAM = 0x6D6978  # makes draws independent of others with the same seed
+BLOCK = 1 << 16  # draws at a time
+
+
+def mix(
+    lengths: Sequence[int], weights: Sequence[float | None], strategy: str, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The source int32 [n] and the position in that source int64 [n] of every document of the mixture.
+
+    A pure function of its arguments. Raises UserError for an unknown strategy, and where some sources have a weight and
+    others do not; ValueError for a source without records.
+    """
+    set_weights = [weight for weight in weights if weight is not None]
+    _check_mixture(lengths, weights, strategy)
+    if strategy == "concat" and not set_weights:
+        source = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return source, np.concatenate([np.arange(length) for length in lengths])
+    rng = np.random.default_rng([seed, STREAM])
+    share = np.array(set_weights or [1.0] * len(lengths), np.float64)
+    share /= share.sum()
+    if strategy == "concat":
+        return _concat(np.array(lengths), share, rng)
+    return _interleave(np.array(lengths), share, rng, until_all=strategy == "interleave_over")
+
+
+def _check_mixture(lengths: Sequence[int], weights: Sequence[float | None], strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        fix = f"{nearest(strategy, STRATEGIES)}{', '.join(STRATEGIES)}"
+        raise UserError(f"unknown mixing '{strategy}'", where="data.mixing", fix=fix)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"sources to mix need at least one record each, got lengths {list(lengths)}")
+    if None in weights and any(weight is not None for weight in weights):
+        problem, where = "some sources have a weight and others do not", f"data.train[{weights.index(None)}].weight"
+        raise UserError(problem, where=where, fix="give every source a weight, or none of them")
+
+
+def _concat(lengths: np.ndarray, share: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.maximum(apportion(int(lengths.sum()), share), 1)
+    parts = [draw(int(length), int(count), rng) for length, count in zip(lengths, counts, strict=True)]
+    return np.repeat(np.arange(len(parts), dtype=np.int32), counts), np.concatenate(parts)
+
+
+def draw(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` indices below `length`, int64: whole passes, then some drawn without replacement, each in order."""
+    passes, remainder = divmod(count, length)
+    drawn = np.sort(rng.permutation(length)[:remainder])
+    return np.concatenate([np.tile(np.arange(length), passes), drawn]).astype(np.int64)
+
+
+def apportion(total: int, share: np.ndarray) -> np.ndarray:
+    """Integers that sum to `total`, in proportion to `share` (which sums to 1), by largest remainders (Hamilton)."""
+    exact = total * share
+    counts = np.floor(exact).astype(np.int64)
+    largest = np.argsort(-(exact - counts), kind="stable")
+    counts[largest[: total - int(counts.sum())]] += 1
+    return counts
+
+
+def _interleave(
+    lengths: np.ndarray, share: np.ndarray, rng: np.random.Generator, *, until_all: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    blocks: list[np.ndarray] = []
+    used = np.zeros(len(lengths), np.int64)
+    records: list[np.ndarray] = []
+    while True:
+        drawn = rng.choice(len(lengths), size=BLOCK, p=share).astype(np.int32)
+        record = np.empty(BLOCK, np.int64)
+        ends = np.full(len(lengths), BLOCK + 1)  # draws of this block after which each source is exhausted
+        for source, length in enumerate(lengths):
+            turns = np.flatnonzero(drawn == source)
+            record[turns] = (used[source] + np.arange(len(turns))) % length
+            remaining = length - used[source]
+            if remaining <= 0:
+                ends[source] = 0
+            elif remaining <= len(turns):
+                ends[source] = turns[remaining - 1] + 1
+            used[source] += len(turns)
+        stop = int(ends.max() if until_all else ends.min())
+        blocks.append(drawn[:stop])
+        records.append(record[:stop])
+        if stop <= BLOCK:
+            return np.concatenate(blocks), np.concatenate(records)
+
+
+DETECTION_RECORDS = 20  # readable records that a format is detected from
+DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones
+SAMPLE_STREAM = 0x736D70  # makes draws independent of others with the same seed
+_NO_DIGESTS = np.empty((0, DIGEST_BYTES), np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class SkippedRecord:
+    """A record that was left out, and why."""
+
+    origin: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedSource:
+    """A source whose records were read once. `usable` int64 [n] are the indices of those to train on.
+
+    `digests` uint8 [records, DIGEST_BYTES] are those of checked samples, by the index of the record; empty if the
+    records were not checked. `unread` are the names of fields that the format passes over.
+    """
+
+    source: DataSource
+    records: Records
+    format: RecordFormat
+    fields: FieldNames
+    usable: np.ndarray
+    digests: np.ndarray = dataclasses.field(default_factory=lambda: _NO_DIGESTS)
+    unread: tuple[str, ...] = ()
+
+    def sample(self, index: int) -> Sample:
+        """Reads and converts the record at `index`."""
+        return _convert(self.records[index], self, self.records.origin(index))
+
+
+def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
+    if not isinstance(record, dict):
+        raise _not_an_object_error(record, origin)
+    return read_record(checked.format, record, checked.fields, checked.source.tags, origin)
+
+
+def _not_an_object_error(record: object, origin: Origin) -> UserError:
+    problem = f"the record is not an object, found {describe(record)}"
+    return UserError(problem, where=str(origin), fix='write it as {"field": value}')
+
+
+def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType) -> CheckedSource:
+    """The source with all its records, up to its cap, as usable. Reads those that its format is detected from."""
+    checked = _open(source, on_bad, dataset_type)
+    indices = np.arange(min(len(checked.records), source.cap or len(checked.records)), dtype=np.int64)
+    first = itertools.islice(checked.records.sweep(), DETECTION_RECORDS)
+    names = {name for record in first if isinstance(record, dict) for name in passed_over(record, source.tags)}
+    unread = tuple(unread_fields(names, checked.fields))
+    return dataclasses.replace(checked, usable=_sample(indices, source.sample, seed), unread=unread)
+
+
+def check_source(
+    source: DataSource,
+    on_bad: str,
+    seed: int,
+    skipped: list[SkippedRecord],
+    dataset_type: DatasetType,
+    progress: Progress | None = None,
+) -> CheckedSource:
+    """Reads and converts all records of a source, up to its cap, keeping the indices of the usable ones.
+
+    Adds the others to `skipped`, or raises UserError for the first of them, as `on_bad` says; raises it for a source
+    without a usable record, and for a file that changed meanwhile.
+    """
+    checked = _open(source, on_bad, dataset_type)
+    records, total = checked.records, min(len(checked.records), source.cap or len(checked.records))
+    report = functools.partial(progress or (lambda *_: None), f"reading {source.path}")
+    usable, malformed, digests, names = array.array("q"), 0, bytearray(), set[str]()
+    for index, record in enumerate(records.sweep()):
+        if len(usable) == source.cap:
+            break
+        if index % 256 == 0:
+            report(min(index, total), total)
+        try:
+            if isinstance(record, UserError):
+                raise record
+            digests += sample_digest(_convert(record, checked, records.origin(index)))
+            names |= passed_over(record, source.tags)  # pyright: ignore[reportArgumentType] - an object, since it was converted
+        except UserError as error:
+            _refuse_or_skip(error, on_bad, skipped, checked, index)
+            malformed += 1
+            digests += bytes(DIGEST_BYTES)
+        else:
+            usable.append(index)
+    records.check_unchanged()
+    if not usable:
+        raise _nothing_usable_error(checked, malformed, skipped)
+    report(total, total)
+    return dataclasses.replace(
+        checked,
+        usable=_sample(np.array(usable, np.int64), source.sample, seed),
+        digests=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES),
+        unread=tuple(unread_fields(names, checked.fields)),
+    )
+
+
+def _nothing_usable_error(checked: CheckedSource, malformed: int, skipped: list[SkippedRecord]) -> UserError:
+    example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
+    problem = f"no record of this source can be used as format {checked.format.name}: "
+    problem += f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}"
+    return UserError(problem, where=checked.source.path, fix="correct the records, or name another format")
+
+
+def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:
+    """The source with only those usable records that can be converted; it has digests of these."""
+    readable: list[int] = []
+    digests = np.zeros((int(checked.usable.max(initial=-1)) + 1, DIGEST_BYTES), np.uint8)
+    for index in checked.usable.tolist():
+        try:
+            digests[index] = np.frombuffer(sample_digest(checked.sample(index)), np.uint8)
+        except UserError as error:
+            _refuse_or_skip(error, on_bad, skipped, checked, index)
+        else:
+            readable.append(index)
+    return dataclasses.replace(checked, usable=np.array(readable, np.int64), digests=digests)
+
+
+def _open(source: DataSource, on_bad: str, dataset_type: DatasetType) -> CheckedSource:
+    records = open_source(source)
+    form = _select_format(source, records, on_bad, dataset_type)
+    return CheckedSource(source, records, form, form.resolve(source.columns), np.empty(0, np.int64))
+
+
+def _refuse_or_skip(
+    error: UserError, on_bad: str, skipped: list[SkippedRecord], checked: CheckedSource, index: int
+) -> None:
+    if on_bad == "error":
+        raise _with_location(error, checked.records, index, checked.format) from None
+    places = checked.records.where(index), str(checked.records.origin(index))
+    skipped.append(SkippedRecord(places[1], _one_line(error, places)))
+
+
+def _sample(indices: np.ndarray, count: int | None, seed: int) -> np.ndarray:
+    """`count` of the indices drawn by the seed; all of them if `count` is None."""
+    if count is None:
+        return indices
+    return indices[draw(len(indices), count, np.random.default_rng([seed, SAMPLE_STREAM]))]
+
+
+def _select_format(source: DataSource, records: Records, on_bad: str, dataset_type: DatasetType) -> RecordFormat:
+    if source.format != "auto":
+        return select_format(source.format, [], source.path, source.columns, source.tags, dataset_type)
+    first: list[object] = []
+    for index, record in enumerate(itertools.islice(records.sweep(), DETECTION_LIMIT)):
+        if isinstance(record, UserError):
+            if on_bad == "error":
+                raise _with_location(record, records, index, None)
+        elif isinstance(record, dict):
+            first.append(record)
+        if len(first) == DETECTION_RECORDS:
+            break
+    return select_format("auto", first, source.path, source.columns, source.tags, dataset_type)
+
+
+def _with_location(error: UserError, records: Records, index: int, form: RecordFormat | None) -> UserError:
+    """The error with the record's line, the format it was read as, and the option that skips such records."""
+    origin, place = str(records.origin(index)), records.where(index)
+    where = (error.where or origin).replace(place, origin, 1)  # some readers name the line, others do not
+    if where.startswith(origin):
+        where = f"{place}{where.removeprefix(origin)}"
+        if form is not None:
+            where += f" (format {form.name})"
+    elif origin not in where:
+        where = f"{where} (record {records.origin(index).record})"
+    remedy = "data.on_bad=skip leaves such records out"
+    return UserError(error.what, where=where, fix=f"{error.fix}; or {remedy}" if error.fix else remedy)
+
+
+def _one_line(error: UserError, places: Sequence[str]) -> str:
+    """The problem and its field, without the place of the record."""
+    field = error.where or ""
+    for place in places:
+        field = field.removeprefix(place)
+    field = field.removeprefix(", ")
+    return f"{field}: {error.what}" if field else error.what
+
+
+def add_system(sample: Sample, system: str) -> Sample:
+    """The sample with `system` before every conversation that has no system turn."""
+    match sample:
+        case Pair():
+            chosen, rejected = (_add_to(document, system) for document in (sample.chosen, sample.rejected))
+            return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
+        case Labelled():
+            return dataclasses.replace(sample, document=_add_to(sample.document, system))
+        case _:
+            return _add_to(sample, system)
+
+
+def _add_to(document: Document, system: str) -> Document:
+    if not isinstance(document, Conversation):
+        return dataclasses.replace(document, system_prompt=system)
+    if any(message.role == "system" for message in document.messages):
+        return document
+    return dataclasses.replace(document, messages=(Message("system", system), *document.messages))
+
 
 SPLIT_STREAM = 0x73706C  # makes draws independent of others with the same seed
 _HASHED = 1 << 16  # digests hashed at a time

@@ -1,8 +1,14 @@
-"""Batches as a pure function of (seed, step), so that a resumed run sees the batches it would have seen.
+"""Batches as a pure function of (seed, step): documents in packed rows, alone or in units that are compared.
 
 Steps are numbered across epochs, and every document is in every epoch exactly once. If the rows of an epoch do not fill
 its last batch, padding rows (segment 0, weight 0) are added: no document is left out, shapes never change, and since
 losses are sums over weights, padding does not affect them.
+
+Orders come from splitmix64 keys, not from a library's generator, so that they do not change with its version. Best-fit
+decreasing (Johnson 1973) within windows of the shuffled order keeps rows full and the order random.
+
+Neighbouring documents of a store are a unit; in a packed row they are neighbouring segments. Properties of units are
+further arrays of a batch (see objectives.score.Batch).
 """
 
 from __future__ import annotations
@@ -14,16 +20,275 @@ import math
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
-from meshtune.data.conversation import Origin
-from meshtune.data.packing import PackedRows, pack, padded_length, shuffle_order, unpacked_rows
+from meshtune.data.conversation import Conversation, Document, Labelled, Origin, Pair
 from meshtune.data.store import Store
-from meshtune.data.tokens import Example
-from meshtune.data.units import Units
+from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
+from meshtune.objectives.config import NllMean
+
+if TYPE_CHECKING:
+    from meshtune.objectives.stages import DatasetType
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+WINDOW = 4096  # documents that may share a row
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """The documents of each row: row r has `documents[starts[r] : starts[r + 1]]` in that order; both int64."""
+
+    documents: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.documents[self.starts[row] : self.starts[row + 1]]
+
+
+def random_keys(seed: int, stream: int, n: int) -> np.ndarray:
+    """n random uint64, a pure function of seed and stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        state = _mix(_mix(np.asarray([seed], np.uint64)) + np.uint64(stream))
+        return _mix(state + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = z + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def shuffle_order(n: int, seed: int, stream: int) -> np.ndarray:
+    """A random permutation of 0..n-1, int64, which does not change with the version of a library."""
+    return np.argsort(random_keys(seed, stream, n), kind="stable")
+
+
+def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> PackedRows:
+    """Packs the documents of `order` into rows of `row_length` positions, each document into exactly one row: best-fit
+    decreasing (Johnson 1973) within windows of the order.
+
+    `lengths` int [n] are the positions that each document takes, between 1 and `row_length`. Documents of a row keep
+    their order, and rows are ordered by their longest documents, so that a shuffled order gives shuffled rows.
+    """
+    row_of = np.empty(len(order), np.int64)  # indexed by position in the order
+    openers: list[int] = []
+    for start in range(0, len(order), window):
+        sizes = np.asarray(lengths[order[start : start + window]], np.int64)
+        window_rows, window_openers = _best_fit_decreasing(sizes, row_length)
+        row_of[start : start + window] = window_rows + len(openers)
+        openers += [start + opener for opener in window_openers]
+    rows = len(openers)
+    rank = np.empty(rows, np.int64)
+    # By the longest document: by the first one, rows of many short documents would come early in every epoch.
+    rank[np.argsort(np.asarray(openers, np.int64), kind="stable")] = np.arange(rows)
+    by_row = np.argsort(rank[row_of], kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rank[row_of], minlength=rows))]).astype(np.int64)
+    return PackedRows(np.asarray(order, np.int64)[by_row], starts)
+
+
+def unpacked_rows(order: np.ndarray) -> PackedRows:
+    """One document per row."""
+    return PackedRows(np.asarray(order, np.int64), np.arange(len(order) + 1, dtype=np.int64))
+
+
+def padded_length(longest: int, max_length: int, *, multiple: int = 64) -> int:
+    """Positions of a padded row: the longest document rounded up to a multiple, at most `max_length`."""
+    return min(max_length, -(-max(longest, 1) // multiple) * multiple)
+
+
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
+    """The row of each document, and the first document of each row. Documents are placed longest first, each into the
+    fullest row with room for it."""
+    row_of = np.empty(len(sizes), np.int64)
+    rows_with_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r is set if some row has room r, so the least sufficient room is found by integer arithmetic
+    openers: list[int] = []
+    order = np.argsort(-sizes, kind="stable")
+    for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        sufficient = rooms >> size
+        if sufficient:
+            room = size + (sufficient & -sufficient).bit_length() - 1
+            candidates = rows_with_room[room]
+            row = candidates.pop()
+            if not candidates:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(openers)
+            openers.append(document)
+        row_of[document] = row
+        remaining = room - size
+        if remaining:
+            rows_with_room.setdefault(remaining, []).append(row)
+            rooms |= 1 << remaining
+    return row_of, openers
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """Options of the arrays that a batch of units of `segments` documents has in addition to those of tokens.
+
+    `reference` float32 [documents] are log-probabilities of a reference model. `nll` requests the weights of the first
+    documents' cross-entropy, over their answers or all their tokens. With `nll_mean` pairs the weights of each unit add
+    up to one; with tokens they add up to the number of units in one update or, with `nll_share` (units per token of the
+    whole store), in all updates of an epoch together.
+    """
+
+    segments: int = 2
+    reference: np.ndarray | None = None
+    nll: Literal["answer", "all"] | None = None
+    nll_mean: NllMean = "tokens"
+    nll_share: float | None = None
+
+    def arrays(
+        self,
+        row_values: Sequence[Sequence[float]],
+        row_units: Sequence[np.ndarray],
+        sizes: Mapping[str, int],
+        tokens: Mapping[str, np.ndarray],
+    ) -> dict[str, np.ndarray]:
+        """The arrays of rows with the units `row_units`, whose values are `row_values`: units, values, and where they
+        are asked for reference and nll (see arrays.batch, and `sizes` of its axes)."""
+        arrays = empty_arrays(["units", "values", *(["reference"] if self.reference is not None else [])], sizes)
+        for row, (units, values) in enumerate(zip(row_units, row_values, strict=True)):
+            arrays["units"][row, : len(units)] = 1.0
+            arrays["values"][row, : len(units)] = values
+            if self.reference is not None:
+                of_units = self.reference.reshape(-1, self.segments)[units].ravel()
+                arrays["reference"][row, : len(of_units)] = of_units
+        if self.nll is not None:
+            first = (tokens["segment_ids"] > 0) & ((tokens["segment_ids"] - 1) % self.segments == 0)
+            counted = first if self.nll == "all" else first & (tokens["weights"] > 0)
+            if self.nll_mean == "pairs":
+                share = _reciprocal_counts(tokens["segment_ids"], counted)
+            else:
+                share = self.nll_share or float(arrays["units"].sum()) / max(1, int(counted.sum()))
+            arrays["nll"] = np.where(counted, share, 0.0).astype(np.float32)
+        return arrays
+
+
+def _reciprocal_counts(segment_ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """For each position, one over the number of counted positions of its segment: float64 [rows, T]."""
+    shares = np.zeros(segment_ids.shape)
+    for row, (segments, selected) in enumerate(zip(segment_ids, counted, strict=True)):
+        shares[row] = 1 / np.maximum(1, np.bincount(segments[selected], minlength=segments.max() + 1))[segments]
+    return shares
+
+
+def nll_share(store: Store, units: Units) -> float | None:
+    """Units per token that `units.nll` counts, over a whole store; None without it."""
+    if units.nll is None:
+        return None
+    tokens = 0
+    for document in range(0, len(store), units.segments):
+        start, end = store.offsets[document] + 1, store.offsets[document + 1]
+        tokens += int(end - start) if units.nll == "all" else int(np.count_nonzero(store.weights[start:end]))
+    return len(store) / units.segments / max(1, tokens)
+
+
+def tokenise_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, score_position: bool = False) -> Iterator[Example]:
+    """Two examples per pair, the chosen answer first. A pair with nothing to train on in either side is left out.
+
+    With `score_position` only the position after an answer's last token has a weight, where its score is read.
+    """
+    pending: list[Pair] = []
+
+    def sides():
+        for pair in pairs:
+            pending.append(pair)
+            yield pair.chosen
+            yield pair.rejected
+
+    examples = tokenize.tokenise_each(sides(), sides=2)
+    for chosen in examples:
+        rejected, pair = next(examples), pending.pop(0)
+        if chosen is None or rejected is None or np.array_equal(chosen.ids, rejected.ids):
+            _uncount(tokenize, chosen, rejected)
+            continue
+        for side in (chosen, rejected):
+            example = dataclasses.replace(side, value=pair.margin)
+            yield _with_score_position(example) if score_position else example
+
+
+def tokenise_labelled(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterator[Example]:
+    """Two examples per labelled answer: the answer itself and its companion (see `with_companions`)."""
+    return with_companions(tokenise_answers(tokenize, samples), tokenize.options.max_length)
+
+
+def tokenise_answers(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterator[Example]:
+    """One example per labelled answer that has something to train on, whose value is its label."""
+    labels: list[bool] = []
+
+    def documents():
+        for sample in samples:
+            labels.append(sample.good)
+            yield sample.document
+
+    for example in tokenize.tokenise_each(documents(), sides=1):
+        good = labels.pop(0)
+        if example is not None:
+            yield dataclasses.replace(example, value=float(good))
+
+
+def with_companions(examples: Iterable[Example], max_length: int) -> Iterator[Example]:
+    """Each example, and after it a companion: its prompt with the previous example's answer.
+
+    The companion estimates the KL baseline of KTO (https://arxiv.org/abs/2402.01306). The first example takes the last
+    answer of its window.
+    """
+    window: list[Example] = []
+    previous: Example | None = None
+    for example in examples:
+        window.append(example)
+        if len(window) == _WINDOW:
+            yield from _with_companions(window, previous, max_length)
+            previous, window = window[-1], []
+    yield from _with_companions(window, previous, max_length)
+
+
+_WINDOW = 256
+
+
+def _with_companions(window: list[Example], previous: Example | None, max_length: int) -> Iterator[Example]:
+    previous = previous or (window[-1] if window else None)
+    for example in window:
+        assert previous is not None
+        yield example
+        answer_start, previous_start = (int(np.argmax(side.weights > 0)) for side in (example, previous))
+        # However long the prompt, at least one token of the answer must fit.
+        prompt = min(answer_start, max_length - 1)
+        ids = np.concatenate([example.ids[:prompt], previous.ids[previous_start:]])[:max_length]
+        weights = np.concatenate([example.weights[:prompt], previous.weights[previous_start:]])[:max_length]
+        yield dataclasses.replace(example, ids=ids, weights=weights)
+        previous = example
+
+
+def _with_score_position(example: Example) -> Example:
+    # Positions are made of targets, so a further target makes a position of the last token; its id does not matter.
+    ids = np.append(example.ids, example.ids[-1])
+    weights = np.zeros(len(ids), np.float32)
+    weights[-1] = 1.0
+    return dataclasses.replace(example, ids=ids, weights=weights)
+
+
+def _uncount(tokenize: Tokenize, *sides: Example | None) -> None:
+    """Takes the sides of a pair that is left out back out of the counts."""
+    for side in sides:
+        if side is not None:
+            tokenize.counts.examples -= 1
+            tokenize.counts.tokens -= len(side.ids)
+            tokenize.counts.trained_tokens -= int(np.count_nonzero(side.weights[1:]))
+    if all(side is not None for side in sides):
+        side = sides[0]
+        assert side is not None
+        tokenize.counts.count("nothing_after_truncation", side.origin)  # equal once truncated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,3 +488,37 @@ class _BatchSource:
 
     def __getitem__(self, index: int) -> HostBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.loader.batch(self.start + int(index))
+
+
+@dataclasses.dataclass(frozen=True)
+class StageExamples:
+    """Makes the examples of samples for a stage. Those of labelled answers have no companions yet
+    (units.with_companions).
+
+    `score_position`: pairs are trained on only after their last token. `plain_text`: conversations are refused.
+    """
+
+    dataset_type: DatasetType
+    score_position: bool = False
+    plain_text: bool = False
+
+    def __call__(self, tokenize: Tokenize, samples: Iterable[Any]) -> Iterator[Example]:
+        match self.dataset_type:
+            case "pairs":
+                return tokenise_pairs(tokenize, samples, score_position=self.score_position)
+            case "labelled":
+                return tokenise_answers(tokenize, samples)
+            case "documents":
+                return tokenize(require_plain_text(samples) if self.plain_text else samples)
+
+
+def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:
+    """Passes texts through. Raises UserError for a conversation."""
+    for document in documents:
+        if isinstance(document, Conversation):
+            raise UserError(
+                "stage pt trains on plain text, but the record is a conversation",
+                where=str(document.origin),
+                fix="set stage: sft, or name the column that holds the text: format: text, columns: {text: NAME}",
+            )
+        yield document

@@ -14,9 +14,8 @@ import dataclasses
 from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Message
-from meshtune.data.reasoning import has_reasoning, with_reasoning
-from meshtune.data.rendered import check_calls_are_written, render_conversation
-from meshtune.data.turns import Turn, changed_part, locate_turn
+from meshtune.data.dialect import has_reasoning, with_reasoning
+from meshtune.data.rendered import Turn, changed_part, check_calls_are_written, locate_turn, render_conversation
 
 
 @dataclasses.dataclass(frozen=True)

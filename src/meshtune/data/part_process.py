@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Sample
-from meshtune.data.parts import MakePart, Part, make_part
-from meshtune.data.stage_examples import StageExamples
+from meshtune.data.loader import StageExamples
+from meshtune.data.store import MakePart, Part, make_part
 from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 

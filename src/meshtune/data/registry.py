@@ -13,14 +13,13 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshtune.config.data import SourceSection
+from meshtune.config.sections import SourceSection
 from meshtune.data.formats import EXAMPLE_STAGE, FORMATS_BY_TYPE
-from meshtune.data.formats.sharegpt import TAGS
-from meshtune.data.readers.jsonfile import parse
-from meshtune.data.readers.mapped import MappedFile
+from meshtune.data.formats.messages import TAGS
+from meshtune.data.readers.textfiles import MappedFile, parse
 from meshtune.data.sources import DataSource, missing_path_error
 from meshtune.errors import UserError, nearest
-from meshtune.weights.modelscope import PREFIX, is_default
+from meshtune.weights.hub import PREFIX, is_default
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType

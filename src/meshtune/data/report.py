@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.data.checked_source import SkippedRecord
+from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
 from meshtune.data.store import Store
-from meshtune.data.stream import Stream
+from meshtune.data.stream import Stream, WindowRows
 from meshtune.data.tokens import TokenCounts
-from meshtune.data.window_rows import WindowRows
 from meshtune.errors import amount
 
 if TYPE_CHECKING:

@@ -15,16 +15,12 @@ import re
 from collections.abc import Callable
 
 from meshtune.config.data_options import SourceOptions
-from meshtune.data.readers.columnar import open_arrow, open_saved
+from meshtune.data.readers.columnar import open_arrow, open_parquet, open_saved
 from meshtune.data.readers.csvfile import open_csv
-from meshtune.data.readers.hub import open_hub
-from meshtune.data.readers.jsonfile import open_json
-from meshtune.data.readers.modelscope import open_modelscope
-from meshtune.data.readers.parquet import open_parquet
-from meshtune.data.readers.records import ConcatenatedRecords, Records
-from meshtune.data.readers.textfile import open_text
+from meshtune.data.readers.hub import open_hub, open_modelscope
+from meshtune.data.readers.textfiles import ConcatenatedRecords, Records, open_json, open_text
 from meshtune.errors import UserError
-from meshtune.weights.modelscope import modelscope_id
+from meshtune.weights.hub import modelscope_id
 
 READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".json": functools.partial(open_json, lines=False),

@@ -13,18 +13,29 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
+from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.documents import DocumentList
+from meshtune.data.loader import StageExamples, with_companions
 from meshtune.data.part_process import PartProcess, PartTask, process_count
-from meshtune.data.parts import PART, MakePart, Part, add_counts, make_part, tokenised_parts
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
-from meshtune.data.stage_examples import StageExamples
-from meshtune.data.store import ExampleArrays, Store, cache_directory, fingerprint, group_examples, open_or_build
+from meshtune.data.store import (
+    PART,
+    ExampleArrays,
+    MakePart,
+    Part,
+    Store,
+    add_counts,
+    cache_directory,
+    fingerprint,
+    group_examples,
+    make_part,
+    open_or_build,
+    tokenised_parts,
+)
 from meshtune.data.tokens import TokenCounts, Tokenize
-from meshtune.data.units import with_companions
 from meshtune.errors import UserError, amount
 from meshtune.objectives.stages import STAGES
 

@@ -1,4 +1,4 @@
-"""Tokenises documents, with a loss weight for every token.
+"""Tokenises documents, with a loss weight for every token, and cuts those that are longer than a row.
 
 Prompt tokens are those that generation would be given, and the tokens trained on are exactly the answer and its end of
 turn: where the tokenizer would merge the last character of a prompt with the first of an answer, the two are tokenised
@@ -15,19 +15,99 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from tokenizers.decoders import ByteLevel
 
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Origin, Text
 from meshtune.data.masks import MaskedText, mask_conversation
-from meshtune.data.overlong import positions_by_turns
 from meshtune.data.rendered import check_has_place
-from meshtune.data.token_bytes import TokenBytes
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
+
+
+def positions_by_turns(
+    answers: np.ndarray, max_length: int, *, longest: int | None = None, last_turn_first: bool = False
+) -> np.ndarray:
+    """The positions of a document that are left when prompt and answer of each turn lose their ends, int64 [kept].
+
+    `answers` int [turns, 2] are the first position of each answer and the one after its last; what precedes an answer
+    is its prompt. Turns take room in their order, or with `last_turn_first` from the end, until none is left. `longest`
+    is the length of the longer answer of a pair, whose two documents keep the same part of their prompt.
+    """
+    starts = np.concatenate([[0], answers[:-1, 1]])
+    turns: Iterable[tuple[int, int, int]] = zip(starts.tolist(), *answers.T.tolist(), strict=True)
+    if last_turn_first:
+        turns = reversed(list(turns))
+    room, positions = max_length, list[np.ndarray]()
+    for start, answer, end in turns:
+        if room <= 0:
+            break
+        prompt_length, answer_length = _lengths(answer - start, longest or end - answer, room)
+        positions.append(np.arange(start, start + prompt_length))
+        positions.append(np.arange(answer, min(answer + answer_length, end)))
+        room -= prompt_length + answer_length
+    return np.sort(np.concatenate(positions))
+
+
+def _lengths(prompt: int, answer: int, room: int) -> tuple[int, int]:
+    """The tokens that prompt and answer keep. One that is shorter than half the room is left whole."""
+    if answer * 2 < room:
+        limit = room
+    elif prompt * 2 < room:
+        limit = room - prompt
+    else:
+        limit = int(room * (answer / (prompt + answer)))
+    answer = min(limit, answer)
+    return min(max(room - answer, 0), prompt), answer
+
+
+class TokenBytes:
+    """The bytes of every token of a byte-level tokenizer; of none for other tokenizers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        backend = tokenizer.backend_tokenizer
+        vocabulary = backend.get_vocab() if isinstance(backend.decoder, ByteLevel) else {}
+        # A token that does not stand for bytes is no part of any text.
+        self._bytes: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, id_ in vocabulary.items():
+            self._bytes[id_] = token.translate(_BYTE_OF).encode("latin-1", "ignore")
+        for id_, added in tokenizer.added_tokens_decoder.items():
+            if id_ < len(self._bytes):
+                self._bytes[id_] = added.content.encode()
+        self._lengths = np.asarray([len(token) for token in self._bytes], np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(self._bytes)
+
+    def ends(self, ids: np.ndarray, text: str) -> np.ndarray | None:
+        """The character after each token, int64 [n]; of each part of a split character, the one after the character.
+
+        None unless the tokens' bytes, one after another, are exactly those of the text.
+        """
+        data = text.encode()
+        if b"".join([self._bytes[id_] for id_ in ids.tolist()]) != data:
+            return None
+        ends = np.cumsum(self._lengths[ids])
+        if len(data) == len(text):
+            return ends
+        begins_character = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+        return np.cumsum(begins_character)[ends - 1]
+
+
+def _byte_of() -> dict[int, int]:
+    """The byte of each character of a byte-level vocabulary: printable ones of Latin-1 for themselves,
+    the others, in order, for those from U+0100 on (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + index: byte for index, byte in enumerate(unprintable)}
+
+
+_BYTE_OF = _byte_of()
+
 
 _PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_]\w*\s*\}\}")  # {{name}}, which was to be replaced
 _BATCH = 256  # documents given to the tokenizer at once, which works on them in parallel

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from meshtune.evaluate.folder import TASKS, read_json, read_lines, write_json, write_lines
 from meshtune.evaluate.harness import Suite, prepare, run_tasks
-from meshtune.evaluate.predict import Predictions, PredictOptions, make_prompts, predict_into
-from meshtune.evaluate.records import Record
-from meshtune.evaluate.results import Sample, TaskResult, averages
+from meshtune.evaluate.predict import Predictions, PredictOptions, Record, make_prompts, predict_into
 from meshtune.evaluate.statistics import Difference, difference
+from meshtune.evaluate.tasks import Sample, TaskResult, averages
 from meshtune.generate.api import Model
 
 LOWER_IS_BETTER = ("loss", "word_perplexity", "byte_perplexity", "bits_per_byte")

@@ -1,4 +1,4 @@
-"""The folder of an evaluation, with its settings, so that it can be resumed and mixes with no other."""
+"""The folder of an evaluation: what it holds, and the progress written there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from meshtune import json_text
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.runs.output import claim_output
+from meshtune.runs.progress import progress_file
 
 SETTINGS = "settings.json"
 PREDICTIONS, TOTALS, TASKS = "predictions.jsonl", "metrics.json", "tasks.json"
@@ -106,3 +111,44 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
                     "a line is not JSON", where=f"{path}, line {number + 1}", fix="remove the line, and resume"
                 ) from problem
     return rows
+
+
+LINE_SECONDS = 15.0  # between lines without a terminal
+
+Report = Callable[[int, int], None]
+"""(done, total)"""
+
+
+@contextlib.contextmanager
+def show_progress(console: Console, activity: str) -> Iterator[Report]:
+    """Shows the progress reported to the yielded function, until the context ends."""
+    if not console.is_terminal:
+        lines, file = _Lines(console, activity), progress_file()
+
+        def report(done: int, total: int) -> None:
+            lines(done, total)
+            if file is not None:
+                file(activity, done, total)
+
+        yield report
+        return
+    columns = (TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console) as progress:
+        task = progress.add_task(activity, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """Prints a line every LINE_SECONDS."""
+
+    def __init__(self, console: Console, activity: str):
+        self._console, self._activity = console, activity
+        self._started = self._printed = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._printed < LINE_SECONDS or not done:
+            return
+        self._printed = now
+        left = (now - self._started) / done * (total - done)
+        self._console.print(f"{self._activity}: {done / total:.0%}, {left:,.0f} s left", soft_wrap=True)

@@ -17,11 +17,9 @@ from rich.console import Console
 
 from meshtune.data.readers.hub import is_reachable
 from meshtune.errors import UserError, nearest
-from meshtune.evaluate.extras import optional
 from meshtune.evaluate.folder import replace, write_lines
-from meshtune.evaluate.results import Sample, TaskResult
-from meshtune.evaluate.subjects import category_of
-from meshtune.evaluate.task_files import FROM_FILES, SPLITS, TaskFiles, read_task
+from meshtune.evaluate.metrics import optional
+from meshtune.evaluate.tasks import FROM_FILES, SPLITS, Sample, TaskFiles, TaskResult, category_of, read_task
 from meshtune.generate.api import Model
 
 # Where lm-eval has the task that a file replaces the data of; of subjects, the template behind them.

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from meshtune.data.chat import template_error
 from meshtune.errors import UserError
-from meshtune.evaluate.answers import ROWS, Prompt, answers
-from meshtune.evaluate.progress import show_progress
+from meshtune.evaluate.folder import show_progress
+from meshtune.evaluate.predict import ROWS, Prompt, answers
 from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
-from meshtune.generate.prefix_tree import ScoredText
-from meshtune.generate.prompts import chat_template
+from meshtune.generate.score import ScoredText
+from meshtune.generate.text import chat_template
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # of a task's generation_kwargs
 

@@ -6,16 +6,31 @@ Percentages are from 0 to 100, as their authors' packages have them; exact_match
 from __future__ import annotations
 
 import collections
+import importlib
 import logging
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from meshtune.errors import UserError, nearest
-from meshtune.evaluate.extras import optional
+from meshtune.errors import UserError, nearest, pip_install
+
+FIX = pip_install("evaluate")
+
+
+def optional(module: str, purpose: str, *, otherwise: str = "") -> ModuleType:
+    """The module of this name. Raises UserError where its package is not installed; `otherwise` is another way out."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as problem:
+        package = (problem.name or module).partition(".")[0]
+        raise UserError(
+            f"{purpose} needs the package {package}", fix=f"{FIX}{f', or {otherwise}' if otherwise else ''}"
+        ) from problem
+
 
 CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u3040-\u30ff"
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")

@@ -1,25 +1,236 @@
-"""Answers to a data set, with metrics against its own answers and the loss on them."""
+"""Answers to the records of a data set through the engine, with metrics and losses."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 
+from meshtune.config.data_options import LossPolicy, TokenOptions
+from meshtune.config.sections import DataSection, SourceSection
+from meshtune.data.chat import as_dicts, template_error
+from meshtune.data.conversation import Conversation, Document, Sample
+from meshtune.data.documents import load_documents
+from meshtune.data.rendered import Rendered, check_has_place, check_messages_are_written, check_variables_are_read
+from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
-from meshtune.evaluate.answers import ROWS, Prompt, answers
-from meshtune.evaluate.folder import PREDICTIONS, TOTALS, read_lines, results_folder, write_json, write_lines
-from meshtune.evaluate.held_out import HeldOut, held_out_loss
+from meshtune.evaluate.folder import (
+    PREDICTIONS,
+    TOTALS,
+    Report,
+    read_lines,
+    results_folder,
+    show_progress,
+    write_json,
+    write_lines,
+)
 from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
-from meshtune.evaluate.progress import show_progress
-from meshtune.evaluate.records import Record, digest, prompt_ids
 from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
-from meshtune.generate.prompts import turn_end
+from meshtune.generate.engine import Engine
+from meshtune.generate.programs import STEPS
+from meshtune.generate.request import Generation, GenerationRequest
+from meshtune.generate.score import ScoredText
+from meshtune.generate.text import Detokenizer, StopStrings, chat_template, continuation_ids, turn_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+ROWS = 16  # prompts computed at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A request with the strings that end its answer. `continued` writes the answer as the prompt's continuation, else
+    as a separate text; `name` is that of its record."""
+
+    request: GenerationRequest
+    stop: tuple[str, ...] = ()
+    continued: bool = False
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The text of an answer, its number of tokens, and why it ended: stop, or length."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+
+
+class _Writing:
+    """An answer under way."""
+
+    def __init__(self, number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase):
+        self.number, self.prompt = number, prompt
+        self._decoder = Detokenizer(tokenizer, prompt.request.prompt if prompt.continued else ())
+        self._ends, self._text = StopStrings(prompt.stop), ""
+
+    def push(self, ids: list[int]) -> bool:
+        """Adds tokens; whether a stop string has ended the text."""
+        self._text += self._ends.push(self._decoder.push(ids))
+        return self._ends.found
+
+    def answer(self, generation: Generation) -> Answer:
+        """The answer, once no more tokens come."""
+        self._text += self._ends.push(self._decoder.finish()) + self._ends.finish()
+        reason = "stop" if self._ends.found else str(generation.finish_reason)
+        return Answer(self._text, len(generation.tokens), reason)
+
+
+def answers(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, rows: int = ROWS
+) -> Iterator[tuple[int, Answer]]:
+    """(number of the prompt, its answer) in the order in which they end; `rows` prompts are computed at once.
+
+    Raises UserError naming the prompt where the model's logits are not finite.
+    """
+    if not prompts:
+        return
+    scheduler = engine.scheduler(rows=min(rows, len(prompts)))
+    writing = {
+        scheduler.submit(prompt.request): _Writing(number, prompt, tokenizer) for number, prompt in enumerate(prompts)
+    }
+    while writing:
+        for progress in scheduler.step(STEPS):
+            generation = progress.generation
+            if generation not in writing:
+                continue
+            current = writing[generation]
+            if generation.error is not None:
+                raise UserError(generation.error.what, where=current.prompt.name or None, fix=generation.error.fix)
+            if current.push([token.id for token in progress.tokens]):
+                scheduler.cancel(generation)
+            elif progress.finish_reason is None:
+                continue
+            del writing[generation]
+            yield current.number, current.answer(generation)
+
+
+Messages = list[dict[str, object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A record of the data. `prompt` is a conversation that ends before its last assistant turn, or text to continue;
+    `reference` is that turn, or the rest of the text. `document` is the record as a run would train on it."""
+
+    number: int
+    prompt: Messages | str
+    reference: str
+    document: Document
+
+    @property
+    def origin(self) -> str:
+        """The file and record that it comes from."""
+        return str(self.document.origin)
+
+
+def read_records(source: SourceSection, *, system: str | None = None, limit: int | None = None) -> list[Record]:
+    """The records of a source, all of them or the first `limit`.
+
+    `system` is the system prompt of conversations that have none. Raises UserError as data.documents does:
+    for an empty data set, say, and for a record without an answer.
+    """
+    if limit is not None:
+        source = source.model_copy(update={"cap": min(limit, source.cap or limit)})
+    documents = load_documents(DataSection(train=[source], packing=False), seed=0).train
+    records = [record_of(number, document) for number, document in enumerate(documents.with_system(system))]
+    for record in records:
+        check_has_place(record.document)
+    return records
+
+
+def record_of(number: int, document: Sample) -> Record:
+    """A document as a record."""
+    assert isinstance(document, Document)  # load_documents has converted the records to documents
+    if not isinstance(document, Conversation):
+        return Record(number, document.prompt, document.text, document)
+    messages = as_dicts(document)
+    # The readers refuse a conversation that does not end with an answer.
+    last = max(n for n, message in enumerate(document.messages) if message.role == "assistant")
+    return Record(number, messages[:last], document.messages[last].content, document)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, record: Record) -> list[int]:
+    """The ids of the prompt. Raises UserError for an empty prompt, and one that the chat template refuses."""
+    if isinstance(record.prompt, str):
+        try:
+            return continuation_ids(tokenizer, record.prompt)
+        except UserError as problem:
+            raise UserError(problem.what, where=record.origin, fix=problem.fix) from problem
+    chat, document = chat_template(tokenizer), record.document
+    assert isinstance(document, Conversation)
+    check_variables_are_read(chat, document)
+    prompt = chat.messages(document)[: len(record.prompt)]
+    view = Rendered(chat, document, prompt, "")
+    try:
+        text = view.render_strictly(prompt, generation_prompt=True)
+    except chat.failures as problem:
+        raise template_error(problem, where=record.origin) from problem
+    check_messages_are_written(dataclasses.replace(view, text=text), generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def digest(records: Sequence[Record]) -> str:
+    """A hash of all prompts and references, to know a data set again."""
+    hashed = hashlib.sha256()
+    for record in records:
+        hashed.update(json.dumps([record.prompt, record.reference], sort_keys=True, default=str).encode() + b"\n")
+    return f"sha256:{hashed.hexdigest()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Losses in nats: `loss` per token, over all tokens; `records` per token of each record (None: it has none to
+    learn), and `tokens` of each."""
+
+    loss: float
+    records: list[float | None]
+    tokens: list[int]
+    truncated: int
+
+
+def held_out_loss(
+    model: Model, records: Sequence[Record], *, policy: LossPolicy = LossPolicy(), progress: Report | None = None
+) -> HeldOut:
+    """The loss on every assistant turn, or the text after its prompt, of records as training tokenises them.
+
+    Records beyond the model's context are cut, and counted. Raises UserError where nothing can be learned from any.
+    """
+    tokenize = Tokenize(model.tokenizer, TokenOptions(max_length=model.engine.context, policy=policy))
+    examples = list(tokenize.tokenise_each(record.document for record in records))
+    usable = [example for example in examples if example is not None]
+    if not usable:
+        raise UserError(
+            "the data have no answer to compute a loss of",
+            where=records[0].origin.partition(", record")[0],
+            fix="see `meshtune data inspect`, or leave the loss out: --no-loss",
+        )
+    texts = [ScoredText(tuple(example.ids.tolist()), _first(example)) for example in usable]
+    scores = iter(model.score(texts, progress))
+    sums, weights = np.zeros(len(examples)), np.zeros(len(examples))
+    for number, example in enumerate(examples):
+        if example is not None:
+            weight = example.weights[_first(example) :].astype(np.float64)
+            sums[number] = -float(np.sum(weight * next(scores).log_probabilities))
+            weights[number] = weight.sum()
+    losses = [float(total / weight) if weight else None for total, weight in zip(sums, weights, strict=True)]
+    tokens = [0 if example is None else int(np.count_nonzero(example.weights[1:])) for example in examples]
+    return HeldOut(float(sums.sum() / weights.sum()), losses, tokens, tokenize.counts.truncated)
+
+
+def _first(example: Example) -> int:
+    """The first token with a weight, of those that are predicted."""
+    return 1 + int(np.flatnonzero(example.weights[1:])[0])
+
 
 DEFAULT_TOKENS = 512  # of an answer, at most
 

@@ -1,34 +1,64 @@
-"""`meshtune eval` and the `evaluate` section of a recipe: a model or a run, with or without its base."""
+"""Evaluates a model or a run, and compares it with the model before tuning."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import pathlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
 
+from meshtune import terminal
 from meshtune.config.load import load_recipe
+from meshtune.config.recipe import Recipe
 from meshtune.data.conversation import Sample
 from meshtune.data.documents import load_documents, open_documents
+from meshtune.digests import digest_files
 from meshtune.errors import UserError
 from meshtune.evaluate.compare import Evaluation, Outcome, evaluate
 from meshtune.evaluate.folder import results_folder
-from meshtune.evaluate.harness import Suite
-from meshtune.evaluate.identity import identity
-from meshtune.evaluate.overlap import Overlap, overlap
-from meshtune.evaluate.predict import PredictOptions
-from meshtune.evaluate.records import Record, digest, record_of
-from meshtune.evaluate.report import write_report
+from meshtune.evaluate.harness import Suite, prepare
+from meshtune.evaluate.metrics import check_metrics
+from meshtune.evaluate.predict import PredictOptions, Record, digest, record_of
+from meshtune.evaluate.report import HTML, MARKDOWN, write_report
+from meshtune.evaluate.statistics import Overlap, overlap
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.driver import run_on_all
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.runs.sources import Source, find, is_run
-from meshtune.runs.states import split_state
+from meshtune.runs.output import weights_digests
+from meshtune.runs.sources import Source, find, is_run, run_mesh, split_state
+from meshtune.setup.shortage import explain_shortage
 from meshtune.weights.hub import locate
+from meshtune.weights.inspect import base_hash
+
+
+def identity(path: str, adapter: str | None = None, revision: str | None = None) -> str:
+    """A hash of a model's mathematics and of all its weights, and of its adapter's if it has one."""
+    source = find(path, adapter, revision=revision)
+    weights_identity = " ".join([base_hash(source.base), *weights_digests(source.base)])
+    return weights_identity if source.adapter is None else f"{weights_identity} + {adapter_hash(source.adapter)}"
+
+
+def adapter_hash(adapter: pathlib.Path) -> str:
+    """A hash of the files of an adapter."""
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    digests = digest_files(adapter, names)
+    return " ".join(digests[name].digest for name in names)
+
+
+def default_output(model: str, kind: str, subject: str) -> pathlib.Path:
+    """In a run: its own folder `kind`; else a folder `kind` here. Both are named after the model."""
+    name = pathlib.Path(subject).stem or "data"
+    directory, state = split_state(model)
+    if is_run(directory):
+        return directory / kind / (name if state is None else f"{name}-{state}")
+    return pathlib.Path(kind) / f"{directory.resolve().name if directory.exists() else directory.name}-{name}"
+
 
 BASE = "base"
 
@@ -206,3 +236,63 @@ def make_evaluation(
 ) -> Evaluation:
     """Makes an evaluation from options."""
     return Evaluation(records, predicting, Suite(tasks, files, **suite))
+
+
+def check_evaluation(recipe: Recipe, job: Job = SINGLE_PROCESS) -> None:
+    """Raises UserError, on every process, for what would stop the evaluation at the end of a run: tasks, files,
+    packages, metrics."""
+    with raise_collectively(job, "evaluation: check"):
+        _check(recipe)
+
+
+def _check(recipe: Recipe) -> None:
+    section = recipe.evaluate
+    if section is None:
+        return
+    if not section.tasks and not (section.held_out and recipe.data.validation is not None):
+        raise UserError("there is nothing to evaluate", where="evaluate", fix="give evaluate.tasks, or data.validation")
+    if section.held_out and recipe.data.validation is not None:
+        check_metrics(section.metrics)
+    evaluation = _evaluation(recipe, [])
+    if evaluation.suite.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(evaluation.suite, pathlib.Path(folder))
+
+
+def evaluate_run(recipe: Recipe, console: Console, job: Job = SINGLE_PROCESS) -> pathlib.Path | None:
+    """Evaluates the result of a run and its base, on the run's mesh and by its processes; returns the folder of the
+    report, or None if the recipe has no `evaluate` section."""
+    if recipe.evaluate is None:
+        return None
+    again = terminal.command("eval", str(pathlib.Path(recipe.output).expanduser()), "--compare", "base")
+    with explain_shortage(lambda: f"the result is written; measure it with {again} --rows 4"):
+        return _evaluate(recipe, console, job)
+
+
+def _evaluate(recipe: Recipe, console: Console, job: Job) -> pathlib.Path:
+    assert recipe.evaluate is not None
+    records, trained_on = run_data(recipe.output)
+    evaluation = _evaluation(recipe, records if recipe.evaluate.held_out else [])
+    output = default_output(recipe.output, "evaluation", BASE)
+    loading = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
+    subject = Subject(recipe.output, None, BASE, loading, run_mesh(recipe.output))
+    evaluate_model(
+        subject, evaluation, output, console=console, overwrite=output.exists(), trained_on=trained_on, job=job
+    )
+    console.print(f"[bold]report[/] {output / MARKDOWN} and {output / HTML}", soft_wrap=True)
+    return output
+
+
+def _evaluation(recipe: Recipe, records: list[Record]) -> Evaluation:
+    section = recipe.evaluate
+    assert section is not None
+    files = {name: pathlib.Path(path) for name, path in section.tasks.items() if path is not None}
+    return make_evaluation(
+        records[: section.most_samples],
+        tuple(section.tasks),
+        files,
+        predicting=PredictOptions(metrics=tuple(section.metrics), max_tokens=section.new_tokens),
+        shots=section.num_fewshot,
+        chat=section.prompts == "chat",
+        limit=section.most_samples,
+    )

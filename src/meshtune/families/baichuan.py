@@ -14,9 +14,8 @@ from meshtune.families.family import FUSED_ROWS, Family
 from meshtune.families.llama import OUTSIDE, mlp_spec, norm_spec
 from meshtune.families.packed import with_qkv_in_blocks
 from meshtune.families.tensors import TensorMap, one_to_one
-from meshtune.model.attention import AttentionSpec
+from meshtune.model.attention import AlibiSpec, AttentionSpec
 from meshtune.model.layer import LayerSpec
-from meshtune.model.positions import AlibiSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec, stacks_of
 

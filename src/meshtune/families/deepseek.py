@@ -8,8 +8,16 @@ import math
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
-from meshtune.families.expert_fields import CORRECTION, are_sparse, read_groups, sigmoid_experts, with_shared
-from meshtune.families.experts import expert_modules, experts_spec, shared_modules
+from meshtune.families.experts import (
+    CORRECTION,
+    are_sparse,
+    expert_modules,
+    experts_spec,
+    read_groups,
+    shared_modules,
+    sigmoid_experts,
+    with_shared,
+)
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, one_to_one

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
-from meshtune.families.expert_fields import with_shared
-from meshtune.families.experts import expert_modules, experts_spec, shared_modules
+from meshtune.families.experts import expert_modules, experts_spec, shared_modules, with_shared
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one

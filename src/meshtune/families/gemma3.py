@@ -7,9 +7,8 @@ import dataclasses
 from typing import Any
 
 from meshtune.families import gemma2, qwen3
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_ropes
 from meshtune.families.family import Family
-from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec

@@ -8,10 +8,9 @@ import dataclasses
 from typing import Any
 
 from meshtune.families import gemma2, gemma4, qwen3
-from meshtune.families.config_fields import ConfigFields, read_activation
+from meshtune.families.config_fields import ConfigFields, read_activation, read_ropes
 from meshtune.families.family import Family
 from meshtune.families.gemma4 import FULL, SLIDING, shared_layers, with_shared_memory
-from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.attention import AttentionSpec

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.families import gemma2, qwen3
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_ropes
 from meshtune.families.experts import experts_spec, fused_modules
 from meshtune.families.family import Family
-from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.attention import AttentionSpec

@@ -8,8 +8,7 @@ from typing import Any
 
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields, read_rope
-from meshtune.families.expert_fields import CORRECTION, are_sparse, sigmoid_experts
-from meshtune.families.experts import expert_modules, shared_modules
+from meshtune.families.experts import CORRECTION, are_sparse, expert_modules, shared_modules, sigmoid_experts
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, one_to_one

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.expert_fields import with_shared
-from meshtune.families.experts import expert_modules, experts_spec, shared_modules
+from meshtune.families.experts import expert_modules, experts_spec, shared_modules, with_shared
 from meshtune.families.family import Family
 from meshtune.families.hunyuan import NORMS, hunyuan_attention, read_variants
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec

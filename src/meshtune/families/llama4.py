@@ -14,11 +14,10 @@ from meshtune.families.family import Family
 from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
-from meshtune.model.attention import AttentionSpec
+from meshtune.model.attention import AttentionSpec, LongQuerySpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.positions import LongQuerySpec
 from meshtune.model.spec import ModelSpec
 
 CHUNKED, FULL = "chunked_attention", "full_attention"

@@ -7,9 +7,8 @@ import dataclasses
 from typing import Any
 
 from meshtune.families import olmo2
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_ropes
 from meshtune.families.family import Family
-from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import decoder_spec, head_sizes, mlp_spec
 from meshtune.families.olmo2 import tensors
 from meshtune.model.layer import LayerSpec

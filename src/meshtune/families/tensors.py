@@ -1,4 +1,4 @@
-"""A family's tensors as a table: each entry names a part of a parameter and its view of a Hugging Face tensor.
+"""Tensors of files as views of arrays: slices, transposes, and shapes that refine other shapes.
 
 Checking, loading, exporting and verifying read the same table, so that a family states its layout of files once. A
 `View` covers fused projections, interleaved and transposed experts and rows in another order; a leaf may be made of
@@ -10,15 +10,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten, stack_path
 from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
-from meshtune.families.refinement import Shape, groups_of, split_dimensions
 from meshtune.model.spec import ModelSpec, abstract_params
+
+Shape = tuple[int, ...]
+
+
+def split_dimensions(fine: Shape, coarse: Shape) -> tuple[tuple[int, ...], ...]:
+    """For each dimension of a shape, the positions in the finer shape that it is divided into."""
+    groups = groups_of(fine, coarse)
+    assert groups is not None, f"{fine} does not refine {coarse}"
+    return groups
+
+
+def groups_of(fine: Shape, coarse: Shape) -> tuple[tuple[int, ...], ...] | None:
+    """The positions in `fine` whose product is each dimension of `coarse`; None where they do not fit."""
+
+    def of_each() -> Iterator[tuple[int, ...]]:
+        at = 0
+        for n, size in enumerate(coarse):
+            first, product = at, 1
+            while at < len(fine) and product * fine[at] <= size and (product < size or n == len(coarse) - 1):
+                product *= fine[at]
+                at += 1
+            if product != size:
+                return
+            yield tuple(range(first, at))
+        if all(n == 1 for n in fine[at:]):
+            yield ()
+
+    groups = tuple(of_each())
+    return groups[:-1] if len(groups) == len(coarse) + 1 else None
+
 
 Range = tuple[int, int, int]
 

@@ -1,4 +1,4 @@
-"""The Python API: load a model, ask it for logits, text or a chat; run a recipe."""
+"""The Python API: loads a model, and adapters over it; gives logits, text and chats."""
 
 from __future__ import annotations
 
@@ -7,42 +7,211 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from meshtune.arrays.tree import Tree
+from meshtune.adapters.merge import merge_adapters
+from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
 from meshtune.generate.driver import BatchCaches, Driver, driver_for
 from meshtune.generate.engine import Engine
-from meshtune.generate.logits import every_logit, token_rows
-from meshtune.generate.merging import Merging, merged_copy, plan_merging
-from meshtune.generate.prefix_tree import ScoredText
-from meshtune.generate.programs import STEPS
-from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
+from meshtune.generate.programs import STEPS, every_logit, token_rows
 from meshtune.generate.request import Token
-from meshtune.generate.score import Progress, Scores, score_texts, token_log_probabilities
-from meshtune.generate.text import pieces
-from meshtune.generate.variants import base_quantisation, generation_layout, read_adapters, tokenizer_on_disk
+from meshtune.generate.score import Progress, ScoredText, Scores, score_texts, token_log_probabilities
+from meshtune.generate.text import chat_ids, continuation_ids, pieces, text_end, turn_end
 from meshtune.generate.weights import Weights
-from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
+from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
+from meshtune.model.gather import check_experts, layout_for
 from meshtune.model.inputs import fold_rows
 from meshtune.model.model_cache import check_cache
 from meshtune.model.spec import ModelSpec
-from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, check_format
+from meshtune.quantize.formats import FORMATS
+from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.sources import Source, find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.adapters.peft_format import LoadedAdapter
+
+
+def tokenizer_on_disk(source: Source, vocab: int) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a source that has its files; None where it may be one to download, which can wait."""
+    if not (Path(source.tokenizer) / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
+    check_vocabulary(tokenizer, vocab)
+    return tokenizer
+
+
+def base_quantisation(
+    quantize: QuantizeConfig | str | None, adapters: Mapping[str, LoadedAdapter]
+) -> QuantizeConfig | None:
+    """How the base of some adapters is to be quantised: with "auto" as they were trained on it. Raises UserError where
+    they differ, and for an unknown format."""
+    if quantize == "auto":
+        trained_on = {name: adapter.base.quantised for name, adapter in adapters.items()}
+        if len(set(trained_on.values())) > 1:
+            listed = ", ".join(f"{name}: {config or 'none'}" for name, config in trained_on.items())
+            raise UserError(
+                f"the adapters were trained on bases that are quantised differently ({listed})",
+                where="quantize",
+                fix="say how the base is to be held (quantize: nf4, int8, fp8, int4 or none), or load them one by one",
+            )
+        return next(iter(trained_on.values()), None)
+    if quantize is None or isinstance(quantize, QuantizeConfig):
+        return quantize
+    check_format(quantize, (*FORMATS, UNQUANTISED))
+    return QuantizeConfig(cast(FormatName, quantize), requantise=quantize != UNQUANTISED)
+
+
+def generation_layout(mesh: MeshConfig | Mapping[str, int] | None, spec: ModelSpec) -> Layout | None:
+    """How a model that generates is sharded over all devices of the job; None on one device.
+
+    Raises UserError for a mesh that the devices or the model do not allow, for cp, and for several processes without a
+    mesh.
+    """
+    if mesh is None:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"{jax.process_count()} processes share one model only on a mesh",
+                where="mesh",
+                fix=f"give one, such as mesh.tp={jax.device_count()} (in Python mesh={{'tp': {jax.device_count()}}}), "
+                "or mesh=run for that of a run",
+            )
+        return None
+    config = mesh if isinstance(mesh, MeshConfig) else mesh_of(mesh)
+    check_experts(config.ep, spec)
+    if config.cp != 1:
+        raise UserError(
+            f"cp={config.cp} splits the sequences of training, and generation reads a token at a time",
+            where="mesh.cp",
+            fix="give its devices to mesh.tp or mesh.fsdp; a model that was tuned with cp can be used on any mesh",
+        )
+    if config.sizes == MeshConfig().sizes and jax.process_count() == 1:
+        return None
+    config = resolve_mesh(config, jax.device_count())
+    return None if config.devices == 1 else layout_for(make_mesh(config), spec)[0]
+
+
+def mesh_of(sizes: Mapping[str, int]) -> MeshConfig:
+    """The mesh with these sizes of axes. Raises UserError for an unknown axis and an impossible size."""
+    for axis in sizes:
+        if axis not in AXES:
+            raise UserError(f"a mesh has no axis '{axis}'", where=f"mesh.{axis}", fix=f"one of {', '.join(AXES)}")
+    return MeshConfig(**sizes)
+
+
+def read_adapters(
+    sources: Mapping[str, Source], base: Path, spec: ModelSpec, *, rewards: bool
+) -> dict[str, LoadedAdapter]:
+    """The adapters of the sources that have one, on the default device.
+
+    Raises UserError where a source is over another base than `base`, for adapters that do not fit it, and for reward
+    models unless `rewards` allows them.
+    """
+    from meshtune.adapters.peft_format import check_base, load_adapter
+    from meshtune.weights.inspect import base_hash
+
+    adapters: dict[str, LoadedAdapter] = {}
+    for name, source in sources.items():
+        if source.base.resolve() != base.resolve():
+            raise UserError(f"'{name}' is over another base, {source.base}", where=name, fix=f"give adapters of {base}")
+        if source.adapter is not None:
+            adapters[name] = load_adapter(source.adapter, spec)
+            check_base(adapters[name], str(base), base_hash(base))
+        if not rewards and (spec.scored or (name in adapters and adapters[name].spec.scored)):
+            raise UserError(
+                "this is a reward model: it gives a text a score, and writes none",
+                where=str(source.adapter or base),
+                fix="give the model it was made from, or load it with transformers' AutoModelForSequenceClassification",
+            )
+    return adapters
+
+
+SHARE = 0.5  # of the memory that the base leaves free, which merged weights may take: caches need room as well
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """The choice, with its reason."""
+
+    merges: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'merged' if self.merges else 'not merged'} ({self.reason})"
+
+
+def plan_merging(choice: bool | None, adapters: Mapping[str, LoadedAdapter], params: Tree, job: Job) -> Merging | None:
+    """Whether the one of `adapters` is merged into a copy of its weights of the base `params`; None without adapters.
+
+    `choice` None merges where nothing is against it and the copy takes at most half of the memory that is free.
+    Raises UserError where merging is asked for and impossible.
+    """
+    obstacle = _obstacle(adapters, params)
+    if choice and obstacle is not None:
+        raise UserError(f"no adapter can be merged: {obstacle}", where="--merge", fix="leave --merge out")
+    if not adapters:
+        return None
+    if obstacle is not None or choice is not None:
+        return Merging(bool(choice), obstacle or "asked for")
+    ((_, adapter),) = adapters.items()
+    size, free = _copied_bytes(adapter, params), min(job.exchange("free memory", _free_bytes()))
+    sizes = (
+        f"a second copy of the weights it adapts takes {size / 2**30:.2g} GiB of {free / 2**30:.3g} GiB that are free"
+    )
+    return Merging(size <= SHARE * free, sizes)
+
+
+def _obstacle(adapters: Mapping[str, LoadedAdapter], params: Tree) -> str | None:
+    """Why adapters cannot be merged, or should not; None if they can."""
+    if len(adapters) != 1:
+        return f"there are {len(adapters)} of them" if adapters else "there is none"
+    if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(params).values()):
+        return "the base is quantised"
+    ((_, adapter),) = adapters.items()
+    if adapter.spec.tied and "head/adapter" in flatten(adapter.trainable):
+        return "it adapts a head that is tied to the embedding"
+    return None
+
+
+def merged_copy(params: Tree) -> Tree:
+    """Parameters with their adapters merged; weights that they adapt are copied first, and others are shared."""
+    flat = flatten(params)
+    for path in [path for path in flat if path.endswith("/adapter")]:
+        weight = f"{path.removesuffix('/adapter')}/weight"
+        flat[weight] = jnp.copy(flat[weight])
+    return merge_adapters(unflatten(flat))
+
+
+def _copied_bytes(adapter: LoadedAdapter, params: Tree) -> int:
+    """Bytes on each device of the weights that an adapter adapts, however its layers are stacked: of all layers."""
+    sites = {layer_site(path.rpartition("/")[0]) for path in flatten(adapter.trainable)}
+    leaves = {path: leaf for path, leaf in flatten(params).items() if path.endswith("/weight")}
+    adapted = [leaf for path, leaf in leaves.items() if layer_site(path.removesuffix("/weight")) in sites]
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in adapted)
+
+
+def _free_bytes() -> int:
+    """Memory of this process's first device that nothing holds."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 Messages = Sequence[Mapping[str, object]]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
 from meshtune.generate.engine import DEFAULT_TOKENS
-from meshtune.generate.prompts import chat_ids, turn_end
-from meshtune.generate.text import pieces
+from meshtune.generate.text import chat_ids, pieces, turn_end
 
 if TYPE_CHECKING:
     from meshtune.generate.api import Model

@@ -26,10 +26,8 @@ from jaxtyping import Float, Int
 
 from meshtune.arrays.tree import Tree
 from meshtune.generate import programs
-from meshtune.generate.long_context import by_long_factors
-from meshtune.generate.prefix_tree import ScoredText
-from meshtune.generate.programs import Decoded, Feed
-from meshtune.generate.sampling import Counts, Knobs, Switches
+from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Switches, by_long_factors
+from meshtune.generate.score import ScoredText
 from meshtune.generate.weights import Weights
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
-from meshtune.generate.constraint import Grammar
 from meshtune.generate.driver import BatchCaches, Driver, announce
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, GenerationRequest, check_max_tokens, check_prompt
+from meshtune.generate.request import Generation, GenerationRequest, Grammar, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
 from meshtune.generate.weights import Weights
 from meshtune.model.compute import Compute

@@ -1,4 +1,6 @@
-"""The log-probability of every token of a text, given those before it: of one text, and of many at once.
+"""Log-probabilities of the tokens of many texts, of which those that begin alike are read once.
+
+The unit of cost is the computation of one token through the layers.
 
 Of many texts what several begin with is read once, into a cache from which they go on (`prefix_tree`); texts that share
 nothing are packed into rows. Logits exist only where a token is scored.
@@ -7,6 +9,8 @@ nothing are packed into rows. Logits exist only where a token is scored.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,18 +20,283 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
-from meshtune.data.packing import pack
-from meshtune.generate.prefix_tree import Node, Query, ScoredText, prefix_tree
-from meshtune.generate.programs import empty_layers, length_bucket, move_rows, read_tokens
+from meshtune.data.loader import pack
+from meshtune.generate.programs import (
+    Probabilities,
+    empty_layers,
+    length_bucket,
+    log_probabilities,
+    move_rows,
+    read_tokens,
+)
 from meshtune.generate.request import Token
-from meshtune.generate.sampling import Probabilities, log_probabilities
-from meshtune.generate.score_plan import Planner, Run
 from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
+
+SMALLEST_SAVING = 24  # tokens that a shared node must save: each one is one more step of the computation
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredText:
+    """A text as token ids; those from index `first` on are scored. The first token has no score."""
+
+    ids: tuple[int, ...]
+    first: int = 1
+
+    def __post_init__(self):
+        assert 0 < self.first < len(self.ids), f"{len(self.ids)} tokens, scored from {self.first}"
+
+
+@dataclasses.dataclass
+class Query:
+    """Tokens to score after `positions` [n] of a node: `targets` [n], those of text number `text` from `offset` on."""
+
+    text: int
+    offset: int
+    positions: np.ndarray
+    targets: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A run of `tokens` [n] int32 whose first is at position `start`; the tokens before it are its parents'."""
+
+    tokens: np.ndarray
+    start: int
+    children: list[Node] = dataclasses.field(default_factory=list)
+    queries: list[Query] = dataclasses.field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclasses.dataclass
+class _Branch:
+    """Sorted sequences `low` to `high` that begin alike; the nodes above hold their first `start` tokens."""
+
+    low: int
+    high: int
+    start: int
+    parent: Node | None
+    path: tuple[Node, ...]
+
+
+def prefix_tree(texts: Sequence[ScoredText], *, shared: bool = True) -> list[Node]:
+    """The roots of the tree of `texts`. The last token of a text is no part of it, for nothing follows.
+
+    A node with children saves at least SMALLEST_SAVING tokens; `shared=False` gives every distinct text a root.
+    """
+    by_input: dict[tuple[int, ...], list[int]] = {}
+    for number, text in enumerate(texts):
+        by_input.setdefault(text.ids[:-1], []).append(number)
+    sequences = sorted(by_input)
+    roots: list[Node] = []
+    branches = [_Branch(0, len(sequences), 0, None, ())] if shared and sequences else []
+    if not shared:
+        branches = [_Branch(n, n + 1, 0, None, ()) for n in range(len(sequences))]
+    while branches:
+        branch = branches.pop()
+        first, last = sequences[branch.low], sequences[branch.high - 1]
+        common = _common(first, last, branch.start)
+        groups = _groups(sequences, branch, common)
+        ends_here = branch.low if len(first) == common else None
+        if groups:
+            saved = (len(groups) + (ends_here is not None) - 1) * (common - branch.start)
+            if saved < SMALLEST_SAVING:
+                if ends_here is not None:
+                    _leaf(roots, texts, by_input, sequences[ends_here], branch)
+                branches += [_Branch(low, high, branch.start, branch.parent, branch.path) for low, high in groups]
+                continue
+        if not groups:
+            _leaf(roots, texts, by_input, first, branch)
+            continue
+        node = _add_node(roots, branch, first[branch.start : common])
+        path = (*branch.path, node)
+        if ends_here is not None:
+            _ask(texts, by_input[first], path)
+        branches += [_Branch(low, high, common, node, path) for low, high in groups]
+    return roots
+
+
+def _common(first: tuple[int, ...], last: tuple[int, ...], start: int) -> int:
+    """The length of what two sequences have in common, at least `start`."""
+    end = min(len(first), len(last))
+    equal = np.asarray(first[start:end]) == np.asarray(last[start:end])
+    return start + (int(np.argmin(equal)) if not equal.all() else end - start)
+
+
+def _groups(sequences: list[tuple[int, ...]], branch: _Branch, common: int) -> list[tuple[int, int]]:
+    """The ranges of sequences that go on with one token after the `common` ones."""
+    groups: list[tuple[int, int]] = []
+    number = branch.low + (len(sequences[branch.low]) == common)
+    while number < branch.high:
+        start, token = number, sequences[number][common]
+        while number < branch.high and sequences[number][common] == token:
+            number += 1
+        groups.append((start, number))
+    return groups
+
+
+def _add_node(roots: list[Node], branch: _Branch, tokens: tuple[int, ...]) -> Node:
+    node = Node(np.asarray(tokens, np.int32), branch.start)
+    (roots if branch.parent is None else branch.parent.children).append(node)
+    return node
+
+
+def _leaf(
+    roots: list[Node],
+    texts: Sequence[ScoredText],
+    by_input: dict[tuple[int, ...], list[int]],
+    sequence: tuple[int, ...],
+    branch: _Branch,
+) -> None:
+    """Adds a node for the tokens that only one sequence has."""
+    node = _add_node(roots, branch, sequence[branch.start :])
+    _ask(texts, by_input[sequence], (*branch.path, node))
+
+
+def _ask(texts: Sequence[ScoredText], numbers: list[int], path: tuple[Node, ...]) -> None:
+    """Puts the scored tokens of texts to the nodes that hold the tokens before them."""
+    for number in numbers:
+        text = texts[number]
+        for node in path:
+            low, high = max(node.start, text.first - 1), min(node.end, len(text.ids) - 1)
+            if low < high:
+                positions = np.arange(low - node.start, high - node.start, dtype=np.int32)
+                targets = np.asarray(text.ids[low + 1 : high + 1], np.int32)
+                node.queries.append(Query(number, low + 1 - text.first, positions, targets))
+
+
+CACHED = 8  # slots of a cache for each token computed at once, at most
+COPY = 1 / 16  # of a slot of a row's cache
+ATTENTION = 1 / 3000  # of a slot, for every token that sees it
+CALL = {"cpu": 64.0}  # of reading the weights once
+OTHER_CALL = 256.0
+STEP = {"cpu": 4}  # what lengths are multiples of
+OTHER_STEP = 16  # of the tiles of matrix units
+COMPILE = {"cpu": 1.5e11}  # of a program: the FLOPs that its seconds are worth
+OTHER_COMPILE = 3e14
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of `length` tokens that ends at position `end` of its text."""
+
+    length: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The number of rows, of tokens in each, and of slots of their cache."""
+
+    rows: int
+    length: int
+    slots: int
+
+    @property
+    def cost(self) -> float:
+        """Of computing all of it, padding included."""
+        return self.rows * (self.length * (1 + ATTENTION * self.slots) + COPY * self.slots)
+
+
+@dataclasses.dataclass
+class Planner:
+    """Groups runs into shapes of at most `at_once` tokens; `compiled` are the shapes that need no compilation.
+
+    `total` are the tokens of all runs to come; `call` and `compile` are the costs of a call and of a program,
+    and lengths are multiples of `step`.
+    """
+
+    at_once: int
+    total: int
+    call: float
+    compile: float
+    step: int
+    compiled: set[Shape] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, backend: str, parameters: int, at_once: int, total: int) -> Planner:
+        """A planner for a model with this number of parameters: the more, the fewer tokens a compilation is worth."""
+        cost = COMPILE.get(backend, OTHER_COMPILE) / (2 * max(1, parameters))
+        return cls(at_once, total, CALL.get(backend, OTHER_CALL), cost, STEP.get(backend, OTHER_STEP))
+
+    def groups(self, runs: Sequence[Run], slots_before: int) -> list[tuple[list[int], Shape]]:
+        """The numbers of the runs that are computed at once, with their shape; no cache has fewer slots than before.
+
+        Runs sorted by length are cut where the sum of all costs is least. A program that is new is expected to be of
+        use to later groups too, the more the smaller a part of all runs these are.
+        """
+        tokens = max(self.at_once, sum(run.length for run in runs))
+        compile = self.compile / math.sqrt(max(1, self.total / tokens))
+        order = sorted(range(len(runs)), key=lambda n: (runs[n].length, runs[n].end))
+        steps = [list(members) for _, members in itertools.groupby(order, lambda n: bucket(runs[n].length, self.step))]
+        ends = [max(runs[n].end for n in members) for members in steps]
+        best: list[tuple[float, int]] = [(0.0, 0)]  # (cost of the first n steps, where the last of their spans begins)
+        for high in range(1, len(steps) + 1):
+            length, count, end, options = bucket(runs[steps[high - 1][0]].length, self.step), 0, slots_before, []
+            for low in range(high - 1, -1, -1):
+                count, end = count + len(steps[low]), max(end, ends[low])
+                span = self._span(count, length, end, compile)
+                options.append((best[low][0] + self._cost(span, compile), low))
+            best.append(min(options))
+        groups, high = [], len(steps)
+        while high:
+            low = best[high][1]
+            members = [n for step in steps[low:high] for n in step]
+            end = max(slots_before, *ends[low:high])
+            length = bucket(runs[members[-1]].length, self.step)
+            for times, shape in self._span(len(members), length, end, compile):
+                self.compiled.add(shape)
+                for _ in range(times):
+                    groups.append((members[-shape.rows :], shape))
+                    members = members[: -shape.rows]
+            assert not members
+            high = low
+        return groups
+
+    def _span(self, count: int, length: int, slots: int, compile: float) -> list[tuple[int, Shape]]:
+        """How often which shape is computed for `count` rows, the cheapest way: full ones, and one for what remains."""
+        slots = bucket(slots, 32)
+        row_limit = max(1, min(self.at_once // length, CACHED * self.at_once // slots))
+        existing = [shape for shape in self.compiled if shape.length >= length and shape.slots >= slots]
+        exact = {
+            Shape(floor_bucket(min(row_limit, count)), length, slots),
+            Shape(min(bucket(count, 1), row_limit), length, slots),
+        }
+        spans = []
+        for full in (*exact, *existing):
+            times, remaining = divmod(count, full.rows)
+            span = [(times, full)] if times else []
+            if remaining:
+                remainders = [shape for shape in (*existing, full) if shape.rows >= remaining]
+                remainders.append(Shape(min(bucket(remaining, 1), row_limit), length, slots))
+                span.append((1, min(remainders, key=lambda shape: self._cost([*span, (1, shape)], compile))))
+            spans.append(span)
+        return min(spans, key=lambda span: (self._cost(span, compile), str(span)))
+
+    def _cost(self, span: Sequence[tuple[int, Shape]], compile: float) -> float:
+        new = {shape for _, shape in span} - self.compiled
+        return sum(times * (shape.cost + self.call) for times, shape in span) + len(new) * compile
+
+
+def bucket(n: int, least: int) -> int:
+    """The next multiple of `least`, or of a larger power of two as long as that is at most a quarter more."""
+    step = max(least, 1 << max(0, (n - 1).bit_length() - 3))
+    return -(-n // step) * step
+
+
+def floor_bucket(n: int) -> int:
+    """The largest of 1, 2, ..., 8, 10, 12, 14, 16, 20, ... that is not above `n`."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return n // step * step
+
 
 CHUNK = 128  # tokens whose logits exist at once
 ROW = 512  # tokens of a packed row, at least

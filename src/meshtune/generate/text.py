@@ -1,20 +1,139 @@
-"""Text that grows token by token: whole characters only, right spaces, and stop strings that never show."""
+"""Text around an engine: prompts to token ids, and new tokens to text that grows."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshtune.errors import UserError
+from meshtune.arrays.tree import Tree
+from meshtune.data.chat import ChatTemplate, template_error
+from meshtune.errors import UserError, nearest
 from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS
 from meshtune.generate.scheduler import Scheduler
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.runs.sources import Source
+from meshtune.weights.ends import read_ends
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+ROLES = ("system", "user", "assistant", "tool")
+ChatMessage = Mapping[str, object]
+
+
+def continuation_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The ids of a text to continue, with the special tokens the tokenizer begins a text with.
+
+    Raises UserError if there are none.
+    """
+    ids: list[int] = tokenizer(text)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    # Some tokenizers end every text with their end token; a text that has ended is not continued.
+    while text and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+        ids.pop()
+    if not ids:
+        raise UserError("the prompt is empty", fix="give some text to continue")
+    return ids
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage]) -> list[int]:
+    """The ids of a conversation, rendered by the chat template and ready for the assistant's answer.
+
+    Raises UserError for a tokenizer without a chat template, messages that are none, and what the template refuses.
+    """
+    return encoded_chat(tokenizer, chat_text(tokenizer, messages))
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, object]] = (),
+    options: Mapping[str, object] | None = None,
+) -> str:
+    """A conversation with `tools` as its chat template renders it, ready for the assistant's answer; `options` are
+    variables of the template. Raises UserError as `chat_ids` does."""
+    chat = chat_template(tokenizer)
+    _check(messages)
+    try:
+        return chat.render(chat.adapt(messages), tools, generation_prompt=True, options=options)
+    except chat.failures as problem:
+        error = template_error(problem, where=str(tokenizer.name_or_path))
+        fix = "change the conversation, or give another chat_template"
+        raise UserError(error.what, where=error.where, fix=fix) from problem
+
+
+def encoded_chat(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The ids of a conversation that was rendered. Raises UserError if there are none."""
+    # The template writes the special tokens itself.
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    if not ids:
+        raise UserError("the chat template renders this conversation to nothing", where=str(tokenizer.name_or_path))
+    return ids
+
+
+def chat_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+    """The tokenizer's chat template. Raises UserError if it has none."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template, so this model cannot chat",
+            where=str(tokenizer.name_or_path),
+            fix="use generate with plain text (`meshtune generate`, Model.generate('...')), or give a chat_template: "
+            "'plain' suits any base model",
+        )
+    return _measured_once(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _measured_once(tokenizer: PreTrainedTokenizerFast, template: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerFast) -> tuple[frozenset[int], tuple[str, ...]]:
+    """(token ids, strings) that end an assistant's turn in the chat template."""
+    end = chat_template(tokenizer).end_of_turn
+    if end.token is not None:
+        return frozenset({end.token}), ()
+    return frozenset(), ((end.head.strip(),) if end.head.strip() else ())
+
+
+def text_end(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> frozenset[int]:
+    """Ids that end any text: those that the files of the base and of the adapter name, and the tokenizer's own."""
+    ids = frozenset(read_ends(source.base, source.adapter))
+    return ids if tokenizer is None else ids | tokenizer_end(tokenizer)
+
+
+def tokenizer_end(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """The id of the tokenizer's end token, if it has one."""
+    end = tokenizer.eos_token_id
+    return frozenset({end}) if isinstance(end, int) else frozenset()
+
+
+def _check(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
+        raise UserError(
+            "the conversation is empty", fix="give at least one message: {'role': 'user', 'content': '...'}"
+        )
+    for number, message in enumerate(messages):
+        where = f"message {number}"
+        role = message.get("role")
+        if role not in ROLES:
+            hint = nearest(str(role), ROLES)
+            raise UserError(f"role {role!r} is unknown", where=where, fix=f"{hint}give one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise UserError("a message needs its words as a string", where=f"{where}, field content")
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            "the conversation ends with the assistant's words, so there is nothing to answer",
+            where=f"message {len(messages) - 1}",
+            fix="end with a message of the user",
+        )
+
 
 UNFINISHED = "�"  # what decoding gives for the first bytes of a character whose last are yet to come
 CONTEXT = 8  # tokens of the prompt that decide how the first new token is written
@@ -262,3 +381,50 @@ def pieces(
         yield [ends.push(decoder.finish()) + ends.finish() for decoder, ends in rows]
 
     return texts()
+
+
+def sample(
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    *,
+    chat: bool,
+    system: str | None = None,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop_ids: frozenset[int] = frozenset(),
+) -> list[str]:
+    """Generates the answers to `prompts` (`chat`: messages of a user) or their continuations.
+
+    `params` is the whole tree, adapters in place; nothing of it is copied. The same prompts compile once a process,
+    whatever the parameters' values. max_tokens is cut to what the context has room for. `stop_ids` end a text,
+    as do the tokenizer's end token and, in a chat, the template's end of turn.
+    Raises UserError for an empty or over-long prompt, and for a chat without a chat template.
+    """
+    if not prompts:
+        return []
+    compute = dataclasses.replace(compute, remat="none", attention="auto")
+    stop_ids = stop_ids | tokenizer_end(tokenizer)
+    strings: tuple[str, ...] = ()
+    if chat:
+        before = [{"role": "system", "content": system}] if system else []
+        ids = [chat_ids(tokenizer, [*before, {"role": "user", "content": prompt}]) for prompt in prompts]
+        turn_ids, strings = turn_end(tokenizer)
+        stop_ids |= turn_ids
+    else:
+        ids = [continuation_ids(tokenizer, prompt) for prompt in prompts]
+    engine = Engine(params, spec, compute, stop_ids)
+    room = engine.context - max(map(len, ids))
+    rows = pieces(
+        engine,
+        tokenizer,
+        ids,
+        Sampling(temperature=temperature, seed=seed),
+        max_tokens=max(1, min(max_tokens, room)),
+        stop=strings,
+        continued=not chat,
+    )
+    return ["".join(texts) for texts in zip(*rows, strict=True)]

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtune.adapters.adapter_set import MultiLoRA, adapter_count, select
 from meshtune.adapters.lora import LoRA
-from meshtune.adapters.multi_lora import MultiLoRA, adapter_count, select
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate.programs import head_scale
 from meshtune.model.compute import Compute
+from meshtune.model.linear import TiledWeight
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.weight import QuantisedWeight
 
 LEAST_BYTES = 64 << 20  # of weights: smaller ones stay in the processor's caches, where neither matters

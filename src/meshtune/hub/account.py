@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError
-from meshtune.weights.modelscope import modelscope_id
+from meshtune.weights.hub import modelscope_id
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

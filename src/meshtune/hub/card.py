@@ -22,8 +22,7 @@ from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import RECIPE, read_run
-from meshtune.weights.hub import HUB_ID
-from meshtune.weights.modelscope import modelscope_id
+from meshtune.weights.hub import HUB_ID, modelscope_id
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelCardData

@@ -27,8 +27,7 @@ from meshtune.json_text import parse_json, read_json
 from meshtune.runs.export import export
 from meshtune.runs.output import read_run
 from meshtune.runs.progress import StageProgress
-from meshtune.runs.sources import START, Source, find, is_run
-from meshtune.runs.states import split_state, state_step
+from meshtune.runs.sources import START, Source, find, is_run, split_state, state_step
 from meshtune.weights.ends import GENERATION, read_ends
 from meshtune.weights.load import load_config
 

@@ -27,10 +27,9 @@ from typing import BinaryIO
 from rich.console import Console
 
 from meshtune.errors import UserError
-from meshtune.launch.model_command import ModelCommand
-from meshtune.launch.train_command import TrainCommand
+from meshtune.launch.train_command import ModelCommand, TrainCommand
 from meshtune.mesh.accelerators import SIMULATED_DEVICES, visible_gpus
-from meshtune.mesh.protocol import EXIT_PROCESS_LOST
+from meshtune.mesh.client import EXIT_PROCESS_LOST
 from meshtune.mesh.rendezvous import (
     COORDINATOR,
     JOB,

@@ -12,7 +12,7 @@ import subprocess
 from meshtune.errors import UserError
 from meshtune.launch.options import SlurmOptions, check_text
 from meshtune.launch.train_command import TrainCommand, dns_label, meshtune_executable
-from meshtune.mesh.protocol import EXIT_PROCESS_LOST
+from meshtune.mesh.client import EXIT_PROCESS_LOST
 
 TEMPLATE = pathlib.Path(__file__).with_name("slurm_body.sh")
 MAX_RESTARTS = 20  # after a lost process; restarts after a time limit or preemption are unlimited

@@ -1,4 +1,4 @@
-"""The `meshtune train` command that a launcher runs; its recipe is validated before any file or process is created."""
+"""The commands that a launcher runs; a recipe is validated before any file or process is created."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import sys
+import tempfile
 
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
@@ -102,3 +103,21 @@ def dns_label(name: str, max_length: int = 40) -> str:
     letter."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:max_length].strip("-")
     return label if label[:1].isalpha() else f"run-{label}".strip("-")
+
+
+VERBS = ("serve", "generate", "predict", "eval")  # chat reads a terminal, which the processes do not have
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCommand:
+    """The `command_line` after the program, the verb first, and the directory with one log file for each process."""
+
+    command_line: tuple[str, ...]
+    logs: pathlib.Path
+
+
+def model_command(command_line: list[str]) -> ModelCommand | None:
+    """The command where `command_line` begins with one of VERBS; None for a recipe. A file of that name is ./NAME."""
+    if command_line[0] not in VERBS:
+        return None
+    return ModelCommand(tuple(command_line), pathlib.Path(tempfile.mkdtemp(prefix=f"meshtune-{command_line[0]}-")))

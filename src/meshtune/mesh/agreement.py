@@ -1,15 +1,17 @@
-"""Checks that all processes run the same code with the same settings, before time is spent on training."""
+"""What the processes of a job agree on: code and recipe, errors, and when to stop."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import meshtune.errors
 from meshtune.errors import UserError
@@ -84,3 +86,88 @@ def _short_text(value: object) -> str:
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[:MAX_SHOWN]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+@contextlib.contextmanager
+def raise_collectively(job: Job, tag: str) -> Iterator[None]:
+    """Synchronises all processes at the end of the block, and raises on all a UserError or OSError that one raised.
+
+    Every process must enter the block with the same `tag`. It may hold collective operations only if no process can
+    leave it before they have completed.
+    """
+    local_error: UserError | OSError | None = None
+    try:
+        yield
+    except (UserError, OSError) as error:
+        local_error = error
+    errors = job.exchange(tag, None if local_error is None else _fields(local_error))
+    if local_error is not None:
+        raise local_error
+    for process_index, fields in enumerate(errors):
+        if fields is not None:
+            message, where, fix = fields
+            raise UserError(f"process {process_index} of {job.process_count}: {message}", where=where, fix=fix)
+
+
+def _fields(error: UserError | OSError) -> tuple[str, str | None, str | None]:
+    if isinstance(error, UserError):
+        return error.what, error.where, error.fix
+    return error.strerror or str(error), str(error.filename) if error.filename else None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class StopDecision:
+    """The facts about one update that all processes share.
+
+    `signal` is the highest signal number that any process received (0: none). `seconds[p]` is the time that process p
+    reported for the update before.
+    """
+
+    signal: int
+    seconds: tuple[float, ...]
+
+    @property
+    def skew(self) -> float:
+        """Seconds between the fastest and the slowest process."""
+        return max(self.seconds) - min(self.seconds)
+
+
+class StopFlag:
+    """All-gathers each process's signal and step time, outside the training step.
+
+    `submit` is called after each update is dispatched, and `decision` when that update's metrics are read (one update
+    later): decisions come in the order of submission, and the device is never waited for in between. All processes
+    must submit equally often. With one process nothing runs on a device.
+    """
+
+    multi_process: bool
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None):
+        devices = list(jax.devices() if devices is None else devices)
+        self.multi_process = len({device.process_index for device in devices}) > 1
+        self._pending: list[jax.Array | np.ndarray] = []
+        first_device = {device.process_index: index for index, device in reversed(list(enumerate(devices)))}
+        self._rows = [first_device[process] for process in sorted(first_device)]
+        if self.multi_process:
+            # Over all devices of the job, because no other communicator than theirs exists already.
+            mesh = Mesh(np.array(devices), ("device",))
+            self._sharded = NamedSharding(mesh, PartitionSpec("device"))
+            self._gather = jax.jit(lambda flags: flags, out_shardings=NamedSharding(mesh, PartitionSpec()))
+            self._local_devices = sum(device.process_index == jax.process_index() for device in devices)
+            self._shape = (len(devices), 2)
+
+    def submit(self, signal: int | None, seconds: float = 0.0) -> None:
+        """Submits the signal that this process received, if any, and its step time for the update just dispatched."""
+        row = np.array([[signal or 0, seconds]], np.float32)
+        if not self.multi_process:
+            self._pending.append(row)
+            return
+        rows = np.repeat(row, self._local_devices, axis=0)
+        self._pending.append(self._gather(jax.make_array_from_process_local_data(self._sharded, rows, self._shape)))
+
+    def decision(self) -> StopDecision:
+        """The decision for the oldest update whose decision was not yet read."""
+        flags = self._pending.pop(0)
+        rows = np.asarray(flags.addressable_data(0) if isinstance(flags, jax.Array) else flags)
+        rows = rows[self._rows] if self.multi_process else rows
+        return StopDecision(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]))

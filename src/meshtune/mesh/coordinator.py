@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from meshtune.errors import UserError
-from meshtune.mesh.protocol import (
+from meshtune.mesh.client import (
     HEARTBEAT_INTERVAL,
     HELLO_TIMEOUT,
     MAX_HELLO_BYTES,

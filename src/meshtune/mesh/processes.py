@@ -65,7 +65,7 @@ class Job:
         if self.client is None:
             return
         if error is not None:
-            from meshtune.mesh.faults import leave_on_error
+            from meshtune.mesh.join import leave_on_error
 
             leave_on_error(self.client, error, (lambda: None) if self.coordinator is None else self.coordinator.close)
             return

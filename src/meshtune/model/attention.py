@@ -1,6 +1,4 @@
-"""Grouped-query self-attention, for whole rows, for chunks of rows and over a cache; and what other mixers that attend
-share with it.
-"""
+"""Grouped-query self-attention, for whole rows, for chunks of rows and over a cache."""
 
 from __future__ import annotations
 
@@ -16,14 +14,38 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest, attention
 from meshtune.model.block import SHARED, Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
-from meshtune.model.cache import LayerCache
-from meshtune.model.coded_cache import BY_HEAD
+from meshtune.model.cache import BY_HEAD, LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import SequenceInfo
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
-from meshtune.model.positions import AlibiSpec, LongQuerySpec
 from meshtune.model.rope import RopeSpec, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class AlibiSpec:
+    """Attention with linear biases (https://arxiv.org/abs/2108.12409): a score loses its head's slope, one of `slopes`,
+    for every position from query back to key."""
+
+    slopes: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LongQuerySpec:
+    """Queries that grow with their position: multiplied by 1 + beta * ln(1 + floor((position + offset) / length)).
+
+    Ministral 3 has them, and the layers of Llama 4 without rotary positions.
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+
+    def __call__(self, q: Float[Array, "B T H h"], positions: Int[Array, "B T"]) -> Float[Array, "B T H h"]:
+        """Computed in float32, in q's dtype."""
+        steps = jnp.floor((positions.astype(jnp.float32) + self.offset) / self.length)
+        return (q.astype(jnp.float32) * (1 + self.beta * jnp.log1p(steps))[:, :, None, None]).astype(q.dtype)
+
 
 MOST_CHUNKS = 1 << 16  # of a document, where attention is chunked: segments are counted in int32
 

@@ -1,4 +1,7 @@
-"""The decoder: embedding, layers, final norm, head. Pure functions of a tree of parameters."""
+"""The decoder: embedding, layers, final norm, head. Pure functions of a tree of parameters.
+
+NormHead (https://arxiv.org/abs/2309.10305): an output head whose rows are divided by their length.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
@@ -16,10 +20,19 @@ from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import ROWS, Inputs, SequenceInfo, embed_tokens, sequence_info, table
 from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.linear import linear
-from meshtune.model.norm_head import row_scale
 from meshtune.model.reverse import LayerRunner, layer_functions
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import through_layers
+
+
+def row_scale(weight: Float[Array, "V D"]) -> Float[Array, "V"]:
+    """One over the length of each row, float32.
+
+    No length is taken to be less than 1e-12, as in torch.nn.functional.normalize.
+    """
+    squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1)
+    # Chosen before the root, whose derivative at zero is infinite.
+    return jnp.where(squares > 1e-24, lax.rsqrt(jnp.maximum(squares, 1e-24)), 1e12)
 
 
 class Forward(NamedTuple):

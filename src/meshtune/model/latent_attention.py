@@ -28,10 +28,9 @@ from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mix
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import SequenceInfo
-from meshtune.model.linear import linear, linear_params, site_key
+from meshtune.model.linear import TiledWeight, linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec, rotate
-from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.weight import QuantisedWeight
 
 LATENT = "latent"  # the logical axis of latent vectors

@@ -9,8 +9,7 @@ from meshtune.arrays.tree import Tree, flatten, map_leaves
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Mixer
-from meshtune.model.cache import Cache, empty
-from meshtune.model.coded_cache import code_specs, is_key_or_value
+from meshtune.model.cache import Cache, code_specs, empty, is_key_or_value
 from meshtune.model.compute import CacheName
 from meshtune.model.spec import ModelSpec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,18 +12,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.row_order import ORDER
+from meshtune.kernels.grouped import ORDER
 from meshtune.model.attention import ROTATED
-from meshtune.model.block import BY_LAYER, Context, Hidden, Measured, Sums, with_stored
+from meshtune.model.block import BY_LAYER, Adjusted, Context, Hidden, Measured, Sums, with_stored
 from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
+from meshtune.model.experts import CHOICE
 from meshtune.model.gather import GATHERED, gather_layer_params, is_any_offloaded
 from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import LayerSpec, layer, layer_by_chunks
 from meshtune.model.linear import NARROW, PRODUCT, fold
-from meshtune.model.router import CHOICE
 from meshtune.model.spec import ModelSpec, Stack
 
 RESIDUAL = "residual"  # the stream that enters a layer
@@ -176,3 +176,25 @@ def _run_stack(
 def _node_of(nodes: Tree | tuple[Tree, ...], row: int) -> Tree:
     """The node of layer `row` of a stack."""
     return nodes[row] if isinstance(nodes, tuple) else jax.tree.map(lambda leaf: leaf[row], nodes)
+
+
+def adjusted_buffers(spec: ModelSpec) -> list[str]:
+    """The paths of these buffers in the tree of parameters."""
+    return [f"{node}/{path}" for node, block, _ in _blocks(spec) for path in sorted(block.adjusted_buffers())]
+
+
+def adjust_buffers(spec: ModelSpec, buffers: Tree, sums: Sums) -> Tree:
+    """The buffers after an update, from those before it and the sums of the layers over the whole update."""
+    before, after = flatten(buffers), Leaves()
+    for node, block, layers in _blocks(spec):
+        of_block = {path: before[f"{node}/{path}"] for path in block.adjusted_buffers()}
+        after |= {f"{node}/{path}": leaf for path, leaf in block.adjust(of_block, sums, layers).items()}
+    return unflatten(after)
+
+
+def _blocks(spec: ModelSpec) -> Iterator[tuple[str, Adjusted, Sequence[int]]]:
+    """(path of its node, block, the layers of its stacked parameters) for each block with such buffers."""
+    for key, _, kind, layers in spec.positions():
+        for block in kind.blocks:
+            if isinstance(block, Adjusted) and block.adjusted_buffers():
+                yield f"layers/{key}/{block.name}", block, layers

@@ -1,23 +1,124 @@
-"""Log-probabilities of the answers in a batch, computed from packed rows."""
+"""Scores of batches, and log-probabilities of the answers in packed rows.
+
+A row of T positions holds segments 1, 2, ...; values per segment are an array [B, S]. The reductions are written as
+sums over comparisons rather than as a scatter, so that a mesh that splits rows or positions can compute partial sums
+and add them up.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, split
-from meshtune.kernels.log_probs import log_probs
+from meshtune.kernels.cross_entropy import log_probs
 from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, head_params
+from meshtune.model.decoder import forward, head_logits, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.score import Batch, logits_of
-from meshtune.objectives.segments import max_segments, segment_min, segment_sum, to_tokens
+from meshtune.model.stacks import layers_result
+
+Batch = dict[str, Array]
+"""tokens, targets, positions, segment_ids int32 [B, T]; weights float32 [B, T].
+
+Stages that compare answers have further float32 arrays. A unit is n neighbouring segments of a row, two for pairs: unit
+u is segments nu + 1 to nu + n, and a row has at most U units. `units` [B, U] is 1 where a unit exists; `values` [B, U]
+is the margin of a pair or the label of an answer. Where needed, `reference` [B, nU] is the reference model's
+log-probability of every segment, and `nll` [B, T] the weight of every target in a term of plain cross-entropy; the
+weights of one update add up to its number of units.
+"""
+
+
+class WeightedMetric(NamedTuple):
+    """A metric with its own weight, such as a mean over only the chosen answers."""
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+NO_SUMS: Sums = {}
+
+
+class Score(NamedTuple):
+    """Sums over a batch, as float32 scalars.
+
+    The loss to report and to differentiate is `loss / weight`, divided once after all micro-batches, devices and
+    processes are summed. Metrics are divided by `weight` too, except a WeightedMetric, which is divided by its own.
+    `layers` are the sums of the model's layers; `with_layers` adds their share of the loss.
+    """
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    metrics: Mapping[str, Float[Array, ""] | WeightedMetric]
+    layers: Sums = NO_SUMS
+
+
+class Objective(Protocol):
+    """Computes the Score of one micro-batch. `rng` is None where nothing is random, as in evaluation."""
+
+    def __call__(self, params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score: ...
+
+
+@functools.cache
+def logits_of(spec: ModelSpec) -> Callable[[Tree, Array], Array]:
+    """`head_logits` of a model, always the same function for the same spec."""
+    return functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
+
+
+def with_layers(spec: ModelSpec, score: Score) -> Score:
+    """The score with what its layers' sums add to the mean loss, the metric `aux_loss`, and the layers' own metrics."""
+    if not score.layers:
+        return score
+    result = layers_result(spec, score.layers)
+    metrics = {**score.metrics, **{name: WeightedMetric(*metric) for name, metric in result.metrics.items()}}
+    if result.loss is None:
+        return Score(score.loss, score.weight, metrics)
+    loss = result.loss * score.weight
+    return Score(score.loss + loss, score.weight, {**metrics, "aux_loss": jax.lax.stop_gradient(loss)})
+
+
+def metric_means(score: Score) -> dict[str, Float[Array, ""]]:
+    """Every metric of summed scores as a mean; 0 where its weight is 0."""
+
+    def mean(total: Array, weight: Array) -> Array:
+        return total / jnp.where(weight > 0, weight, 1.0)
+
+    return {
+        name: mean(*metric) if isinstance(metric, WeightedMetric) else mean(metric, score.weight)
+        for name, metric in score.metrics.items()
+    }
+
+
+def max_segments(batch: Batch, unit_segments: int = 2) -> int:
+    """S, the largest number of segments that a row of this batch can have, with `unit_segments` in every unit."""
+    return unit_segments * batch["units"].shape[-1] if "units" in batch else batch["segment_ids"].shape[-1]
+
+
+def segment_sum(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], count: int) -> Float[Array, "B S"]:
+    """The sum of `values` over each of the segments 1 .. count."""
+    return jnp.sum(jnp.where(_membership(segment_ids, count), values[..., None], 0.0), axis=1)
+
+
+def segment_min(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], count: int) -> Float[Array, "B S"]:
+    """The minimum of `values` over each of the segments 1 .. count; infinity for a segment without tokens."""
+    return jnp.min(jnp.where(_membership(segment_ids, count), values[..., None], jnp.inf), axis=1)
+
+
+def to_tokens(values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The value of every token's segment; 0 for padding."""
+    return jnp.sum(jnp.where(_membership(segment_ids, values.shape[-1]), values[:, None, :], 0.0), axis=-1)
+
+
+def _membership(segment_ids: Int[Array, "B T"], count: int) -> Bool[Array, "B T S"]:
+    return segment_ids[..., None] == jnp.arange(1, count + 1, dtype=segment_ids.dtype)
 
 
 class AnswerLogProbs(NamedTuple):

@@ -14,7 +14,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
 from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.score import Batch
+from meshtune.objectives.answers import Batch
 from meshtune.objectives.sft import sft_objective
 
 _SAMPLING = 0x736F7068  # folded into the key, so that its random numbers differ from those of dropout

@@ -9,10 +9,9 @@ from jaxtyping import Array
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import answer_log_probs, reference_log_probs
+from meshtune.objectives.answers import Batch, Objective, Score, WeightedMetric, answer_log_probs, reference_log_probs
 from meshtune.objectives.config import KtoConfig
 from meshtune.objectives.preference import masked_sum
-from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric
 
 
 def make(config: KtoConfig) -> Objective:

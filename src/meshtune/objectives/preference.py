@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import AnswerLogProbs, answer_log_probs, reference_log_probs
+from meshtune.objectives.answers import AnswerLogProbs, Batch, Objective, Score, answer_log_probs, reference_log_probs
 from meshtune.objectives.config import CpoConfig, DpoConfig, OrpoConfig, SimpoConfig
-from meshtune.objectives.score import Batch, Objective, Score
 
 PerPair = Float[Array, "*pairs"]
 

@@ -15,11 +15,9 @@ from meshtune.model.gather import to_device
 from meshtune.model.inputs import inputs_of
 from meshtune.model.linear import linear
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import by_side
+from meshtune.objectives.answers import Batch, Objective, Score, by_side, max_segments, segment_sum
 from meshtune.objectives.config import RmConfig
 from meshtune.objectives.preference import masked_sum, reward_metrics
-from meshtune.objectives.score import Batch, Objective, Score
-from meshtune.objectives.segments import max_segments, segment_sum
 
 
 def make(config: RmConfig) -> Objective:

@@ -15,9 +15,8 @@ from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import Batch, Objective, Score, logits_of, max_segments, segment_sum, to_tokens
 from meshtune.objectives.config import SftConfig
-from meshtune.objectives.score import Batch, Objective, Score, logits_of
-from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 
 def make(config: SftConfig) -> Objective:

@@ -1,8 +1,8 @@
 """The stages of training: the objective of each, and what data it is computed from.
 
 An objective is a function (params, spec, compute, batch, rng) -> Score. Adding one takes a dataclass of its options in
-objectives/config.py, a module with `make(options) -> Objective`, a line in STAGES, and a line in config/stage.py, which
-makes the options recipe keys.
+objectives/config.py, a module with `make(options) -> Objective`, a line in STAGES, and a line in config/sections.py,
+which makes the options recipe keys.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
 from meshtune.objectives import kto, preference, rm, sft
+from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import (
     CpoConfig,
     DpoConfig,
@@ -23,7 +24,6 @@ from meshtune.objectives.config import (
     SftConfig,
     SimpoConfig,
 )
-from meshtune.objectives.score import Objective
 
 DatasetType = Literal["documents", "pairs", "labelled"]
 """What one sample of the data is: a document (text or conversation), a pair of a chosen and a rejected answer to the

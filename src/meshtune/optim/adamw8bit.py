@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, UInt8
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.optimizer import ChooseByRole, ParamOptimizer, State, UpdateContext, apply_decay
-from meshtune.optim.roles import refuse_role
+from meshtune.optim.optimizer import ChooseByRole, ParamOptimizer, State, UpdateContext, apply_decay, refuse_role
 from meshtune.quantize.scales import dynamic_map, nearest_codes
 
 BLOCK = 256  # the maximum numbers in a block; a block never crosses a row

@@ -12,8 +12,8 @@ from jaxtyping import Array
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, bias_corrections, moments
 from meshtune.optim.config import OptimizerConfig
+from meshtune.optim.galore import by_projection, project, projected_spec, projector_spec, projects_right
 from meshtune.optim.optimizer import ChooseByRole, ParamOptimizer, State, UpdateContext, apply_decay
-from meshtune.optim.projection import by_projection, project, projected_spec, projector_spec, projects_right
 
 GROWTH = 1.01  # the maximum ratio of an update's norm to that of the update before (https://arxiv.org/abs/2410.01623)
 TINY = 1e-8

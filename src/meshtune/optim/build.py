@@ -2,6 +2,8 @@
 
 An optimizer is a module and a line in OPTIMIZERS. Gradient clipping is not theirs: the train step computes the global
 norm once, reports it and clips by it.
+
+LoRA+: the B of an adapter learns faster than its A (https://arxiv.org/abs/2402.12354).
 """
 
 from __future__ import annotations
@@ -18,15 +20,13 @@ from meshtune.arrays.tree import Tree, named_leaves, path_name
 from meshtune.errors import UserError, nearest
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.adafactor import adafactor
-from meshtune.optim.adam import adamw
-from meshtune.optim.adam_mini import adam_mini
+from meshtune.optim.adam import adam_mini, adamw
 from meshtune.optim.adamw8bit import adamw8bit
 from meshtune.optim.apollo import apollo
-from meshtune.optim.badam import badam
+from meshtune.optim.blocks import badam
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.galore import galore
-from meshtune.optim.lora_plus import rate_factors
-from meshtune.optim.muon import muon
+from meshtune.optim.galore import galore, is_projected
+from meshtune.optim.muon import muon, per_expert
 from meshtune.optim.optax_global import from_optax_global
 from meshtune.optim.optimizer import (
     SCHEDULES,
@@ -38,15 +38,45 @@ from meshtune.optim.optimizer import (
     by_parameter,
     from_optax,
     make_schedule,
+    refuse_role,
     stochastic,
     to_nearest,
 )
-from meshtune.optim.per_expert import per_expert
 from meshtune.optim.prodigy import prodigy
-from meshtune.optim.projection import is_projected
-from meshtune.optim.roles import refuse_role
 from meshtune.optim.schedule_free import averaged_params, schedule_free
 from meshtune.optim.sophia import sophia
+
+
+def rate_factors(config: OptimizerConfig, parameters: Mapping[str, ArraySpec]) -> dict[str, float]:
+    """The factor of the learning rate for each parameter, by path.
+
+    With `lora_plus_ratio` it is that ratio for the B of adapters and for vectors trained with them, as in peft's
+    create_loraplus_optimizer; with `lora_plus_embedding_rate` the trained part of an embedding has that rate.
+    Raises UserError where no adapter has a B.
+    """
+    ratio, embedding = config.lora_plus_ratio, config.lora_plus_embedding_rate
+    if ratio is None:
+        return dict.fromkeys(parameters, 1.0)
+    if not any(_is_up_projection(array) for array in parameters.values()):
+        raise UserError(
+            "lora_plus_ratio is the ratio of the learning rates of an adapter's two matrices, and no adapter here has "
+            "two",
+            where="optimizer.lora_plus_ratio, method",
+            fix="use it with method: lora, or leave it out",
+        )
+
+    def factor(array: ArraySpec) -> float:
+        if array.role == "table" and embedding is not None:
+            return embedding / config.learning_rate
+        return ratio if _is_up_projection(array) or array.role == "vector" else 1.0
+
+    return {path: factor(array) for path, array in parameters.items()}
+
+
+def _is_up_projection(array: ArraySpec) -> bool:
+    """Whether it is the B [.., out, rank] of an adapter."""
+    return array.role != "vector" and array.axes[-1:] == ("rank",)
+
 
 __all__ = ["OPTIMIZERS", "Optimizer", "OptimizerConfig", "OptimizerType", "decay_mask", "make_optimizer"]
 

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal by a Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon/).
+"""Muon (https://kellerjordan.github.io/posts/muon), and its matrices of experts.
 
 Matrices of the layers, and each expert's, are updated by it; embedding, output head, routers, short convolutions and
 vectors by AdamW, as the author advises.
@@ -6,10 +6,13 @@ vectors by AdamW, as the author advises.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
@@ -21,9 +24,9 @@ from meshtune.optim.optimizer import (
     State,
     UpdateContext,
     apply_decay,
+    refuse_role,
     state_like,
 )
-from meshtune.optim.roles import refuse_role
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -77,3 +80,31 @@ def _update(
     out, into = parameter.shape
     scale = RMS * math.sqrt(max(out, into)) if config.match_rms else math.sqrt(max(1, out / into))
     return apply_decay(context, scale * orthogonal(nesterov), parameter), {"momentum": momentum}
+
+
+def per_expert(matrix: ParamOptimizer) -> ParamOptimizer:
+    """An optimizer of matrices applied to every expert of an array [experts, out, in] separately.
+
+    Each expert has separate statistics, norms and random keys, as if the experts were layers of a stack.
+    """
+
+    def specs(parameter: ArraySpec) -> State:
+        count, axis = parameter.shape[0], parameter.axes[0]
+        expert = dataclasses.replace(parameter, shape=parameter.shape[1:], axes=parameter.axes[1:])
+        return jax.tree.map(
+            lambda leaf: dataclasses.replace(leaf, shape=(count, *leaf.shape), axes=(axis, *leaf.axes)),
+            matrix.specs(expert),
+        )
+
+    def update(gradient: Array, state: State, parameter: Array, context: UpdateContext) -> tuple[Array, State]:
+        count = gradient.shape[0]
+
+        def expert(gradient: Array, state: State, parameter: Array, index: Array) -> tuple[Array, State]:
+            layer = context.layer * count + index
+            return matrix.update(gradient, state, parameter, dataclasses.replace(context, layer=layer))
+
+        arrays = (gradient, state, parameter, jnp.arange(count))
+        return lax.map(lambda arrays: expert(*arrays), arrays) if matrix.sequential else jax.vmap(expert)(*arrays)
+
+    init = None if matrix.init is None else jax.vmap(matrix.init)
+    return ParamOptimizer(specs, update, init, matrix.sequential, matrix.by_rows)

@@ -13,8 +13,9 @@ import optax
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int, Key
 
-from meshtune.arrays.spec import LAYERS, ArraySpec
+from meshtune.arrays.spec import LAYERS, ArraySpec, unknown_role
 from meshtune.arrays.tree import Tree, named_leaves, stack_path
+from meshtune.errors import UserError
 from meshtune.model.gather import to_device
 from meshtune.optim.config import OptimizerConfig, share_of
 
@@ -383,3 +384,14 @@ def _initial(spec: ArraySpec) -> Array:
 def to_float32(leaf: Array) -> Array:
     """A floating-point array in float32, any other unchanged."""
     return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+def refuse_role(optimizer: str, path: str, parameter: ArraySpec) -> UserError:
+    """The error for a parameter whose role an optimizer has no rule for."""
+    return unknown_role(
+        optimizer,
+        path,
+        parameter,
+        where="optimizer.name",
+        fix="use optimizer.name=adamw, or leave the parameter frozen (method: freeze or lora)",
+    )

@@ -1,4 +1,4 @@
-"""Plans a server: memory of weights and caches, and tokens a second at the hardware's limits.
+"""Plans a server: memory, the rows it holds at once and its expected speed.
 
 Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
 cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
@@ -12,6 +12,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from meshtune import terminal
 from meshtune.arrays.tree import named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.costs.hardware import Target
@@ -23,6 +29,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.compute import CacheName
 from meshtune.model.model_cache import cache_specs, check_cache, describe_cache
 from meshtune.model.spec import ModelSpec
+from meshtune.setup.memory import size_in_words
 from meshtune.setup.search import workload_of
 
 ROLES = ("frozen", "full", "adapter")  # what of a training run is there to serve
@@ -185,3 +192,24 @@ def _operations(workload: Workload, length: int) -> float:
             visible = length if block.cost.window is None else min(length, block.cost.window)
             total += layer.repeats * (2.0 * block.cost.weights + block.cost.pairs * visible)
     return total if not spec.scored else total - 2.0 * spec.embed * spec.vocab
+
+
+def print_serve_plan(plan: ServePlan, console: Console | None = None) -> None:
+    """Prints a plan."""
+    split = "" if plan.tp == 1 else f" on each of {plan.tp} devices"
+    row, working = size_in_words(plan.cache_row), size_in_words(plan.step_row)
+    memory = Text(
+        f"weights {size_in_words(plan.weights)}, cache of a row of {plan.length:,} tokens {row}, and {working} for its "
+        f"step{split}; {plan.most_rows:,} rows fit"
+    )
+    table = Table("rows", "fits", "read a step", "tokens/s at most", "expected", "limited by", box=None)
+    for step in plan.steps:
+        limit = "memory" if step.memory_seconds >= step.compute_seconds else "arithmetic"
+        read = size_in_words(step.weight_bytes + step.cache_bytes)
+        speeds = f"{step.bound:,.0f}", f"{step.expected:,.0f}"
+        table.add_row(str(step.rows), "yes" if step.fits else "no", read, *speeds, limit)
+    shares = f"{EFFICIENCY['memory']:.0%} of the bandwidth and {EFFICIENCY['compute']:.0%} of the arithmetic"
+    note = f"cache: {plan.cache}; expected: {shares} that data sheets give; messages between devices are not counted"
+    parts = Group(memory, Text(""), table, Text(""), Text(note, style="dim"))
+    title = f"[bold]serving on {plan.target}[/]"
+    (console or terminal.console()).print(Panel(parts, title=title, title_align="left", padding=(1, 2)))

@@ -13,10 +13,9 @@ from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.costs.hardware import Target
-from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
-from meshtune.mesh.layout import Layout
-from meshtune.model.sharding import check_batch, layout_for
+from meshtune.mesh.layout import Layout, abstract_mesh
+from meshtune.model.gather import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import make_optimizer
 from meshtune.setup.choices import Decision, mesh_decisions, mesh_of, optimizer_of, precision_of

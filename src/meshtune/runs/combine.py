@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshtune.adapters.combine import Combined, combine
 from meshtune.digests import write_digests
-from meshtune.runs.verify import check_result
+from meshtune.runs.output import check_result
 
 
 def combine_checked(

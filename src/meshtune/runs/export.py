@@ -22,17 +22,16 @@ from meshtune.errors import UserError, nearest
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS
+from meshtune.runs.export_gguf import merged_into
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
-from meshtune.runs.merged_into import merged_into
 from meshtune.runs.progress import StageProgress, of_stage
 from meshtune.runs.sources import Source, find
-from meshtune.weights.export import export_model
-from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.export import Publication, export_model
+from meshtune.weights.export_codes import republish
 from meshtune.weights.hub import TOKENIZER, locate
+from meshtune.weights.inspect import base_hash
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.publish import publish_directory
-from meshtune.weights.republish import republish
-from meshtune.weights.rewrite import Publication
 from meshtune.weights.safetensors_files import LINK, headers
 from meshtune.weights.verify import ExportError, probe_logits
 

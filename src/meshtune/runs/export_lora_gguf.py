@@ -24,9 +24,9 @@ from meshtune.runs.export_gguf import check_file, end_texts, modelfile_of
 from meshtune.runs.modelfile import modelfile
 from meshtune.runs.sources import Source
 from meshtune.weights.ends import read_ends
-from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import read_gguf
 from meshtune.weights.gguf.writer import encode_rows, start_file
+from meshtune.weights.inspect import base_hash
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors, new_file
 from meshtune.weights.safetensors_files import LINK

@@ -17,11 +17,11 @@ from meshtune.quantize.published.write import WRITERS, Writer
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.progress import StageProgress, of_stage
 from meshtune.runs.sources import Source
+from meshtune.weights.export import Publication
 from meshtune.weights.export_codes import WrittenCodes, export_codes
-from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import TOKENIZER, locate
+from meshtune.weights.inspect import base_hash
 from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.rewrite import Publication
 from meshtune.weights.verify import probe_logits
 
 

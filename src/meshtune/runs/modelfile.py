@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from meshtune.data.chat import ChatTemplate
-from meshtune.data.compiled_template import CompiledTemplate
+from meshtune.data.chat import ChatTemplate, CompiledTemplate
 from meshtune.data.tokenizer import chat_templates
 
 if TYPE_CHECKING:

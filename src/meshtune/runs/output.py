@@ -1,4 +1,4 @@
-"""The output directory of a run: its lock, its checks before a run, and its files run.json and recipe.yaml."""
+"""The output directory of a run, and checks that its files are those that were written."""
 
 from __future__ import annotations
 
@@ -8,14 +8,29 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from meshtune.digests import DamagedError, digest_json
+from meshtune.digests import (
+    FILE,
+    DamagedError,
+    check_directory,
+    damage_error,
+    digest_files,
+    digest_json,
+    find_damage,
+    read_digests,
+    share,
+)
 from meshtune.errors import UNREADABLE, UserError
 from meshtune.json_text import read_json
+from meshtune.mesh.processes import Job
+from meshtune.weights.safetensors_files import headers
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 CONSOLE_LOG = "console.log"
@@ -188,3 +203,99 @@ def _lock(output: pathlib.Path) -> Iterator[None]:
                 fix="wait for that run, or give another output",
             ) from None
         yield
+
+
+HISTORY = ("metrics.jsonl", "samples.jsonl")
+
+
+def branch(source: pathlib.Path, step: int, output: pathlib.Path) -> None:
+    """Makes `output` a run that was stopped after update `step` of the run in `source`, from where resume=true
+    continues.
+
+    Checkpoints are linked where both are on one file system, else copied.
+
+    Raises: UserError where there is no such checkpoint, or `output` is not empty.
+    """
+    checkpoint = source / CHECKPOINTS / str(step)
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"there is no checkpoint of update {step}", where=str(source), fix="look at its checkpoints folder"
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError("the output is not empty", where=str(output), fix="give a new folder")
+    draft = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        (draft / CHECKPOINTS).mkdir(parents=True)
+        shutil.copytree(checkpoint, draft / CHECKPOINTS / str(step), copy_function=_link)
+        if (source / BASE).is_dir():
+            shutil.copytree(source / BASE, draft / BASE, copy_function=_link)
+        for name in (RUN, RECIPE, *HISTORY):  # these are written to, and so are copied
+            if (source / name).is_file():
+                shutil.copy2(source / name, draft / name)
+        if output.exists():
+            output.rmdir()
+        os.rename(draft, output)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise UserError(
+            f"the new run cannot be written: {error.strerror}", where=str(output), fix="make room, or give another one"
+        ) from error
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+FIX = f"make or copy it again; if you changed a file on purpose, delete {FILE} beside it"
+
+
+def check_result(directory: Path, expected: str | None = None) -> None:
+    """Raises DamagedError if a file of a model or adapter does not match its digest. Directories without digests pass.
+
+    `expected` is the digest of digests.json itself, if the run recorded it.
+    """
+    hint = "" if expected is None else f", and give {directory} itself in place of its run"
+    check_directory(directory, expected=expected, fix=FIX + hint)
+
+
+def check_source(directory: Path, job: Job) -> None:
+    """Verifies a directory that all processes of `job` read, like `check_result`; each process hashes a share of files.
+
+    Raises: DamagedError, on all processes.
+    """
+    if damage := find_damage_collectively(directory, job):
+        raise damage_error(directory, damage, FIX)
+
+
+def find_damage_collectively(
+    directory: Path, job: Job, *, required: bool = False, local: dict[str, str] | None = None
+) -> dict[str, str]:
+    """Finds the damaged files of a directory and the fault of each; each process of `job` hashes some of them.
+
+    Every process gets the same result. A directory without digests counts as undamaged unless they are `required`.
+    `local` is what `find_local_damage` has already found.
+    """
+    damage = find_local_damage(directory, job, required=required) if local is None else local
+    for process_damage in job.exchange(f"digests of {directory.name}", damage):
+        damage |= process_damage
+    return damage
+
+
+def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:
+    """The damage of this process's share of a directory's files."""
+    if not required and not (directory / FILE).exists():
+        return {}
+    try:
+        digests, _ = read_digests(directory)
+    except DamagedError as error:
+        return {FILE: error.reason}
+    return find_damage(directory, share(digests, job.process_index, job.process_count))
+
+
+def weights_digests(directory: Path) -> list[str]:
+    """Returns the digests of all bytes of a model's weight files, for keys of caches that are computed from them."""
+    files = sorted({info.file for info in headers(directory).values()})
+    return [digest_files(file.parent, [file.name])[file.name].digest for file in files]

@@ -1,4 +1,4 @@
-"""Resolves a path to a model, adapter or run into the directories of its base, adapter and tokenizer."""
+"""Resolves what a path names: a model, an adapter, a run or one of its states."""
 
 from __future__ import annotations
 
@@ -7,14 +7,76 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
+from meshtune.hooks import WRITE_STATE
 from meshtune.json_text import read_json
-from meshtune.runs.output import RESULT_DIGEST, is_run, read_run
-from meshtune.runs.states import split_state, state_result
-from meshtune.runs.verify import check_result
+from meshtune.mesh.config import MeshConfig
+from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, check_result, is_run, read_run
 from meshtune.weights.ends import read_ends
-from meshtune.weights.hub import HUB_ID, MODEL, locate
-from meshtune.weights.modelscope import modelscope_id
+from meshtune.weights.hub import HUB_ID, MODEL, locate, modelscope_id
+
+MARK, BEST = "@", "best"
+
+
+def split_state(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """(the run, the name of its state) of RUN@best, RUN@STEP or RUN/checkpoints/STEP; (the path, None) of any other."""
+    directory = Path(path).expanduser()
+    if directory.name.isdecimal() and directory.parent.name == CHECKPOINTS and is_run(directory.parent.parent):
+        return directory.parent.parent, directory.name
+    run, mark, name = str(directory).rpartition(MARK)
+    if not mark or not run or os.sep in name or directory.exists() or not is_run(Path(run)):
+        return directory, None
+    return Path(run), name
+
+
+def state_result(run: Path, name: str) -> Path:
+    """The directory of the adapter or model that a run was in the state `name`, written where it is not there yet.
+
+    Raises UserError for a state that is not kept, naming those that are, and as train.result.states does.
+    """
+    return WRITE_STATE(run, state_step(run, name))
+
+
+def state_step(run: Path, name: str) -> int:
+    """The number of updates before the state `name` of a run. Raises UserError where it is not kept."""
+    steps, where = kept_steps(run), f"{run}{MARK}{name}"
+    states = ", ".join(f"{run}{MARK}{step}" for step in steps)
+    fix = f"give one that is kept: {states}" if steps else f"it keeps no checkpoints: give its result, {run}"
+    if name != BEST and not name.isdecimal():
+        raise UserError(f"'{name}' names no state of a run", where=where, fix=f"{fix}; or the best, {run}{MARK}{BEST}")
+    step = best_step(run) if name == BEST else int(name)
+    if step is None:
+        raise UserError(
+            "the run has no best state: nothing was evaluated while it trained",
+            where=where,
+            fix=f"{fix}; data.validation and eval.every are what a run is evaluated with",
+        )
+    if step not in steps:
+        best = " (the best by its validation loss; checkpoint.keep_best was off)" * (name == BEST)
+        raise UserError(f"the state after update {step}{best} is not kept", where=str(run / CHECKPOINTS), fix=fix)
+    return step
+
+
+def kept_steps(run: Path) -> list[int]:
+    """The updates after which a run's state is kept, ascending."""
+    folders = (run / CHECKPOINTS).glob("[0-9]*")
+    return sorted(int(path.name) for path in folders if path.name.isdecimal() and (path / "record").is_dir())
+
+
+def best_step(run: Path) -> int | None:
+    """The update after which the validation loss was lowest; None where there was none."""
+    for step in reversed(kept_steps(run)):
+        try:
+            content = read_json(run / CHECKPOINTS / str(step) / "record" / "metadata")
+            best = content.get("record", content).get("best")
+            return None if best is None else int(best["step"])
+        except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            continue  # damaged: an earlier one may say it
+    best = read_run(run).get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    return step if isinstance(step, int) else None
+
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
@@ -177,3 +239,25 @@ def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
 def _tokenizer(result: Path, otherwise: str | os.PathLike[str]) -> str:
     """The tokenizer saved with a result is the one it was trained with."""
     return str(result if (result / TOKENIZER).is_file() else otherwise)
+
+
+def run_mesh(path: str | os.PathLike[str]) -> MeshConfig:
+    """The mesh of the run at `path` for a model that generates: the devices of cp, which splits the sequences of
+    training, go to fsdp, which splits parameters alike.
+
+    Raises UserError where `path` is no run with a recipe, or its recipe leaves the mesh open.
+    """
+    directory, _ = split_state(path)
+    if not (is_run(directory) and (directory / "recipe.yaml").is_file()):
+        raise UserError(
+            "only a run says which mesh it was tuned on, and this is none",
+            where=str(path),
+            fix="give the axes, such as mesh.tp=2",
+        )
+    recipe = load_recipe(str(directory / "recipe.yaml"))
+    if recipe.mesh == "auto":
+        raise UserError(
+            "the run has not chosen its mesh yet", where=str(directory / "recipe.yaml"), fix="give it, as in mesh.tp=2"
+        )
+    joined = -1 if -1 in (recipe.mesh.fsdp, recipe.mesh.cp) else recipe.mesh.fsdp * recipe.mesh.cp
+    return dataclasses.replace(recipe.mesh, fsdp=joined, cp=1)

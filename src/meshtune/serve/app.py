@@ -7,6 +7,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -19,16 +20,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from meshtune.errors import UserError
-from meshtune.serve.body import json_body
+from meshtune.generate.request import check_prompt
+from meshtune.generate.text import chat_template
 from meshtune.serve.chat import prepare_chat
-from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, Completion, stream_choice
 from meshtune.serve.completions import prepare_completion
-from meshtune.serve.errors import ApiError, as_api_error
-from meshtune.serve.gate import Gate
-from meshtune.serve.guard import Guard
-from meshtune.serve.metrics import metrics_text
-from meshtune.serve.models import Models, Served
+from meshtune.serve.guard import ApiError, Gate, Guard, as_api_error, json_body
+from meshtune.serve.models import ChoiceDelta, ChoiceRequest, Completion, Models, Served, stream_choice
 from meshtune.serve.schema import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -36,8 +35,116 @@ from meshtune.serve.schema import (
     TokenizeRequest,
     parse_request,
 )
-from meshtune.serve.scores import score_rows, tokenize_texts
-from meshtune.serve.threads import Threads, until_gone
+
+T = TypeVar("T")
+
+
+class Threads:
+    """A few threads, with a queue of at most `waiting` pieces of work. Work of a client that has gone is not begun."""
+
+    def __init__(self, threads: int, waiting: int, name: str):
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._most, self._under_way = threads + waiting, 0
+
+    async def run(self, request: Request, function: Callable[..., T], *args: object) -> T:
+        """The function's result. Raises ApiError (429) where too much waits, and 499 once the client has gone."""
+        if self._under_way >= self._most:
+            raise ApiError(429, "too many requests wait to be read; try again in a while", code="queue_full")
+        self._under_way += 1
+        try:
+            return await until_gone(
+                request, asyncio.get_running_loop().run_in_executor(self._pool, _result, function, *args)
+            )
+        finally:
+            self._under_way -= 1
+
+    def stop(self) -> None:
+        """Begins nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(function: Callable[..., T], *args: Any) -> T:
+    """The function's result. Raises UserError where the library tokenizers, which is in Rust, gives a text up."""
+    try:
+        return function(*args)
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer cannot read this text: {problem}") from problem
+
+
+async def until_gone(request: Request, work: asyncio.Future[T]) -> T:
+    """The result of `work`, which is cancelled once the client has gone. Raises ApiError (499) then."""
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(499, "the client has gone")
+        return work.result()
+    finally:
+        disconnect.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await work
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def metrics_text(models: Models) -> str:
+    """Requests running and waiting, and tokens generated since the start, by model."""
+    lines = []
+    for name, kind, meaning, value in (
+        ("requests_running", "gauge", "Requests that have a row of the batch.", lambda s: s.running),
+        ("requests_waiting", "gauge", "Requests in the queue.", lambda s: s.waiting),
+        ("generated_tokens_total", "counter", "Tokens generated since the start.", lambda s: s.generated),
+    ):
+        lines += [f"# HELP meshtune_{name} {meaning}", f"# TYPE meshtune_{name} {kind}"]
+        lines += [f'meshtune_{name}{{model="{_escape_label(s.id)}"}} {value(s)}' for s in models]
+    return "\n".join(lines) + "\n"
+
+
+def _escape_label(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def tokenize_texts(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
+    """The ids of each text or conversation.
+
+    Raises ApiError for a model that gives no scores, UserError for a text that is empty or longer than the context.
+    """
+    model = served.model
+    if not model.spec.scored:
+        raise ApiError(400, f"'{served.id}' is no reward model: it writes texts, and gives no scores", param="model")
+    several = []
+    for n, entry in enumerate(request.messages):
+        where = f"messages[{n}]"
+        ids = _ids(served, entry, where)
+        several.append(check_prompt(ids, model.spec.vocab, model.engine.context + 1, where))
+    return several
+
+
+def score_rows(rows: list[tuple[int, ...]], served: Served) -> list[float]:
+    """The score of each text: that of its last token."""
+    return [float(served.model.logits(row)[0, -1, 0]) for row in rows]
+
+
+def _ids(served: Served, entry: str | list[ChatMessage], where: str) -> list[int]:
+    tokenizer = served.model.tokenizer
+    if isinstance(entry, str):
+        served.check_text(entry, where)
+        return list(tokenizer(entry)["input_ids"])  # pyright: ignore[reportArgumentType]
+    messages = [message.rendered(f"{where}[{n}]") for n, message in enumerate(entry)]
+    chat = chat_template(tokenizer)
+    try:
+        text = chat.render(messages)
+    except chat.failures as problem:
+        raise ApiError(400, f"the chat template cannot render this: {problem}", param=where) from problem
+    served.check_text(text, where)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+
 
 MAX_BODY = 16 * 2**20  # bytes
 WAITING = 128  # requests that wait to be read, at most

@@ -8,15 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.generate.prompts import chat_text, encoded_chat
-from meshtune.generate.text import Place, check_stops, special_ids
-from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, PlacedToken
-from meshtune.serve.errors import ApiError
-from meshtune.serve.grammar import LLGrammar, check_size
-from meshtune.serve.models import Served
-from meshtune.serve.responses.call import Tool, ToolCall, new_id
-from meshtune.serve.responses.formats import HARMONY, CallFormat, call_format
-from meshtune.serve.responses.lark import Lark
+from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat, special_ids
+from meshtune.serve.grammar import Lark, LLGrammar, check_size
+from meshtune.serve.guard import ApiError
+from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
+from meshtune.serve.responses.formats import HARMONY, CallFormat, Tool, ToolCall, call_format, new_id
 from meshtune.serve.responses.reader import (
     THINK,
     Delta,
@@ -26,8 +22,7 @@ from meshtune.serve.responses.reader import (
     TaggedReader,
     visible_markers,
 )
-from meshtune.serve.schema import ChatRequest
-from meshtune.serve.tools import named_tools, required_tools
+from meshtune.serve.schema import ChatRequest, named_tools, required_tools
 
 # What the function that renders a template takes itself.
 _RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents"})

@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.generate.prompts import continuation_ids
 from meshtune.generate.request import GenerationRequest, Token, check_prompt
-from meshtune.generate.text import Alignment, Detokenizer, Place, check_stops
-from meshtune.serve.choices import ChoiceDelta, ChoiceRequest, PlacedToken
-from meshtune.serve.models import Served
+from meshtune.generate.text import Alignment, Detokenizer, Place, check_stops, continuation_ids
+from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
 from meshtune.serve.schema import CompletionRequest
 
 DEFAULT_TOKENS = 16  # as OpenAI's

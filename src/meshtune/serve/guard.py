@@ -1,4 +1,6 @@
-"""The checks before every request: the token, the Host and Origin headers, and the size of the body."""
+"""The checks that every request passes before its route: token, Host and Origin, size and form of the body; and errors
+as OpenAI's API has them.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,146 @@ import ipaddress
 import json
 import logging
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import ClientDisconnect, cookie_parser
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.errors import UserError
-from meshtune.serve.errors import ApiError, as_api_error
-from meshtune.serve.gate import Gate
+from meshtune.generate.scheduler import QueueFull
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An error of a client. `param` is the field of the request, `code` a word that programs may read."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(problem: Exception) -> ApiError:
+    """Any exception as what the client is told: nothing of the server's inside."""
+    match problem:
+        case ApiError():
+            return problem
+        case QueueFull():
+            return ApiError(429, f"{problem.what}; {problem.fix}", code="queue_full")
+        case UserError():
+            message = problem.what + (f"; {problem.fix}" if problem.fix else "")
+            return ApiError(400, message, param=problem.where)
+        case _:
+            return ApiError(500, f"the server failed ({type(problem).__name__}); its log says more")
+
+
+DRAIN_SECONDS = 30.0  # for requests under way when the process is asked to end
+
+
+class Gate:
+    """Counts the requests under way, and is closed to new ones when the process is to end."""
+
+    def __init__(self):
+        self.closed, self.under_way = False, 0
+        self._deadline = 0.0
+
+    def close(self, seconds: float = DRAIN_SECONDS) -> None:
+        """Lets no further request in; those under way have these seconds."""
+        self.closed, self._deadline = True, time.monotonic() + seconds
+
+    @property
+    def drained(self) -> bool:
+        """Whether it is closed and nothing is under way, or the time is over."""
+        return self.closed and (self.under_way == 0 or time.monotonic() > self._deadline)
+
+
+MOST_AT_ONCE = 256 * 2**20  # bytes of all bodies that are being read
+DEPTH = 100  # levels of a value
+
+_being_read = 0
+
+
+async def json_body(request: Request, max_body: int) -> dict[str, Any]:
+    """The body. Raises ApiError for one that is too long (bytes) or nested too deeply, that is not a JSON object in
+    UTF-8, or that has a name twice."""
+    global _being_read
+    content = bytearray()
+    try:
+        async for part in request.stream():
+            content += part
+            _being_read += len(part)
+            if len(content) > max_body:
+                raise ApiError(413, f"the body is longer than the {max_body} bytes that are read")
+            if _being_read > max(MOST_AT_ONCE, max_body):
+                raise ApiError(429, "the server is reading as many bodies as it can; try again in a while")
+        return await run_in_threadpool(_parse_body, content)
+    finally:
+        _being_read -= len(content)
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value. Raises ValueError for a text that is none, is nested too deeply, or has a name twice."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+        _check_depth(value)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as problem:
+        raise ValueError("there is half of a surrogate pair, which is no character") from problem
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
+    return value
+
+
+def _parse_body(content: bytearray) -> dict[str, Any]:
+    try:
+        body = parse_json(content.decode("utf-8"))
+    except UnicodeDecodeError as problem:
+        raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
+    except ValueError as problem:
+        raise ApiError(400, f"the body is not JSON that is read: {problem}") from problem
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"'{twice[:100]}' is there twice")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEPTH):
+        if not level:
+            return
+        level = [
+            inner
+            for container in level
+            for inner in (container.values() if isinstance(container, dict) else container)
+            if isinstance(inner, dict | list)
+        ]
+    raise ValueError("it is nested too deeply")
+
 
 LOG = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)

@@ -1,13 +1,18 @@
-"""The models that a server offers, each with the thread that computes its answers."""
+"""The models that a server offers: the thread that computes each one's batch, and the text of choices as it grows."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -15,16 +20,124 @@ import meshtune
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
-from meshtune.generate.prompts import turn_end
-from meshtune.generate.text import Place, TokenBytes, special_ids
+from meshtune.generate.request import Generation, GenerationRequest, Token
+from meshtune.generate.scheduler import Progress, Scheduler
+from meshtune.generate.text import Alignment, Detokenizer, Place, StopStrings, TokenBytes, special_ids, turn_end
 from meshtune.generate.weights import Weights
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.model_cache import describe_cache
 from meshtune.runs.sources import find
-from meshtune.serve.errors import ApiError
 from meshtune.serve.grammar import Grammars
-from meshtune.serve.worker import Worker
+from meshtune.serve.guard import ApiError
+from meshtune.serve.schema import CompletionFields
+
+LOG = logging.getLogger(__name__)
+STEPS = 4  # tokens a row that readers get at once
+FAILURES = 3  # steps in a row that raise an error before the model is said to have failed
+
+
+class Worker:
+    """A scheduler's thread. It sleeps while there is nothing to do."""
+
+    def __init__(self, scheduler: Scheduler, name: str):
+        self.scheduler = scheduler
+        self.tokens: Counter[int | None] = Counter()  # generated, by the adapter that their requests select
+        self.ended: Exception | None = None  # the thread, by this error
+        self._failures = 0
+        self._readers: dict[Generation, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Progress | Exception]]] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"generate {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its current step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Progress]:
+        """Yields the progress of a request, step by step, until it ends. One that is not read to its end is cancelled.
+
+        Raises QueueFull, UserError where the model overflows, and the error that ended the thread.
+        """
+        if self.ended is not None:
+            raise self.ended
+        queue: asyncio.Queue[Progress | Exception] = asyncio.Queue()
+        with self._changed:  # so that its first tokens find their reader
+            generation = self.scheduler.submit(request)
+            self._readers[generation] = (asyncio.get_running_loop(), queue)
+            self._changed.notify()
+        try:
+            while True:
+                new = await queue.get()
+                if isinstance(new, Exception):
+                    raise new
+                if new.finish_reason == "error" and generation.error is not None:
+                    raise generation.error
+                yield new
+                if new.finish_reason is not None:
+                    return
+        finally:
+            with self._changed:
+                self._readers.pop(generation, None)
+                if generation.finish_reason is None:
+                    self.scheduler.cancel(generation)
+                self._changed.notify()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the latest steps have all raised errors, or the thread has ended by one."""
+        return self.ended is not None or self._failures >= FAILURES
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody waits for an answer."""
+        with self._changed:
+            return bool(self._readers)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._stopping and self.scheduler.idle:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+            try:
+                new = self.scheduler.step(STEPS)
+            except BaseException as problem:  # a panic in Rust is no Exception
+                LOG.exception("a step of %s failed", self._thread.name)
+                self._recover(problem if isinstance(problem, Exception) else RuntimeError(str(problem)))
+                if self.ended is not None:
+                    return
+                continue
+            self._failures = 0
+            with self._changed:
+                for progress in new:
+                    self.tokens[progress.generation.request.adapter] += len(progress.tokens)
+                    self._deliver(progress.generation, progress)
+
+    def _deliver(self, generation: Generation, new: Progress | Exception) -> None:
+        if (reader := self._readers.get(generation)) is not None:
+            loop, queue = reader
+            loop.call_soon_threadsafe(queue.put_nowait, new)
+
+    def _recover(self, problem: Exception) -> None:
+        """Tells the requests of a step why it failed. Of several processes the others may still compute the step, so
+        that nothing can be computed with them any more."""
+        self._failures += 1
+        failed = self.scheduler.recover()
+        with self._changed:
+            if jax.process_count() > 1:
+                self.ended, failed = problem, list(self._readers)
+            for generation in failed:
+                self._deliver(generation, problem)
+
 
 VERSION = meshtune.__version__
 
@@ -247,3 +360,147 @@ def load_served(
         sources[adapter_name] = find(source.base, adapter, **tokenizer_options)
     loading: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "cache": cache, "mesh": mesh, "job": job}
     return load_variants(sources, rewards=True, share_batch=True, merge=merge, **loading)
+
+
+class PlacedToken(NamedTuple):
+    """A token with its log-probabilities and its place in the text."""
+
+    token: Token
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceDelta:
+    """New text of choice number `index`, the number of tokens generated for it, why the choice ended (None: it has
+    not), and the tokens of the text where log-probabilities are requested."""
+
+    index: int
+    text: str
+    generated: int
+    tokens: list[PlacedToken]
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceRequest:
+    """A request to the engine for choice number `index`, with the strings that end its text.
+
+    `continued` writes the text as the prompt's continuation, else as a text that begins. Special tokens that are
+    `visible` are part of it.
+    """
+
+    index: int
+    request: GenerationRequest
+    stop: tuple[str, ...]
+    continued: bool
+    visible: frozenset[int] = frozenset()
+
+
+class Completion(Protocol):
+    """One request of a client and its choices, as OpenAI's API writes them."""
+
+    @property
+    def request(self) -> CompletionFields: ...
+
+    @property
+    def served(self) -> Served: ...
+
+    @property
+    def choices(self) -> Sequence[ChoiceRequest]: ...
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The fields of a response, or of a chunk of a stream, but its choices."""
+        ...
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether `choice` computes log-probabilities of the prompt."""
+        ...
+
+    def choice(self, request: ChoiceRequest, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """A choice of a whole response."""
+        ...
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """The choices that a stream begins with, before any text."""
+        ...
+
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """The choices of a stream's chunks for new text."""
+        ...
+
+
+async def stream_choice(served: Served, choice: ChoiceRequest) -> AsyncGenerator[ChoiceDelta]:
+    """The text of a choice as it grows; one that is not read to its end is cancelled."""
+    request = choice.request
+    if request.max_tokens == 0:
+        yield ChoiceDelta(choice.index, "", 0, [], "length")
+        return
+    text = _ChoiceText(served, choice)
+    async with aclosing(served.worker.stream(request)) as steps:
+        async for step in steps:
+            new = [token for token in step.tokens if token.id not in request.stop_ids]
+            shown, reason = text.push(new), step.finish_reason
+            if reason is not None and not text.stopped:
+                shown += text.finish()
+            if text.stopped:
+                reason = "stop"
+            if shown or new or reason is not None:
+                tokens = text.take_tokens(ended=reason is not None and not text.stopped)
+                yield ChoiceDelta(choice.index, shown, len(new), tokens, reason)
+            if reason is not None:
+                return
+
+
+class _ChoiceText:
+    """The text of a choice up to a stop string, and its tokens where log-probabilities are requested."""
+
+    def __init__(self, served: Served, choice: ChoiceRequest):
+        prompt = choice.request.prompt if choice.continued else ()
+        self._decoder = Detokenizer(served.model.tokenizer, prompt, choice.visible)
+        self._stop, self._shown = StopStrings(choice.stop), 0
+        self._new: deque[Token] = deque()
+        self._placed: deque[PlacedToken] = deque()
+        self._alignment = None
+        if choice.request.alternatives is not None:
+            hidden = served.special_ids - choice.visible
+            self._alignment = Alignment(self._decoder, served.token_bytes, hidden, choice.continued)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._stop.found
+
+    def push(self, tokens: list[Token]) -> str:
+        """The text that these tokens complete, and that is no beginning of a stop string."""
+        if self._alignment is None:
+            return self._stop.push(self._decoder.push([token.id for token in tokens]))
+        self._new += tokens
+        text = ""
+        for token in tokens:
+            part, places = self._alignment.push(token.id)
+            self._place(places)
+            text += part
+        return self._show(self._stop.push(text))
+
+    def finish(self) -> str:
+        """The text that was held back, when no more tokens come."""
+        text, places = (self._decoder.finish(), []) if self._alignment is None else self._alignment.finish()
+        self._place(places)
+        text = self._stop.push(text)
+        return self._show(text + self._stop.finish())
+
+    def take_tokens(self, ended: bool) -> list[PlacedToken]:
+        """The tokens that begin in the text shown so far, each once; all of them where the text has `ended`."""
+        tokens = []
+        while self._placed and (ended or self._placed[0].place.offset < self._shown):
+            tokens.append(self._placed.popleft())
+        return tokens
+
+    def _place(self, places: list[Place]) -> None:
+        self._placed += [PlacedToken(self._new.popleft(), place) for place in places]
+
+    def _show(self, text: str) -> str:
+        self._shown += len(text)
+        return text

@@ -1,21 +1,25 @@
-"""Whether a run fits the memory that is free, and the changes with which it does."""
+"""Compares a run with the memory that is free, and finds the changes with which it fits."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshtune.config.recipe import Recipe
-from meshtune.costs.hardware import Target
+from meshtune.costs.hardware import Target, known_devices
+from meshtune.costs.workload import Candidate, layout_on
 from meshtune.errors import UserError, amount
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.setup.memory import FreeMemory
-from meshtune.setup.remedies import try_remedies
 from meshtune.setup.search import (
     MESH,
     MICRO,
+    OFFLOAD,
+    QUANTIZE,
+    REMAT,
     Overrides,
+    OverrideValue,
     ScoredCandidate,
     apply_overrides,
     autotune,
@@ -27,6 +31,207 @@ from meshtune.setup.search import (
     workload_of,
 )
 from meshtune.setup.shortage import MemoryShortage, size_in_words
+from meshtune.translatable import Translatable
+
+# Commonly available machine sizes as (hosts, devices per host), smallest first.
+SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8))
+CHUNKS = (4096, 1024)  # tokens of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A change that saves memory: its name, its cost, and the candidate with it (None if it does not apply).
+
+    `refusal` says why it does not apply. `changes` are the overrides that it adds; it is `redundant` if a later remedy
+    makes it unnecessary.
+    """
+
+    name: str
+    cost: str
+    scored: ScoredCandidate | None
+    refusal: str = ""
+    changes: Overrides = dataclasses.field(default_factory=dict)
+    redundant: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.scored is not None and self.scored.fits
+
+    @property
+    def overrides(self) -> Overrides:
+        """All overrides of the candidate, those of earlier remedies included."""
+        return {} if self.scored is None else self.scored.overrides
+
+
+@dataclasses.dataclass(frozen=True)
+class _Proposal:
+    """A remedy to try: alternative overrides, or the recipe key by which the user has `fixed` it."""
+
+    name: str
+    cost: str
+    alternatives: Sequence[Overrides]
+    fixed: str | None
+
+
+def try_remedies(start: ScoredCandidate, recipe: Recipe) -> list[Remedy]:
+    """Applies remedies, each on top of those before it, until the run fits. Keys that `recipe` sets are not changed."""
+    remedies: list[Remedy] = []
+    best = start
+    for proposal in _proposals(recipe, start.candidate):
+        name, cost = proposal.name, proposal.cost
+        if proposal.fixed:
+            remedies.append(Remedy(name, cost, None, Translatable("the recipe sets {key}", key=proposal.fixed)))
+            continue
+        better = _best_alternative(best, proposal.alternatives)
+        if isinstance(better, str):
+            remedies.append(Remedy(name, cost, None, better))
+            continue
+        if better.estimate.device_bytes >= best.estimate.device_bytes:
+            remedies.append(Remedy(name, cost, None, Translatable("it saves nothing here")))
+            continue
+        changes = {key: value for key, value in better.overrides.items() if best.overrides.get(key) != value}
+        remedies.append(Remedy(name, cost, better, changes=changes))
+        best = better
+        if better.fits:
+            return _without_redundant(remedies, start)
+    return remedies
+
+
+def _without_redundant(remedies: list[Remedy], start: ScoredCandidate) -> list[Remedy]:
+    """Marks the remedies that the last one makes unnecessary, and removes their overrides from its candidate."""
+    last = remedies[-1]
+    assert last.scored is not None
+    best = last.scored
+    for remedy in remedies[:-1]:
+        fewer = {key: value for key, value in best.overrides.items() if remedy.changes.get(key) != value}
+        if remedy.scored is None or len(fewer) == len(best.overrides):
+            continue
+        restored = {key: start.overrides[key] for key in remedy.changes if key in start.overrides}
+        reduced = _best_alternative(start, [{**fewer, **restored}])
+        if not isinstance(reduced, str) and reduced.fits:
+            best = reduced
+    needed = set(best.overrides)
+    remedies = [*remedies[:-1], dataclasses.replace(last, scored=best)]
+    return [dataclasses.replace(remedy, redundant=not set(remedy.changes) <= needed) for remedy in remedies]
+
+
+def smallest_machine(recipe: Recipe, target: Target) -> Target | None:
+    """The machine with the least memory on which some configuration is estimated to fit, with weights on the devices.
+
+    Of two with equal memory, the one with fewer devices; None if even hundreds of the largest devices do not suffice.
+    """
+    available = [device for device in known_devices().values() if device.platform != "cpu"]
+    if target.device.name not in {device.name for device in available}:
+        available.append(target.device)
+    machines = [Target(hosts, per_host, device) for device in available for hosts, per_host in SIZES]
+    for machine in sorted(machines, key=lambda machine: (machine.devices * machine.device.memory, machine.devices)):
+        if _can_fit(recipe, machine):
+            return machine
+    return None
+
+
+def _can_fit(recipe: Recipe, machine: Target) -> bool:
+    """Whether the leanest configurations fit: layers recomputed, small micro-batches, offloading where allowed."""
+    keys = open_keys(recipe, search=True)
+    quantise = QUANTIZE in keys and recipe.method.adapters is not None
+    workload = workload_of(apply_overrides(recipe, {QUANTIZE: "nf4"}) if quantise else recipe, machine.device.backend)
+    layout = layout_on(MeshConfig(fsdp=1), workload.spec)
+    roles = ("frozen", "full", "adapter") if OFFLOAD in keys else ("frozen", "full", "adapter", "optimizer")
+    persistent = sum(array.local_bytes(layout) for array in workload.persistent if array.role in roles)
+    if persistent > memory_limit(machine) * machine.devices:
+        return False
+    lean: dict[str, OverrideValue] = {REMAT: "full"} if REMAT in keys else {}
+    if quantise:
+        lean[QUANTIZE] = "nf4"
+    if OFFLOAD in keys:
+        lean[OFFLOAD] = ["residual", "optimizer"]
+    micro_batch = recipe.train.batch_size // recipe.train.accumulation
+    sizes = [n for n in range(1, micro_batch + 1) if micro_batch % n == 0] if MICRO in keys else [micro_batch]
+    for mesh in _meshes(machine):
+        for rows in sizes:
+            overrides = {**lean, MESH: mesh, **({MICRO: rows} if MICRO in keys else {})}
+            try:
+                if score(apply_overrides(recipe, overrides), machine, workload).fits:
+                    return True
+            except UserError:
+                continue
+    return False
+
+
+def _best_alternative(start: ScoredCandidate, alternatives: Sequence[Overrides]) -> ScoredCandidate | str:
+    """The first alternative that fits, else the one that needs least memory, or the reason why none is possible."""
+    possible: list[ScoredCandidate] = []
+    target, reason = start.candidate.target, Translatable("it does not apply to this recipe")
+    for overrides in alternatives:
+        recipe = apply_overrides(start.recipe, overrides)
+        try:
+            quantised = QUANTIZE in overrides
+            workload = workload_of(recipe, target.device.backend) if quantised else start.candidate.workload
+            scored = score(recipe, target, workload, {**start.overrides, **overrides})
+        except UserError as error:
+            reason = error.what
+            continue
+        if scored.fits:
+            return scored
+        possible.append(scored)
+    return min(possible, key=lambda scored: scored.estimate.device_bytes) if possible else reason
+
+
+def _proposals(recipe: Recipe, candidate: Candidate) -> Iterator[_Proposal]:
+    """All remedies in the order of their cost."""
+    micro_batch, compute = candidate.rows, recipe.compute
+    searchable = open_keys(recipe, search=True)
+
+    def unless_open(key: str) -> str | None:
+        return None if key in searchable else key
+
+    meshes: list[Overrides] = [{MESH: mesh} for mesh in _meshes(candidate.target)]
+    smaller = [{MICRO: n} for n in range(micro_batch - 1, 0, -1) if micro_batch % n == 0]
+    yield _Proposal(
+        Translatable("recompute layers"), Translatable("a third more arithmetic"), [{REMAT: "full"}], unless_open(REMAT)
+    )
+    yield _Proposal(Translatable("another mesh"), Translatable("other messages"), meshes, unless_open(MESH))
+    yield _Proposal(
+        Translatable("smaller micro-batches"), Translatable("more messages per update"), smaller, unless_open(MICRO)
+    )
+    for key, name, current in (
+        ("compute.mlp_chunk", Translatable("chunked norm and feed-forward"), compute.mlp_chunk),
+        ("compute.attention_chunk", Translatable("chunked attention queries"), compute.attention_chunk),
+    ):
+        yield _Proposal(name, Translatable("a little arithmetic"), [{key: n} for n in CHUNKS], key if current else None)
+    offload_set = OFFLOAD if "offload" in compute.model_fields_set else None
+    offloaded = list(candidate.offload)
+    for part, name, cost in (
+        (
+            "residual",
+            Translatable("residual stream on the host"),
+            Translatable("PCIe traffic that overlaps with computation"),
+        ),
+        (
+            "optimizer",
+            Translatable("optimizer state on the host"),
+            Translatable("PCIe traffic at the end of an update"),
+        ),
+    ):
+        yield _Proposal(name, cost, [{OFFLOAD: list(dict.fromkeys([*offloaded, part]))}], offload_set)
+        offloaded = [*offloaded, part]
+    lora = recipe.method.adapters is not None
+    nf4: list[Overrides] = [{QUANTIZE: "nf4"}] if lora else []
+    yield _Proposal(
+        Translatable("nf4 base"), Translatable("rounded frozen weights"), nf4, unless_open(QUANTIZE) if lora else None
+    )
+    on_host: list[Overrides] = [{OFFLOAD: [*offloaded, "weights"]}]
+    yield _Proposal(Translatable("weights on the host"), Translatable("all weights cross PCIe"), on_host, offload_set)
+
+
+def _meshes(target: Target) -> list[dict[str, int]]:
+    """Fully sharded meshes, alone and with 2, 4 or 8 ways of tp or cp."""
+    n = target.devices
+    meshes = [{"fsdp": n}] + [
+        {"fsdp": n // size, axis: size} for size in (2, 4, 8) if n % size == 0 for axis in ("tp", "cp")
+    ]
+    return [{axis: size for axis, size in mesh.items() if size > 1} or {"fsdp": 1} for mesh in meshes]
+
 
 ESTIMATE_ERROR = 0.1  # estimates are within so much of the compilers' figures (tests/costs/test_estimate.py)
 GO_ON = "compute.memory_check=false goes on all the same"

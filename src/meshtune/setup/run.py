@@ -13,14 +13,12 @@ from meshtune.errors import UserError
 from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import OffloadName, Precision
-from meshtune.model.sharding import check_batch
+from meshtune.model.gather import check_batch
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
-from meshtune.setup.coverage import coverage_decisions
-from meshtune.setup.devices import ProcessDevices, check_devices
-from meshtune.setup.machine import Machine
-from meshtune.setup.quantization import quantize_decisions
+from meshtune.setup.coverage import coverage_decisions, quantize_decisions
+from meshtune.setup.machine import Machine, ProcessDevices, check_devices
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype

@@ -23,7 +23,7 @@ from meshtune.costs.workload import Candidate, Workload, layout_on, workload_on
 from meshtune.errors import UserError, amount
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.model.sharding import check_batch, check_experts
+from meshtune.model.gather import check_batch, check_experts
 from meshtune.quantize.config import FormatName, QuantizeConfig
 from meshtune.quantize.published import read_scheme
 from meshtune.quantize.published.scheme import Scheme

@@ -10,8 +10,8 @@ from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
-from meshtune.objectives.score import Objective
 from meshtune.objectives.stages import STAGES
 from meshtune.setup.choices import Decision
 

@@ -1,4 +1,5 @@
 """Resolves the model that a run starts from: the published one, or one with adapters merged, new tokens or new layers.
+`materialize` writes it.
 
 `materialize` writes it.
 """
@@ -11,8 +12,7 @@ import pathlib
 from meshtune.adapters.continued import resumed_config
 from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
-from meshtune.data.new_tokens import NewTokens
-from meshtune.data.tokenizer import tokenizer_of
+from meshtune.data.tokenizer import NewTokens, tokenizer_of
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.families.composite import with_text_fields
@@ -20,12 +20,26 @@ from meshtune.families.expansion import expanded_config, group_layers
 from meshtune.families.experts import with_aux_loss, with_bias_update_rate
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
-from meshtune.runs.output import ADAPTER
-from meshtune.runs.sources import is_run
-from meshtune.runs.states import split_state, state_result
-from meshtune.runs.verify import check_result
-from meshtune.setup.start_spec import Start
+from meshtune.runs.output import ADAPTER, check_result
+from meshtune.runs.sources import is_run, split_state, state_result
 from meshtune.weights.load import load_config, spec_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The model that a run starts from.
+
+    `config` and `spec` are of the model that is trained; `source` is its directory, or that of the model it is made
+    from where `changed` is set. `tokens` are new ones, `blocks` the number of new layers.
+    """
+
+    source: pathlib.Path
+    config: dict[str, object]
+    spec: ModelSpec
+    method: Method
+    tokens: NewTokens = dataclasses.field(default_factory=NewTokens)
+    blocks: int = 0
+    changed: bool = False
 
 
 def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:

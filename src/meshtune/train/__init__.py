@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshtune.config.recipe import Recipe
-    from meshtune.train.result.result import Result
+    from meshtune.train.result.final import Result
 
 
 class _Training(types.ModuleType):

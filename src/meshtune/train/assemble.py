@@ -40,8 +40,7 @@ from meshtune.setup.stage import batch_arrays, draws, objective_of
 from meshtune.train.run_setup import PreparedRun
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state, init_state
-from meshtune.weights.load import load_params, load_weight, with_score
-from meshtune.weights.load_report import LoadReport
+from meshtune.weights.load import LoadReport, load_params, load_weight, with_score
 
 
 def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:

@@ -21,24 +21,27 @@ from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claim_output, read_run, write_recipe, write_run
-from meshtune.setup.attention_check import checked_attention
+from meshtune.setup.choices import checked_attention
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
 from meshtune.train.assemble import LoadedRun, load_run
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
-from meshtune.train.interrupt import interruptible
-from meshtune.train.loop import Ended, Task, run_loop
-from meshtune.train.report import banner, metrics_log, page, prediction, trackers
-from meshtune.train.report.console_log import ConsoleLog, log_console
+from meshtune.train.loop import Ended, Task, interruptible, run_loop
+from meshtune.train.report import banner, events, metrics_log, page
 from meshtune.train.report.events import Sink, open_sinks
-from meshtune.train.report.plot import LossPlot
-from meshtune.train.report.progress import ProgressBar
-from meshtune.train.report.smoothing import SmoothedLoss
-from meshtune.train.result.final import export_result
-from meshtune.train.result.result import Result
-from meshtune.train.run_setup import PreparedRun, set_up_run, with_base, with_micro_batch
-from meshtune.train.shrink import CompiledShortage, runtime_fix, smaller_micro_batches
+from meshtune.train.report.plot import LossPlot, SmoothedLoss
+from meshtune.train.report.progress import ConsoleLog, ProgressBar, log_console
+from meshtune.train.result.final import Result, export_result
+from meshtune.train.run_setup import (
+    CompiledShortage,
+    PreparedRun,
+    runtime_fix,
+    set_up_run,
+    smaller_micro_batches,
+    with_base,
+    with_micro_batch,
+)
 from meshtune.train.task import make_task
 
 
@@ -203,7 +206,7 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
         checkpoints.wait()
     for saver in savers:
         saver.close()
-    for line in prediction.summary_lines(probes, lambda fields: _write_run(run, fields)):
+    for line in banner.summary_lines(probes, lambda fields: _write_run(run, fields)):
         console.print(line)
     if ended.interrupted is not None and ended.step < run.total_steps:
         return _stop(run, ended, loss)
@@ -228,12 +231,12 @@ def _show_resume(run: PreparedRun, resumed: Resumed | None) -> None:
         console.print(f"[yellow]{error.what}; it is written again[/]", highlight=False)
 
 
-def _step_probes(run: PreparedRun, task: Task) -> list[prediction.StepProbe]:
+def _step_probes(run: PreparedRun, task: Task) -> list[banner.StepProbe]:
     """Returns the probes that compare the step with its prediction, on process 0."""
     if not run.job.is_main_process:
         return []
     length = run.data.train.row_length
-    return prediction.step_probes(task.step, run.recipe, run.target, run.layout, length)
+    return banner.step_probes(task.step, run.recipe, run.target, run.layout, length)
 
 
 def _sinks(run: PreparedRun, start: int, history: Sequence[Mapping[str, object]], loss: SmoothedLoss) -> list[Sink]:
@@ -251,7 +254,7 @@ def _sinks(run: PreparedRun, start: int, history: Sequence[Mapping[str, object]]
     )
     progress = ProgressBar(run.console, loss, run.log, headline=stage.headline)
     sinks: list[Sink] = [loss, progress, metrics_log.MetricsLog(output, interval=log.every), plot]
-    return sinks + [trackers.TRACKERS[name](output, log.project, run.fields, start) for name in log.trackers]
+    return sinks + [events.TRACKERS[name](output, log.project, run.fields, start) for name in log.trackers]
 
 
 def _facts(run: PreparedRun, record: Record, status: str) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""Everything of a run that is resolved before its output directory is touched: recipe, model, data, kernels, base."""
+"""Everything of a run that is decided before its output directory is touched, and smaller micro-batches for one that
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import dataclasses
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -25,28 +28,25 @@ from meshtune.mesh.agreement import code_version, first_of_each_host, require_ag
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import check_batch
-from meshtune.runs.output import RECIPE, check_output
-from meshtune.runs.verify import check_source
+from meshtune.model.gather import check_batch
+from meshtune.runs.output import RECIPE, check_output, check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
-from meshtune.setup.devices import device_table, gather_devices, hosts
 from meshtune.setup.fit import MemoryCheck
-from meshtune.setup.machine import local_target, this_machine
+from meshtune.setup.machine import device_table, gather_devices, hosts, local_target, this_machine
 from meshtune.setup.materialize import materialize_start, resumed_adapter
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.search import MICRO, apply_overrides, autotune, merge_decisions
-from meshtune.setup.shortage import MemoryShortage
+from meshtune.setup.shortage import MemoryShortage, size_in_words
 from meshtune.setup.stage import reference_of
-from meshtune.train.checkpoint.record import Record, versions
-from meshtune.train.report import banner, trackers
-from meshtune.train.report.console_log import ConsoleLog
+from meshtune.train.checkpoint.checkpoints import Record, versions
+from meshtune.train.report import banner, events
+from meshtune.train.report.progress import ConsoleLog
 from meshtune.train.step.state import TrainState
-from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.inspect import base_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
 
 TOO_LARGE = "this is not expected to fit"
 
@@ -143,7 +143,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     console.print(device_table(processes))
     if job.is_main_process:
         check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
-        trackers.check_installed(list(recipe.log.trackers))
+        events.check_installed(list(recipe.log.trackers))
     machine, host_count = this_machine(), len(hosts(processes))
     target = local_target(machine, host_count)
     requested = with_saved_micro_batch(recipe, output, job)
@@ -287,3 +287,60 @@ def _prepare_data(
     if context and longest > context:
         console.print(f"[yellow]data.max_length {longest} is beyond the model's context of {context} tokens[/]")
     return data
+
+
+class CompiledShortage(MemoryShortage):
+    """A compiled step does not fit. All processes raise it; `rows` is the micro-batch that does, if any."""
+
+    rows: int | None = None
+
+
+def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job) -> None:
+    """Raises CompiledShortage, on all processes alike, for a step whose temporary arrays exceed the free memory of
+    a device. Its arguments are there already, but for what a CPU's estimate counts of the host."""
+    free = free_memory(job, memory.target.per_host).device
+    figures = job.exchange("compiled memory", [arguments, temporary])
+    arguments, temporary = max(figures, key=sum)
+    if temporary <= free:
+        return
+    rows, fix = memory.micro_batch(arguments + temporary), memory.fix(arguments + temporary)
+    rows, fix = job.exchange("compiled memory: fix", [rows, fix])[0]
+    error = CompiledShortage(
+        f"the compiled step needs {size_in_words(arguments + temporary)} of memory on each device, "
+        f"{size_in_words(temporary)} of them beside what is loaded, and {size_in_words(free)} are free",
+        where=memory.rows_in_words,
+        fix=fix,
+    )
+    error.rows = rows
+    raise error
+
+
+def smaller_micro_batches(run: PreparedRun) -> Iterator[int]:
+    """Micro-batches of at most half the rows that batch and mesh allow, largest first."""
+    recipe, layout = run.recipe, run.layout
+    if recipe.optimizer.in_backward:
+        return
+    for rows in range(run.rows // 2, 0, -1):
+        if recipe.train.batch_size % rows:
+            continue
+        try:
+            if layout is not None:
+                check_batch(MeshConfig(**layout.mesh.shape), rows, run.data.train.row_length)
+        except UserError:
+            continue
+        yield rows
+
+
+def runtime_fix(run: PreparedRun, saved: int | None) -> str:
+    """Suggests changes for a run that ran out of memory while it loaded or computed; `saved` is its last checkpoint."""
+    recipe, compute, length = run.recipe, run.compute, run.data.train.row_length
+    fixes = [f"train.micro_batch={rows} (the result stays the same)" for rows in smaller_micro_batches(run)][:1]
+    if compute.remat != "full":
+        fixes.append("compute.remat=full")
+    if "residual" not in compute.offload and compute.platform != "cpu":
+        fixes.append("compute.offload=[residual]")
+    if recipe.method.adapters is not None and recipe.quantize is None:
+        fixes.append("quantize=nf4")
+    fixes.append(f"data.max_length below {length}")
+    go_on = f"resume=true accept_changes=true goes on from update {saved}; " if saved is not None else ""
+    return f"{go_on}from the mildest to the strongest: {', '.join(fixes)}"

@@ -17,17 +17,22 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
-from meshtune.objectives.score import Batch
+from meshtune.objectives.answers import Batch
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.assemble import LoadedRun, step_for
 from meshtune.train.checkpoint.checkpoints import Record
-from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, save_interval
-from meshtune.train.evaluation.early_stopping import EarlyStopping
-from meshtune.train.evaluation.evaluate import Evaluation, evaluate
-from meshtune.train.loop import LoadedBatches, Task
-from meshtune.train.lost_updates import LostUpdates
-from meshtune.train.shrink import check_compiled
+from meshtune.train.evaluation.evaluate import (
+    Cadence,
+    EarlyStopping,
+    Evaluation,
+    at_interval,
+    evaluate,
+    evaluations,
+    save_interval,
+)
+from meshtune.train.loop import LoadedBatches, LostUpdates, Task
+from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import TrainState
 
@@ -141,7 +146,7 @@ def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | No
     options = run.recipe.sample
     if not options.prompts:
         return None
-    from meshtune.generate.samples import sample
+    from meshtune.generate.text import sample
 
     chat = run.data.report.template is not None
 

@@ -10,8 +10,8 @@ from meshtune.families import tensors
 from meshtune.families.composite import HEAD, incomplete_parts, passed_through, tensor_name
 from meshtune.families.tensors import TensorMap
 from meshtune.model.spec import ModelSpec
-from meshtune.weights.buffers import row_ranges
 from meshtune.weights.safetensors_files import FLOATS, TensorInfo
+from meshtune.weights.shards import row_ranges
 from meshtune.weights.tensor_reader import TensorReader
 
 # Tensors that checkpoints carry and no model needs: buffers that are computed from the config.

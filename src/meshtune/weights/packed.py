@@ -20,9 +20,8 @@ from meshtune.families.tensors import TensorMap
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published.scheme import Scheme
 from meshtune.quantize.weight import QuantisedWeight
-from meshtune.weights.decode import StoredParts
 from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, Packed, TensorInfo, headers
-from meshtune.weights.tensor_reader import TensorReader
+from meshtune.weights.tensor_reader import StoredParts, TensorReader
 
 
 def model_tensors(directory: Path, scheme: Scheme | None) -> dict[str, TensorInfo]:

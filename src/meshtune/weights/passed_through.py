@@ -14,8 +14,7 @@ from meshtune.families import tensors
 from meshtune.families.composite import passed_through
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
-from meshtune.weights.file_tensors import StoredTensor
-from meshtune.weights.safetensors_files import TensorInfo, headers, tensor_names
+from meshtune.weights.safetensors_files import StoredTensor, TensorInfo, headers, tensor_names
 from meshtune.weights.tensor_reader import TensorReader
 
 

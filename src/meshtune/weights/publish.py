@@ -1,8 +1,11 @@
-"""A directory that appears whole or not at all."""
+"""Writes a directory or a file under another name until it is whole, so that readers never see half of it. Drafts are
+locked, so that they are known from those that a killed process has left.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import pathlib
@@ -10,9 +13,36 @@ import shutil
 from collections.abc import Iterator
 
 from meshtune.errors import UserError
-from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.weights.file_lock import is_locked, lock
+
+
+@contextlib.contextmanager
+def lock(draft: pathlib.Path) -> Iterator[None]:
+    """Marks a file or folder that is being written. The operating system takes the mark away with the process, whatever
+    ends it; clocks play no part."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the file system has no locks
+            handle = os.open(draft, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def is_locked(draft: pathlib.Path) -> bool:
+    """Whether a process that runs writes `draft`, or this cannot be known."""
+    try:
+        handle = os.open(draft, os.O_RDONLY)
+    except OSError:
+        return draft.exists()
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
 
 MARGIN = 1 << 20  # bytes beside those of the tensors
 

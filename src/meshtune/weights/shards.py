@@ -1,26 +1,159 @@
-"""The shards of a model's leaves on this process's devices while they are filled from files, quantised ones too."""
+"""Fills the shards of a model's leaves on this process's devices from files, block by block, quantised leaves too."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax import lax
 from jax import make_array_from_single_device_arrays as from_shards
 from jax.sharding import SingleDeviceSharding
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves
-from meshtune.families.tensors import TensorMap
+from meshtune.families.tensors import TensorMap, by_name
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, host_sharding
 from meshtune.quantize.scales import twice_quantised
 from meshtune.quantize.weight import QuantisedWeight, encode_blocks
-from meshtune.weights.buffers import Buffer, HostBuffer, allocate, buffer_for
-from meshtune.weights.read_plan import Block, Box, Cut, Device, boxes
+from meshtune.weights.finite import check_finite
+from meshtune.weights.read_plan import Block, Box, Cut, Device, boxes, read_plan
+from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
+from meshtune.weights.tensor_reader import BroadcastReader, TensorReader
+
+GROUP_BYTES = 256 << 20
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Buffer(Protocol):
+    """A shard that can be written in part; `array` is the shard."""
+
+    @property
+    def array(self) -> jax.Array: ...
+
+    def put(self, cut: Cut, block: np.ndarray) -> None:
+        """Writes what a cut takes of a block, cast to the shard's dtype."""
+        ...
+
+    def put_at(self, at: tuple[int, ...], numbers: np.ndarray | jax.Array) -> None:
+        """Writes a box of the shard whose first number is at index `at`; missing leading dimensions are of size one."""
+        ...
+
+
+class HostBuffer:
+    """A shard in the memory of a CPU device, which the host writes directly. Threads may write different parts."""
+
+    def __init__(self, array: jax.Array):
+        self.array = array.block_until_ready()
+        # np.asarray would give a read-only view and keep a reference that prevents a later donation. The memory is
+        # XLA's own and nothing has read it yet.
+        content = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+        self.numbers = np.ctypeslib.as_array(content).view(array.dtype).reshape(array.shape)
+
+    def put(self, cut: Cut, block: np.ndarray) -> None:
+        copy_cast(cut.within(self.numbers), cut.of(block))
+
+    def put_at(self, at: tuple[int, ...], numbers: np.ndarray | jax.Array) -> None:
+        numbers = np.asarray(numbers)
+        shape = (1,) * (len(at) - numbers.ndim) + numbers.shape
+        target = self.numbers[tuple(slice(start, start + n) for start, n in zip(at, shape, strict=True))]
+        assert target.shape == shape, f"a box of {shape} at {at} is not in the shard of {self.numbers.shape}"
+        copy_cast(target, numbers.reshape(shape))
+
+
+class DeviceBuffer:
+    """A shard in the memory of an accelerator, updated in place by a compiled program."""
+
+    def __init__(self, array: jax.Array):
+        self.array = array
+        self._device = next(iter(array.devices()))
+        self._lock = threading.Lock()
+
+    def put(self, cut: Cut, block: np.ndarray) -> None:
+        for at, numbers in cut.runs(block):
+            self.put_at(at, np.ascontiguousarray(numbers))
+
+    def put_at(self, at: tuple[int, ...], numbers: np.ndarray | jax.Array) -> None:
+        block = jax.device_put(numbers, self._device)
+        with self._lock:
+            self.array = update_slice(self.array, block, np.asarray(at, np.int32))
+            # One block in flight: an asynchronous queue of them would hold them all.
+            self.array.block_until_ready()
+
+
+def buffer_for(array: jax.Array) -> Buffer:
+    """The buffer that writes into an array just allocated on one device."""
+    (device,) = array.devices()
+    return HostBuffer(array) if device.platform == "cpu" else DeviceBuffer(array)
+
+
+def copy_cast(target: np.ndarray, numbers: np.ndarray) -> None:
+    """target[...] = numbers, cast to the target's dtype."""
+    if target.dtype == numbers.dtype:
+        # As integers: numpy copies them without holding the interpreter's lock, and faster than dtypes of extensions.
+        bits = np.dtype(f"u{target.dtype.itemsize}")
+        np.copyto(target.view(bits), numbers.view(bits))
+    elif numbers.dtype == BFLOAT16 and target.dtype == np.float32:
+        np.left_shift(numbers.view(np.uint16), 16, out=target.view(np.uint32), dtype=np.uint32)
+    else:
+        target[...] = numbers.astype(target.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update_slice(leaf: jax.Array, block: jax.Array, at: jax.Array) -> jax.Array:
+    """`leaf` with `block`, cast to its dtype, written at index `at` (int32, one a dimension of leaf), in place."""
+    block = block.astype(leaf.dtype).reshape((1,) * (leaf.ndim - block.ndim) + block.shape)
+    return lax.dynamic_update_slice(leaf, block, tuple(at[i] for i in range(leaf.ndim)))
+
+
+def allocate(arrays: dict[str, tuple[tuple[int, ...], str]], device: jax.Device | None = None) -> dict[str, jax.Array]:
+    """The memory of some leaves (path -> shape and dtype), all zero, on one device (None: the default device)."""
+    sharding = None if device is None else SingleDeviceSharding(device)
+
+    def zeros(paths: tuple[str, ...]) -> dict[str, jax.Array]:
+        return {path: jnp.zeros(*arrays[path]) for path in paths}
+
+    program = jax.jit(zeros, static_argnums=0, out_shardings=sharding)
+    # One program for many leaves: a compilation for every shape would take longer than reading a small model. Several
+    # for a large one: the first write to a page of host memory costs three times what reading it from a file does.
+    groups = _groups({path: math.prod(shape) * jnp.dtype(dtype).itemsize for path, (shape, dtype) in arrays.items()})
+    with ThreadPoolExecutor(len(groups), "allocate") as threads:
+        parts = list(threads.map(lambda paths: jax.block_until_ready(program(tuple(paths))), groups))
+    return {path: array for part in parts for path, array in part.items()}
+
+
+def _groups(sizes: dict[str, int]) -> list[list[str]]:
+    """Leaves in groups of about equal bytes: one for each processor, but none for less than GROUP_BYTES."""
+    count = max(1, min(os.cpu_count() or 1, 8, sum(sizes.values()) // GROUP_BYTES))
+    groups: list[list[str]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        smallest = filled.index(min(filled))
+        groups[smallest].append(path)
+        filled[smallest] += sizes[path]
+    return [group for group in groups if group]
+
+
+def row_ranges(shape: tuple[int, ...], itemsize: int, limit: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of a tensor's first axis, each at most `limit` bytes (or one row), and as equal as can be:
+    every other size is another program to compile.
+    """
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
+    largest = max(1, limit // row_bytes)
+    rows = -(-shape[0] // -(-shape[0] // largest)) if shape[0] else largest
+    return [(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]
 
 
 class Shards:
@@ -211,3 +344,149 @@ def _replicate(layout: Layout) -> jax.stages.Wrapped:
 
 def _is_local(device: Device) -> bool:
     return device is None or device.process_index == jax.process_index()
+
+
+Progress = Callable[[int, int], None]
+THREADS = max(3, min(4, os.cpu_count() or 1))  # each holds a block; more than cores, since some wait for a device
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor of a file: the parts of leaves that are views of it, and the blocks it is read in."""
+
+    info: TensorInfo
+    entries: tuple[TensorMap, ...]
+    blocks: list[Block]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.info.dtype]
+
+    def check(self, numbers: np.ndarray) -> None:
+        """Raises UserError where a block that was read has a number that is not finite."""
+        check_finite(numbers, self.entries[0].name, self.info.file)
+
+    def nbytes(self, block: Block) -> int:
+        return int(np.prod(block.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def read_into(
+    shards: Shards,
+    table: Iterable[TensorMap],
+    infos: Mapping[str, TensorInfo],
+    reader: TensorReader,
+    broadcaster: BroadcastReader | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the tensors of a table into the shards, in place, in the order of the files.
+
+    With a `broadcaster` one process of its group reads and broadcasts every block, and all must make the same calls.
+    `progress(done, total)` counts bytes of files. Host memory: THREADS + 1 blocks; with a broadcaster two.
+    """
+    tensors = _in_file_order(shards, table, infos)
+    total = sum(tensor.nbytes(block) for tensor in tensors for block in tensor.blocks)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress:
+            progress(done, total)
+
+    if broadcaster is None:
+        _read_in_threads(shards, tensors, reader, advance)
+    else:
+        _read_broadcast(shards, tensors, reader, broadcaster, advance)
+
+
+def _in_file_order(shards: Shards, table: Iterable[TensorMap], infos: Mapping[str, TensorInfo]) -> list[_Tensor]:
+    tensors = []
+    for name, entries in by_name(table).items():
+        info = infos[name]
+        quantised = any(shards.is_quantised(entry.path) for entry in entries)
+        # Quantising takes several times a block, in float32.
+        limit = BLOCK_BYTES // 4 if quantised else BLOCK_BYTES
+        plan = read_plan(entries, shards.boxes, DTYPES[info.dtype].itemsize, limit, whole_rows=quantised)
+        tensors.append(_Tensor(info, tuple(entries), plan))
+    return sorted(tensors, key=lambda tensor: (str(tensor.info.file), tensor.info.start))
+
+
+def _read_in_threads(
+    shards: Shards, tensors: Iterable[_Tensor], reader: TensorReader, advance: Callable[[int], None]
+) -> None:
+    """Threads read blocks and write them where they belong; tensors are begun and ended here, in order."""
+
+    def move(tensor: _Tensor, block: Block) -> None:
+        memory = shards.memory_of(block, tensor.dtype)
+        if memory is not None:
+            reader.read_into(memory, tensor.info, block.split_shape, _ranges(block))
+            tensor.check(memory)
+        else:
+            numbers = reader.box(tensor.info, block.split_shape, _ranges(block))
+            tensor.check(numbers)
+            shards.put(block, numbers)
+
+    pending: deque[tuple[_Tensor, Block | None, Future[None] | None]] = deque()
+
+    def finish_one() -> None:
+        tensor, block, future = pending.popleft()
+        if future is None or block is None:
+            for entry in tensor.entries:
+                shards.end(entry)
+            return
+        future.result()
+        advance(tensor.nbytes(block))
+
+    with ThreadPoolExecutor(THREADS, "read") as threads:
+        try:
+            for tensor in tensors:
+                for entry in tensor.entries:
+                    shards.begin(entry)
+                for block in tensor.blocks:
+                    while len(pending) > THREADS:
+                        finish_one()
+                    pending.append((tensor, block, threads.submit(move, tensor, block)))
+                pending.append((tensor, None, None))
+            while pending:
+                finish_one()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _read_broadcast(
+    shards: Shards,
+    tensors: list[_Tensor],
+    reader: TensorReader,
+    broadcaster: BroadcastReader,
+    advance: Callable[[int], None],
+) -> None:
+    """Blocks in the same order on every process of the group, the next one being read while one is broadcast."""
+    order = [(tensor, block) for tensor in tensors for block in tensor.blocks]
+
+    def read(number: int) -> np.ndarray | None:
+        if not broadcaster.reads or number >= len(order):
+            return None
+        tensor, block = order[number]
+        numbers = reader.box(tensor.info, block.split_shape, _ranges(block))
+        tensor.check(numbers)
+        return numbers
+
+    with ThreadPoolExecutor(1, "read") as thread:
+        following, number = thread.submit(read, 0), 0
+        for tensor in tensors:
+            for entry in tensor.entries:
+                shards.begin(entry)
+            for block in tensor.blocks:
+                numbers, number = following.result(), number + 1
+                following = thread.submit(read, number)
+                size = tensor.nbytes(block)
+                shards.put(block, broadcaster.broadcast(numbers, size).view(tensor.dtype).reshape(block.shape))
+                del numbers
+                advance(size)
+            for entry in tensor.entries:
+                shards.end(entry)
+
+
+def _ranges(block: Block) -> list[tuple[int, int, int]]:
+    return [(start, stop, 1) for start, stop in block.box]

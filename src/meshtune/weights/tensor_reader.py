@@ -1,19 +1,105 @@
-"""Reads tensors, or boxes of them, from safetensors files by byte range."""
+"""Reads tensors, or boxes of them, from files by byte range, and decodes published codes. On slow shared storage one
+process of a group reads and broadcasts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtune.families.tensors import Range, Shape
-from meshtune.weights.decode import decode_box
+from meshtune.families.tensors import Range, Shape, split_dimensions
+from meshtune.quantize.published.scheme import Box
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo, broken
+
+GAP = 64  # numbers along a dimension that are rather decoded in vain than by another call
+
+
+class Reader(Protocol):
+    """Reads boxes of tensors (weights.tensor_reader.TensorReader)."""
+
+    def box(self, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredParts:
+    """The `scheme.Parts` of one weight, read from their files."""
+
+    infos: Mapping[str, TensorInfo]
+    reader: Reader
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.infos
+
+    def shape(self, role: str) -> Shape:
+        return self.infos[role].shape
+
+    def dtype(self, role: str) -> str:
+        return self.infos[role].dtype
+
+    def box(self, role: str, box: Box) -> np.ndarray:
+        info = self.infos[role]
+        return self.reader.box(info, info.shape, [(start, stop, 1) for start, stop in box])
+
+    def whole(self, role: str) -> np.ndarray:
+        return self.box(role, tuple((0, n) for n in self.shape(role)))
+
+
+def decode_box(reader: Reader, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray:
+    """A box of a packed tensor seen in another shape, as TensorReader.box gives it."""
+    assert info.packed is not None
+    packed = info.packed
+    parts = StoredParts(dict(packed.parts), reader)
+    read = packed.scheme.decode if packed.content == "numbers" else getattr(packed.scheme, packed.content)
+    counts = [len(range(*entry)) for entry in ranges]
+    runs = [
+        list(_runs(_positions([shape[n] for n in group], [ranges[n] for n in group])))
+        for group in split_dimensions(shape, info.shape)
+    ]
+    pieces: list[np.ndarray] = []
+    for combination in itertools.product(*runs):
+        box = tuple((int(run[0]), int(run[-1]) + 1) for run in combination)
+        numbers = read(parts, box)
+        for axis, run in enumerate(combination):
+            if len(run) < run[-1] + 1 - run[0]:
+                numbers = np.take(numbers, run - run[0], axis=axis)
+        pieces.append(numbers)
+    return np.ascontiguousarray(_join_pieces(pieces, [len(along) for along in runs]).reshape(counts))
+
+
+def _positions(sizes: Sequence[int], ranges: Sequence[Range]) -> np.ndarray:
+    """Where the indices `ranges` of dimensions of `sizes` are, counted as one dimension: ascending."""
+    positions = np.zeros(1, np.int64)
+    for size, entry in zip(sizes, ranges, strict=True):
+        positions = (positions[:, None] * size + np.arange(*entry)).reshape(-1)
+    return positions
+
+
+def _runs(positions: np.ndarray) -> list[np.ndarray]:
+    """Positions in runs without large gaps."""
+    return np.split(positions, np.flatnonzero(np.diff(positions) > GAP) + 1)
+
+
+def _join_pieces(pieces: list[np.ndarray], counts: Sequence[int]) -> np.ndarray:
+    """Pieces of an array, in the order of a product of `counts` pieces of each dimension, as one."""
+    for axis in reversed(range(len(counts))):
+        size = counts[axis]
+        if size > 1:
+            pieces = [np.concatenate(pieces[n : n + size], axis=axis) for n in range(0, len(pieces), size)]
+    assert len(pieces) == 1
+    return pieces[0]
+
 
 # A shorter run of bytes is not worth a read of its own, which costs some 1.5 microseconds: in these 16 KB of whole rows
 # are copied from the page cache, and storage hands out whole pages anyway.
@@ -132,3 +218,61 @@ def run_offsets(shape: Shape, ranges: Sequence[Range], axis: int) -> Iterator[in
     base = sum(entry[0] * stride for entry, stride in zip(ranges[axis:], strides[axis:], strict=True))
     for index in itertools.product(*(range(*entry) for entry in ranges[:axis])):
         yield base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+
+
+SMALLEST = 4096  # blocks are padded to powers of two, so that there are few programs
+
+
+class BroadcastReader:
+    """Broadcasts bytes from the first process of a group to all of them. Every transfer is collective: all processes
+    of the group must make the same calls in the same order.
+
+    A transfer is a sum over the group, to which all but the reader contribute zeros, on one device of each process.
+    Host and device memory: two blocks.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]):
+        self._device = next(device for device in devices if device.process_index == jax.process_index())
+        self.reads = self._device == devices[0]
+        self._members = len(devices)
+        mesh = Mesh(np.array(devices), ("process",))
+        self._rows = NamedSharding(mesh, PartitionSpec("process"))
+        self._sum = jax.jit(
+            lambda x: jnp.sum(x, 0, dtype=jnp.uint32), out_shardings=NamedSharding(mesh, PartitionSpec())
+        )
+
+    def broadcast(self, block: np.ndarray | None, size: int) -> np.ndarray:
+        """The reader's block of `size` bytes, as uint8, on every process; the others pass None."""
+        assert (block is not None) == self.reads
+        length = max(SMALLEST, 1 << (size - 1).bit_length()) // 4
+        local = np.zeros((1, length), np.uint32)
+        if block is not None:
+            local.view(np.uint8)[0, :size] = block.reshape(-1).view(np.uint8)
+        shape = (self._members, length)
+        rows = jax.make_array_from_single_device_arrays(shape, self._rows, [jax.device_put(local, self._device)])
+        del local
+        (shard,) = self._sum(rows).addressable_shards
+        return np.asarray(shard.data).view(np.uint8)[:size]
+
+    def broadcast_json(self, value: object) -> Any:
+        """A JSON value of the reader, on every process; the others pass None."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8) if self.reads else None
+        length = None if text is None else np.array([text.size], np.int64)
+        size = int(self.broadcast(length, 8).view(np.int64)[0])
+        return json.loads(self.broadcast(text, size).tobytes())
+
+
+def broadcast_reader(
+    devices: Sequence[jax.Device], processes: int | None = None
+) -> tuple[BroadcastReader | None, list[jax.Device]]:
+    """(the reader of this process's group, all devices of the group).
+
+    `devices` are those of the job; a group is `processes` neighbouring processes (None: all). The reader is None where
+    a process is a group by itself.
+    """
+    ranks = sorted({device.process_index for device in devices})
+    rank, size = ranks.index(jax.process_index()), processes or len(ranks)
+    group = ranks[rank // size * size :][:size]
+    first = [next(device for device in devices if device.process_index == number) for number in group]
+    reader = BroadcastReader(first) if len(group) > 1 else None
+    return reader, [device for device in devices if device.process_index in group]

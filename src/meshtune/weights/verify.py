@@ -19,7 +19,7 @@ from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
 from meshtune.families.experts import without_balancing
 from meshtune.families.tensors import TensorMap
-from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -32,11 +32,10 @@ from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.layer_extras import LEAVE
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.weights.check import check
-from meshtune.weights.file_tensors import StoredTensor, tensors_of
 from meshtune.weights.load import load_spec
 from meshtune.weights.packed import model_tensors
 from meshtune.weights.passed_through import first_changed
-from meshtune.weights.safetensors_files import TensorInfo
+from meshtune.weights.safetensors_files import StoredTensor, TensorInfo, tensors_of
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.writer import first_difference, read_box
 

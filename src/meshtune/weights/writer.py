@@ -21,10 +21,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtune.families.tensors import Range, Shape, View
 from meshtune.model.gather import to_device
-from meshtune.weights.buffers import row_ranges
-from meshtune.weights.file_tensors import FileTensor, Part, StoredTensor, Tensor, header, offsets
 from meshtune.weights.read_plan import arrange_numbers, scatter_numbers, tensor_boxes
-from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
+from meshtune.weights.safetensors_files import (
+    BLOCK_BYTES,
+    DTYPES,
+    FileTensor,
+    Part,
+    StoredTensor,
+    Tensor,
+    TensorInfo,
+    header,
+    offsets,
+)
+from meshtune.weights.shards import row_ranges
 from meshtune.weights.tensor_reader import RUN_BYTES, TensorReader, run_axis, run_offsets
 
 

@@ -15,7 +15,7 @@ from meshtune.config.foreign.keys import TABLES, markdown
 from meshtune.config.load import load_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Origin
-from meshtune.data.formats.stanford_alpaca import STANFORD_ALPACA
+from meshtune.data.formats.alpaca import STANFORD_ALPACA
 from meshtune.errors import UserError
 
 

@@ -9,7 +9,7 @@ import pytest
 from meshtune.quantize.published.block_fp8 import BlockFp8
 from meshtune.quantize.published.mxfp4 import Mxfp4
 from meshtune.quantize.published.scheme import Rewritable
-from meshtune.weights.republish import InMemory
+from meshtune.weights.export_codes import InMemory
 
 E4M3, U8, F32 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.uint8), np.dtype(np.float32)
 FP8_SCALES = [F32, np.dtype(ml_dtypes.bfloat16), U8]

@@ -11,7 +11,7 @@ import pytest
 from meshtune.errors import UserError
 from meshtune.quantize.gguf import TYPES
 from meshtune.weights.gguf.file import read_gguf
-from meshtune.weights.gguf.tensors_in import small_tensor
+from meshtune.weights.gguf.tensors import small_tensor
 from meshtune.weights.gguf.writer import start_file
 
 METADATA = {

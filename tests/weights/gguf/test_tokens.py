@@ -21,13 +21,12 @@ from families.cases import BY_NAME
 from llama_cpp import LlamaCpp
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
-from meshtune.generate.prompts import text_end
+from meshtune.generate.text import text_end
 from meshtune.runs.export import export
 from meshtune.runs.sources import find
 from meshtune.weights.gguf.file import read_gguf
 from meshtune.weights.gguf.pre_tokenizers import NAMES, PATTERNS, name_of, steps_of
-from meshtune.weights.gguf.tokens_in import tokenizer_files
-from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
+from meshtune.weights.gguf.tokenizer import SpecialTokens, tokenizer_files, tokenizer_metadata
 from meshtune.weights.hub import locate
 
 FILES = {"hf-llama3_1": ("llama-bpe", "llama-bpe"), "hf-qwen3": ("qwen2", "qwen2"), "smollm2": ("smollm", None)}

@@ -16,7 +16,7 @@ from meshtune.board.answers import Answer
 from meshtune.board.job import RECIPE, Job
 from meshtune.board.recipe_text import content_of
 from meshtune.board.state import BoardState
-from meshtune.config.data import SourceSection
+from meshtune.config.sections import SourceSection
 from meshtune.errors import UserError
 from meshtune.train.report.metrics_log import METRICS
 

@@ -14,7 +14,7 @@ from meshtune.board.state import BoardState
 from meshtune.board.uploads import data_files, receive
 from meshtune.board.workspace import check_paths
 from meshtune.config.load import load_recipe, silent
-from meshtune.config.short_forms import written_out
+from meshtune.config.sections import written_out
 
 
 def data_routes(state: BoardState) -> list[BaseRoute]:

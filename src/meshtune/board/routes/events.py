@@ -22,7 +22,7 @@ from meshtune.board.follow import CHUNK, START, TAIL, News, read_lines, read_tex
 from meshtune.board.job import Job
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
-from meshtune.serve.errors import ApiError
+from meshtune.serve.guard import ApiError
 from meshtune.train.report.metrics_log import METRICS, SAMPLES
 
 POLL_SECONDS = 0.5

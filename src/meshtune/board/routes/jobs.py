@@ -23,7 +23,7 @@ from meshtune.board.kinds import train_command as command_of_recipe
 from meshtune.board.state import BoardState
 from meshtune.board.workspace import checked_recipe
 from meshtune.errors import UserError
-from meshtune.runs.branch import branch
+from meshtune.runs.output import branch
 from meshtune.terminal import command
 from meshtune.train.report.metrics_log import METRICS, SAMPLES
 from meshtune.train.report.page import report_html

@@ -20,14 +20,13 @@ from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, change_recipe, content_of, dump_recipe
 from meshtune.board.state import BoardState
 from meshtune.board.workspace import check_foreign, checked_recipe
+from meshtune.config.fields import json_schema
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.foreign.importer import translate
 from meshtune.config.foreign.trl import OTHER_TRAINERS, TRAINERS
-from meshtune.config.load import load_recipe, silent
+from meshtune.config.load import load_recipe, silent, with_current_names
 from meshtune.config.recipe import DEFAULT_EPOCHS
-from meshtune.config.renamed import with_current_names
-from meshtune.config.schema import json_schema
-from meshtune.config.short_forms import written_out
+from meshtune.config.sections import written_out
 from meshtune.costs.hardware import known_devices
 from meshtune.errors import UserError
 from meshtune.setup.choices import learning_rate_of

@@ -19,8 +19,7 @@ from meshtune.board import slurm
 from meshtune.board.answers import Answer, body_of
 from meshtune.board.devices import devices
 from meshtune.board.state import BoardState
-from meshtune.serve.errors import ApiError
-from meshtune.serve.guard import cookie_of
+from meshtune.serve.guard import ApiError, cookie_of
 
 SESSION = "/api/session"
 MONTH = 30 * 24 * 3600

@@ -24,8 +24,7 @@ from meshtune.board.kinds import TOKEN_FILE
 from meshtune.board.state import BoardState
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
-from meshtune.serve.body import json_body
-from meshtune.serve.errors import ApiError
+from meshtune.serve.guard import ApiError, json_body
 
 HEAD = 1 << 20  # bytes of a log in which the address stands
 _ADDRESS = re.compile(rb"^address  (http://127\.0\.0\.1:(\d{1,5}))/v1\r?$", re.MULTILINE)

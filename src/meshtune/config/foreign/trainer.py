@@ -21,7 +21,7 @@ from meshtune.config.foreign.draft import (
     refused,
     text,
 )
-from meshtune.config.optimizer import READERS
+from meshtune.config.sections import READERS
 
 TRAINER: Table = {
     "output_dir": direct("output", text, "trainer_output"),

@@ -6,18 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.data.formats import hints
-from meshtune.data.formats.alpaca import ALPACA
-from meshtune.data.formats.hermes import HERMES
-from meshtune.data.formats.labelled import LABELLED_FORMATS
-from meshtune.data.formats.meanings import FIELDS
-from meshtune.data.formats.messages import MESSAGES
-from meshtune.data.formats.preference import PREFERENCE_FORMATS
-from meshtune.data.formats.prompt_completion import PROMPT_COMPLETION
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
-from meshtune.data.formats.sharegpt import SHAREGPT
-from meshtune.data.formats.stanford_alpaca import STANFORD_ALPACA
-from meshtune.data.formats.text import TEXT
-from meshtune.data.formats.xlam import XLAM
+from meshtune.data.formats.alpaca import ALPACA, PROMPT_COMPLETION, STANFORD_ALPACA, TEXT
+from meshtune.data.formats.messages import HERMES, MESSAGES, SHAREGPT, XLAM
+from meshtune.data.formats.preference import LABELLED_FORMATS, PREFERENCE_FORMATS
+from meshtune.data.formats.record import FIELDS, FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshtune.data.conversation import Origin
-from meshtune.data.formats.meanings import read_record
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.record import FieldNames, Record, RecordFormat, read_record
 from meshtune.errors import UserError
 
 # Names that others give to the two sides of a record, where it has more than two texts.

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse answer, in the formats of LLaMA-Factory, TRL, OpenAI and Anthropic.
+"""Formats of preferences: pairs of a better and a worse answer, and answers labelled good or bad.
 
 Alpaca and sharegpt records are LLaMA-Factory's ranking data: chosen and rejected are texts, or turns that continue the
 conversation. `preference` is TRL's format: with a prompt, or without one where both answers are whole conversations
@@ -13,24 +13,29 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Role, Text
-from meshtune.data.formats.alpaca import ALPACA, convert_alpaca
-from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
-from meshtune.data.formats.meanings import FIELDS, is_blank
-from meshtune.data.formats.messages import MESSAGES, read_messages
+from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Role, Text
+from meshtune.data.formats.alpaca import ALPACA, PROMPT_COMPLETION, convert_alpaca
+from meshtune.data.formats.messages import MESSAGES, SHAREGPT, read_messages, read_turns
 from meshtune.data.formats.record import (
+    CONTEXT,
+    FIELDS,
+    FieldNames,
+    Record,
+    RecordFormat,
     check_text,
     check_turns,
     describe,
     field_error,
+    is_blank,
     list_field,
     missing_field_error,
+    read_variables,
+    refuse_beside_texts,
+    same_names,
     text_field,
+    with_system,
 )
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat, same_names
-from meshtune.data.formats.sharegpt import SHAREGPT, read_turns
-from meshtune.data.formats.tool_use import with_tool_use
-from meshtune.data.formats.tools import parse_tools
+from meshtune.data.formats.tools import parse_tools, with_tool_use
 
 SIDES = ("chosen", "rejected")
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
@@ -291,3 +296,33 @@ PREFERENCE_FORMATS: tuple[RecordFormat, ...] = (
         required=SIDES,
     ),
 )
+
+
+def with_label(base: RecordFormat) -> RecordFormat:
+    """The format `base` with a label; `kto_tag` is LLaMA-Factory's name for that column."""
+
+    def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+        return base.detect(record, fields, tags) if (fields["label"] or "label") in record else 0
+
+    def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Labelled:
+        field = fields["label"] or "label"
+        good = record.get(field)
+        if good is None:
+            raise missing_field_error(record, field, origin)
+        if isinstance(good, str) and good.strip().lower() in ("true", "false"):  # in a CSV file
+            good = good.strip().lower() == "true"
+        if not isinstance(good, bool):
+            problem = f"expected true or false, found {describe(good)}"
+            raise field_error(problem, origin, field, "write true or false")
+        document = base.converter(good=good)(record, fields, tags, origin)
+        assert isinstance(document, Conversation | Text)
+        return Labelled(document, good, origin)
+
+    fields = {**base.fields, "label": "label"}
+    aliases = {**base.aliases, "kto_tag": "label"}
+    expects = f"{base.expects}; and label, true or false"
+    required = (*base.required, "label")
+    return RecordFormat(base.name, expects, fields, detect, convert, aliases, base.tags, required=required)
+
+
+LABELLED_FORMATS = tuple(with_label(form) for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION))

@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from meshtune.data.readers.jsonfile import check_nesting, readable
-from meshtune.data.readers.mapped import MappedFile
-from meshtune.data.readers.records import FileRecords, line_origin
+from meshtune.data.readers.textfiles import FileRecords, MappedFile, check_nesting, line_origin, readable
 from meshtune.errors import UserError, amount
 
 MAX_COLUMNS = 10_000

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, downloaded into the cache of `datasets` (HF_HOME) or read from it.
+"""Data sets of the Hugging Face hub and of ModelScope, read from the cache of datasets (HF_HOME).
 
 The hub client retries a connection for half a minute before it gives up. One attempt to connect is made first, and if
 it fails, only the cache is read.
@@ -7,15 +7,18 @@ it fails, only the cache is read.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import pathlib
 import socket
 import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
-from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, quiet_datasets, root_cause
+from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, contents_hash, quiet_datasets, root_cause
 from meshtune.errors import UserError
+from meshtune.weights.hub import PREFIX, download_data
 
 CONNECT_SECONDS = 1.5  # for name resolution and a TCP connection; beyond it the hub counts as unreachable
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -116,3 +119,31 @@ def _is_connection_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def open_modelscope(
+    repository: str, *, subset: str | None, split: str, revision: str | None, folder: str | None = None
+) -> ColumnarRecords:
+    """A split of a data set. Raises UserError as `download_data` does, and for a subset or split that it has not."""
+    import datasets
+    from datasets import config, exceptions
+
+    name = f"{PREFIX}{repository}"
+    directory = download_data(repository, revision)
+    cache = f"{config.HF_DATASETS_CACHE}/modelscope-{_contents(directory)}"
+    with quiet_datasets(progress_bars=True):
+        try:
+            table = datasets.load_dataset(str(directory), name=subset, split=split, data_dir=folder, cache_dir=cache)
+        except (exceptions.DatasetsError, RuntimeError, OSError, *MALFORMED) as error:
+            where = f"data set {name}" + (f", subset {subset}" if subset else "") + f", split {split}"
+            raise UserError(
+                f"cannot load the data set: {root_cause(error)}", where=where, fix="check subset, split and revision"
+            ) from error
+    return ColumnarRecords(table, name)  # pyright: ignore[reportArgumentType]: with a split it is one Dataset
+
+
+def _contents(directory: pathlib.Path) -> str:
+    """A hash of the files of a data set, which names the copy of `datasets`: by default it goes by their times."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    listed = "".join(f"{path.relative_to(directory)} {contents_hash(path)}\n" for path in files)
+    return hashlib.sha256(listed.encode()).hexdigest()[:32]

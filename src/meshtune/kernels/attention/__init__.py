@@ -17,9 +17,9 @@ from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.attention.ring import zigzag_order
 from meshtune.kernels.attention.splash import SPLASH
 from meshtune.kernels.attention.triton import TRITON
-from meshtune.kernels.attention.zigzag import zigzag_order
 from meshtune.translatable import Translatable
 
 __all__ = [

@@ -12,8 +12,8 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtune.kernels.attention import online_softmax as with_sinks
 from meshtune.kernels.attention import ring
-from meshtune.kernels.attention import sinks as with_sinks
 from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.blocks import BlockMask, inputs_mask
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT, backward, forward

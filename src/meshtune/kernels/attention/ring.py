@@ -1,4 +1,4 @@
-"""Blockwise attention over a mesh; if rows are sharded over devices, keys and values circulate in a ring.
+"""Attention in a ring of devices, each with a part of every row.
 
 Ring attention (Liu et al., arXiv:2310.01889). Each device keeps its shard of the queries. The shards of keys and
 values, with their positions and segments, rotate from device to device, and each device adds the shard it has to its
@@ -14,10 +14,12 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshtune.kernels.attention import sinks
+from meshtune.errors import UserError
+from meshtune.kernels.attention import online_softmax
 from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, AttentionSharding, accumulator
 from meshtune.kernels.attention.blocks import (
     TokenBlocks,
@@ -107,7 +109,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, input
     inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
         results = forward(request, inputs.q, inputs.k, inputs.v, inputs_mask(request, inputs))
-        return sinks.in_blocks(request, *results, inputs.sinks)
+        return online_softmax.in_blocks(request, *results, inputs.sinks)
     q, queries, shard = q_blocks(request, inputs.q), q_token_blocks(request, inputs), _key_shard(request, inputs)
 
     def accumulate_shard(running: RunningSoftmax, shard: KeyShard) -> RunningSoftmax:
@@ -130,7 +132,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, input
 
     (running, shard), _ = jax.lax.scan(step, (empty_softmax(q), shard), None, length=request.ring - 1)
     out, log_sum_exp = finish(accumulate_shard(running, shard))
-    return sinks.in_blocks(request, from_q_blocks(request, out.astype(q.dtype)), log_sum_exp, inputs.sinks)
+    return online_softmax.in_blocks(request, from_q_blocks(request, out.astype(q.dtype)), log_sum_exp, inputs.sinks)
 
 
 def _backward_local(
@@ -142,7 +144,7 @@ def _backward_local(
     d_out: jax.Array,
 ):
     """One device's gradients of q, k and v, and those of all devices of sinks."""
-    d_sinks = sinks.grads_in_blocks(request, inputs.sinks, out, log_sum_exp, d_out)
+    d_sinks = online_softmax.grads_in_blocks(request, inputs.sinks, out, log_sum_exp, d_out)
     kv_heads, kv_dtype, sum_dtype = inputs.k.shape[2], inputs.k.dtype, accumulator(inputs.k.dtype)
     inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
@@ -200,3 +202,27 @@ def rotate(tree: Tree, sharding: AttentionSharding) -> Tree:
     """Passes the arrays to the next device of the ring; returns those of the previous one."""
     size = sharding.size(sharding.length)
     return jax.lax.ppermute(tree, sharding.length, [(i, (i + 1) % size) for i in range(size)])
+
+
+def zigzag_order(length: int, parts: int) -> np.ndarray:
+    """A permutation of 0..length-1, int32 [length], after which a row is cut into `parts` equal shards.
+
+    A token attends to those before it, so with contiguous shards the last device has the most work and the ring waits
+    for it. Here the row is cut into 2 * parts chunks, and device i holds an early and a late one: chunks i and
+    2 * parts - 1 - i. (The imbalance is described by Brandon et al., Striped Attention, arXiv:2311.09431; this is the
+    zig-zag order.) Apart from attention every operation treats tokens one by one, and attention uses only their
+    positions and segments, which are permuted with them.
+    Raises: UserError for a length that 2 * parts does not divide.
+    """
+    if parts == 1:
+        return np.arange(length, dtype=np.int32)
+    chunks = 2 * parts
+    if length % chunks:
+        nearest = [n for n in (length // chunks * chunks, -(-length // chunks) * chunks) if n]
+        raise UserError(
+            f"rows of {length} tokens cannot be cut into the {chunks} equal chunks that cp {parts} needs",
+            where="mesh.cp",
+            fix=f"make rows {' or '.join(map(str, nearest))} tokens long (any multiple of {chunks}), or change mesh.cp",
+        )
+    by_chunk = np.arange(length, dtype=np.int32).reshape(chunks, -1)
+    return np.stack([by_chunk[:parts], by_chunk[: parts - 1 : -1]], 1).reshape(-1)

@@ -12,11 +12,10 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtune.kernels.attention import sinks, triton_ring
+from meshtune.kernels.attention import online_softmax, triton_ring
 from meshtune.kernels.attention.backend import NO_ALIBI, ONLY_CAUSAL, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
-from meshtune.kernels.attention.triton_tiles import LARGEST_HEAD, SMALLEST_HEAD
+from meshtune.kernels.attention.triton_kernels import LARGEST_HEAD, SMALLEST_HEAD, backward, forward, padded_delta
 from meshtune.kernels.chips import chip_of, without_triton
 from meshtune.translatable import Translatable
 
@@ -63,7 +62,7 @@ def _attend(request: AttentionRequest, interpret: bool, *inputs):
 
 
 def _forward(request: AttentionRequest, interpret: bool, inputs: AttentionInputs):
-    return sinks.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
+    return online_softmax.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
 
 
 def _attend_forward(request: AttentionRequest, interpret: bool, *inputs):
@@ -78,7 +77,7 @@ def _attend_backward(request: AttentionRequest, interpret: bool, residuals, d_ou
     inputs = AttentionInputs(*arrays)
     delta = padded_delta(out, d_out, log_sum_exp.shape[2])
     dtypes = tuple(x.dtype for x in inputs[:3])
-    d_sinks = sinks.grads_by_head(inputs.sinks, log_sum_exp, delta)
+    d_sinks = online_softmax.grads_by_head(inputs.sinks, log_sum_exp, delta)
     grads = backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret)
     return *grads, None, None, None, None, None, d_sinks
 

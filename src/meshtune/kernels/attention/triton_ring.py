@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshtune.kernels.attention import sinks
+from meshtune.kernels.attention import online_softmax
 from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, AttentionSharding
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.ring import rotate
-from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
+from meshtune.kernels.attention.triton_kernels import backward, forward, padded_delta
 
 FIELDS = len(AttentionInputs._fields)
 
@@ -85,7 +85,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, inter
     """One device's output [B,T,H,h] and log-sum-exp [B,H,T padded]."""
     inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
-        return sinks.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
+        return online_softmax.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
 
     def attend_shard(shard: KeyShard):
         return forward(request, _with_shard(inputs, shard), jnp.float32, interpret)
@@ -99,7 +99,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, inter
     carry = attend_shard(shard), rotate(shard, sharding)
     (merged, shard), _ = jax.lax.scan(step, carry, None, length=request.ring - 2)
     out, log_sum_exp = _merge(merged, attend_shard(shard))
-    return sinks.by_head(out.astype(inputs.q.dtype), log_sum_exp, inputs.sinks)
+    return online_softmax.by_head(out.astype(inputs.q.dtype), log_sum_exp, inputs.sinks)
 
 
 def _merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +123,7 @@ def _backward_local(
     kv_heads, kv_dtype = inputs.k.shape[2], inputs.k.dtype
     inputs = sharding.with_local_key_heads(inputs, request)
     delta = padded_delta(out, d_out, lse.shape[2])
-    d_sinks = sinks.grads_by_head(inputs.sinks, lse, delta)
+    d_sinks = online_softmax.grads_by_head(inputs.sinks, lse, delta)
     dtypes = (jnp.float32,) * 3
 
     def shard_grads(shard: KeyShard):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.plan.compilers.compile import compile_recipe
-from meshtune.plan.compilers.compiled import ROLES, Compiled
+from meshtune.plan.compilers.compile import ROLES, Compiled, compile_recipe
 from meshtune.plan.compilers.find import Compiler, MissingCompiler, find_compiler, require_compiler
 
 __all__ = ["ROLES", "Compiled", "Compiler", "MissingCompiler", "compile_recipe", "find_compiler", "require_compiler"]

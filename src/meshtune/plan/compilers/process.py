@@ -1,4 +1,4 @@
-"""Runs a function in a separate process that has loaded one platform's compiler, with a target's described devices."""
+"""Runs a function in a process of its own, in which a compiler's libraries are loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,22 @@ from typing import Any, BinaryIO
 from meshtune.costs.hardware import Target
 from meshtune.errors import UserError
 from meshtune.plan.compilers.find import Compiler, require_compiler
-from meshtune.plan.compilers.progress import STAGE_VARIABLE, read_stage
+
+STAGE_VARIABLE = "MESHTUNE_STAGE"  # environment variable of the compiler process: the path of the file
+
+
+def report_stage(stage: str) -> None:
+    """Reports the current stage (such as "tracing"); does nothing outside of a process that `process.run` started."""
+    if path := os.environ.get(STAGE_VARIABLE):
+        scratch = pathlib.Path(path + ".new")
+        scratch.write_text(stage, encoding="utf-8")
+        scratch.replace(path)
+
+
+def read_stage(path: pathlib.Path) -> str:
+    """The stage last reported."""
+    return path.read_text(encoding="utf-8") if path.is_file() else "starting"
+
 
 Progress = Callable[[str, float], None]  # (current stage, seconds since the process started)
 

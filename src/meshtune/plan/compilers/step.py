@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshtune.config.recipe import Recipe
 from meshtune.costs.collectives import collectives_of
 from meshtune.costs.hardware import Target
-from meshtune.plan.compilers.progress import report_stage
+from meshtune.plan.compilers.process import report_stage
 from meshtune.plan.compilers.topology import refused_bytes
 from meshtune.plan.program import step_of
 

@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from jaxtyping import Float, UInt8
 
-from meshtune.quantize.gguf.k_blocks import K_TYPES, encode_k
+from meshtune.quantize.gguf.k_types import K_TYPES, encode_k
 
 ENCODE_NUMBERS = 1 << 22  # encoded at once: the search of K types takes some ten times their memory
 UNREAD = ("I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0")  # no weights, within products only, or not in the package

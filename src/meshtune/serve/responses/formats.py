@@ -1,4 +1,5 @@
-"""How families write tool calls: what begins and ends one, how it is read, and what a grammar for it is.
+"""How families write tool calls: what begins and ends one, how it is read, and its grammar; a format is an entry of
+FORMATS.
 
 The model's own chat template decides which it is, for it shows the model how to write a call. Adding a format is an
 entry of `FORMATS`.
@@ -6,15 +7,290 @@ entry of `FORMATS`.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from meshtune.serve.responses.bare_calls import gemma_arguments, keyword_arguments, read_gemma, read_pythonic
-from meshtune.serve.responses.call import Tool, ToolCall, Tools
-from meshtune.serve.responses.json_calls import read_deepseek, read_list, read_named
-from meshtune.serve.responses.lark import Lark
-from meshtune.serve.responses.tagged_calls import read_invocations, read_tagged, tagged_arguments
+from meshtune.serve.grammar import Lark
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A function that a model may call. `parameters` is the JSON schema of its arguments; `definition` is the tool as
+    chat templates read it."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    definition: Mapping[str, Any]
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The schema of each argument."""
+        properties = self.parameters.get("properties")
+        return properties if isinstance(properties, Mapping) else {}
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Arguments that every call has."""
+        return frozenset(self.parameters.get("required") or ())
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+Tools = Mapping[str, Tool]
+
+
+def call_from_json(value: Any) -> ToolCall:
+    """The call of an object with a name and arguments (or parameters). Raises ValueError."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError("a call has a name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return call_of(value["name"], arguments)
+
+
+def call_of(name: str, arguments: Any) -> ToolCall:
+    """A call of a name with an object of arguments. Raises ValueError where it is none."""
+    if not name or not isinstance(arguments, Mapping):
+        raise ValueError("a call has a name and an object of arguments")
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def new_id(length: int | None) -> str:
+    """An id for a call; `length` letters and digits where the family has a length, else as OpenAI's."""
+    if length is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(ALPHANUMERIC) for _ in range(length))
+
+
+def typed_argument(text: str, schema: Any) -> Any:
+    """An argument that was written as bare text: a string where its schema has no other type, else JSON if it is."""
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    if types == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+_GEMMA_CALL = re.compile(r"call:([\w.:/-]+)(\{.*\})", re.DOTALL)
+_GEMMA_QUOTE = '<|"|>'
+
+
+def read_pythonic(text: str, tools: Tools) -> list[ToolCall]:
+    """Calls as [name(key="value", n=5), ...], or as a JSON list. Raises ValueError for a text that is neither."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as problem:
+        raise ValueError("the calls are not Python") from problem
+    entries = tree.elts if isinstance(tree, ast.List) else [tree]
+    return [_pythonic_call(entry) for entry in entries]
+
+
+def _pythonic_call(entry: ast.expr) -> ToolCall:
+    if isinstance(entry, ast.Dict):
+        return call_from_json(_literal(entry))
+    if not isinstance(entry, ast.Call) or entry.args or any(word.arg is None for word in entry.keywords):
+        raise ValueError("a call has a name and named arguments")
+    return call_of(ast.unparse(entry.func), {str(word.arg): _literal(word.value) for word in entry.keywords})
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal, with JSON's true, false and null. Raises ValueError for an expression."""
+    match node:
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elts=entries) | ast.Tuple(elts=entries):
+            return [_literal(entry) for entry in entries]
+        case ast.Dict(keys=keys, values=values):
+            return {_literal(key): _literal(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case _:
+            return ast.literal_eval(node)
+
+
+def keyword_arguments(lark: Lark, tool: Tool) -> str:
+    """The grammar of key=value, ... with JSON values."""
+
+    def value(schema: Any) -> str:
+        return lark.json(schema if isinstance(schema, Mapping) else {})
+
+    return _list_entries(
+        lark, tool, {key: f"{lark.literal(key + '=')} {value(s)}" for key, s in tool.properties.items()}, ", "
+    )
+
+
+def read_gemma(text: str, tools: Tools) -> list[ToolCall]:
+    """Gemma 4's call:name{key:value,...}, whose strings are between quote tokens. Raises ValueError."""
+    call_match = _GEMMA_CALL.fullmatch(text.strip())
+    if call_match is None:
+        raise ValueError("a call has a name and arguments in braces")
+    strings: list[str] = []
+    bare = []
+    for n, part in enumerate(call_match.group(2).split(_GEMMA_QUOTE)):
+        if n % 2:
+            strings.append(part)
+            bare.append(f"\x00{len(strings) - 1}\x00")
+        else:
+            bare.append(re.sub(r"(?<=[{,])\s*([^\s{}\[\],:\x00]+)\s*:", r'"\1":', part))
+    joined = re.sub("\x00(\\d+)\x00", lambda match: json.dumps(strings[int(match.group(1))]), "".join(bare))
+    return [call_of(call_match.group(1), json.loads(joined))]
+
+
+def gemma_arguments(lark: Lark, tool: Tool) -> str:
+    """The grammar of {key:value,...} in Gemma 4's form."""
+    entries = {key: f"{lark.literal(key + ':')} {_gemma_value(lark, s)}" for key, s in tool.properties.items()}
+    return f'"{{" {_list_entries(lark, tool, entries, ",")} "}}"'
+
+
+def _gemma_value(lark: Lark, schema: Any) -> str:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if isinstance(schema, Mapping) and "enum" in schema:
+        quoted = [f"{_GEMMA_QUOTE}{c}{_GEMMA_QUOTE}" if isinstance(c, str) else json.dumps(c) for c in schema["enum"]]
+        return "(" + " | ".join(map(lark.literal, quoted)) + ")"
+    if kind in ("integer", "number", "boolean", "null"):
+        return lark.json(schema)
+    if kind == "array":
+        item = _gemma_value(lark, schema.get("items"))
+        return f'"[" ({item} ("," {item})*)? "]"'
+    if kind == "object":
+        inner = Tool("", schema, {})
+        return gemma_arguments(lark, inner)
+    return f"{lark.literal(_GEMMA_QUOTE)} {lark.until(_GEMMA_QUOTE)}"
+
+
+def _list_entries(lark: Lark, tool: Tool, entries: Mapping[str, str], comma: str) -> str:
+    """Entries with commas between them: the required ones, then any of the optional in their order."""
+    required = [text for key, text in entries.items() if key in tool.required]
+    optional = [text for key, text in entries.items() if key not in tool.required]
+    between = lark.literal(comma)
+
+    def follow(first: str, later: Sequence[str]) -> str:
+        return " ".join([first, *(f"({between} {text})?" for text in later)])
+
+    if required:
+        return follow(f" {between} ".join(required), optional)
+    starts = [follow(text, optional[n + 1 :]) for n, text in enumerate(optional)]
+    return f"({' | '.join(starts)})?" if starts else ""
+
+
+_DEEPSEEK_CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
+_FENCED = re.compile(r"^([^\n]+)\n```json\n(.*)\n```$", re.DOTALL)
+
+
+def read_list(text: str, tools: Tools) -> list[ToolCall]:
+    """A call as a JSON object, a JSON list of them, or objects parted by semicolons (Llama). Raises ValueError."""
+    remainder, calls, decoder = text.strip(), [], json.JSONDecoder()
+    while remainder:
+        value, end = decoder.raw_decode(remainder)
+        calls += [call_from_json(entry) for entry in (value if isinstance(value, list) else [value])]
+        remainder = remainder[end:].lstrip().removeprefix(";").lstrip()
+    return calls
+
+
+def read_named(opens: str, parts: str) -> Callable[[str, Tools], list[ToolCall]]:
+    """Reads calls of the form NAME, `parts`, JSON; `opens` begins each one after the first."""
+
+    def read(text: str, tools: Tools) -> list[ToolCall]:
+        calls = []
+        for piece in text.split(opens):
+            name, between, arguments = piece.partition(parts)
+            if not between:
+                raise ValueError(f"a call has {parts} after its name")
+            calls.append(call_of(name.strip(), json.loads(arguments)))
+        return calls
+
+    return read
+
+
+def read_deepseek(text: str, tools: Tools) -> list[ToolCall]:
+    """DeepSeek's calls: a name and JSON (V3.1), or `function`, a name and fenced JSON (V3, R1). Raises ValueError."""
+    calls = []
+    for name, arguments in _DEEPSEEK_CALL.findall(text):
+        if fenced := _FENCED.match(arguments.strip()):
+            name, arguments = fenced.groups()
+        calls.append(call_of(name.strip(), json.loads(arguments)))
+    if _DEEPSEEK_CALL.sub("", text).strip():
+        raise ValueError("there is text between calls")
+    return calls
+
+
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_INVOKE = re.compile(r'<invoke name="([^"]+)">(.*?)</invoke>', re.DOTALL)
+_NAMED = re.compile(r'<parameter name="([^"]+)">(.*?)</parameter>', re.DOTALL)
+
+
+def read_tagged(text: str, tools: Tools) -> list[ToolCall]:
+    """The calls between <tool_call> and </tool_call>, in any of three forms. Raises ValueError for a text that is no
+    call."""
+    text = text.strip()
+    if text.startswith("{"):
+        return [call_from_json(json.loads(text))]
+    if text.startswith("<function="):
+        return _calls(_FUNCTION, _PARAMETER, text, tools)
+    name = re.split(r"\n|<arg_key>", text, maxsplit=1)[0]
+    return [_call(name.strip(), _PAIR, text[len(name) :], tools)]
+
+
+def read_invocations(text: str, tools: Tools) -> list[ToolCall]:
+    """MiniMax's calls. Raises ValueError for a text that is no call."""
+    return _calls(_INVOKE, _NAMED, text, tools)
+
+
+def tagged_arguments(head: str, tail: str, after: str = "") -> Callable[[Lark, Tool], str]:
+    """The grammar of arguments that are each between `head` (with the name in place of KEY) and `tail`, followed by
+    `after`: strings unchanged, all else as JSON; those that are not required may be missing."""
+
+    def grammar(lark: Lark, tool: Tool) -> str:
+        parts = []
+        for key, schema in tool.properties.items():
+            is_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+            value = lark.until(tail) if is_text else f"{_value(lark, schema, tool)} {lark.literal(tail)}"
+            part = " ".join(filter(None, [lark.literal(head.replace("KEY", key)), value, lark.literal(after)]))
+            parts.append(part if key in tool.required else f"({part})?")
+        return " ".join(parts)
+
+    return grammar
+
+
+def _value(lark: Lark, schema: object, tool: Tool) -> str:
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return "(" + " | ".join(lark.literal(str(choice)) for choice in schema["enum"]) + ")"
+    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    return lark.json({**schema, **definitions} if isinstance(schema, dict) else {})
+
+
+def _calls(call: re.Pattern[str], argument: re.Pattern[str], text: str, tools: Tools) -> list[ToolCall]:
+    if call.sub("", text).strip() or not call.search(text):
+        raise ValueError("there is text that belongs to no call")
+    return [_call(name.strip(), argument, body, tools) for name, body in call.findall(text)]
+
+
+def _call(name: str, argument: re.Pattern[str], body: str, tools: Tools) -> ToolCall:
+    if not re.fullmatch(r"[\w.:/-]+", name) or argument.sub("", body).strip():
+        raise ValueError("a call has a name and arguments in tags")
+    properties = tools[name].properties if name in tools else {}
+    return call_of(
+        name, {key.strip(): typed_argument(value, properties.get(key.strip())) for key, value in argument.findall(body)}
+    )
 
 
 def json_arguments(lark: Lark, tool: Tool) -> str:

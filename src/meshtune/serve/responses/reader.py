@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from meshtune.generate.text import overlap
-from meshtune.serve.responses.call import ToolCall, Tools, call_of
-from meshtune.serve.responses.formats import CallFormat
+from meshtune.serve.responses.formats import CallFormat, ToolCall, Tools, call_of
 
 THINK = ("<think>", "</think>")
 # What reading a call raises where a model has written something else: a literal that JSON does not have, say.

@@ -1,4 +1,4 @@
-"""Run state on disk: everything a run needs to continue as if it had never stopped.
+"""Checkpoints of a run in their directory: records, saving in the background, restoring, and the room that they need.
 
 A checkpoint is a directory named by its step. It is written under a temporary name and renamed when it is complete, so
 a process killed at any moment leaves the earlier checkpoints unchanged; unfinished ones are removed when the
@@ -13,29 +13,207 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
+import importlib.metadata
 import logging
 import pathlib
+import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from meshtune.arrays.tree import Leaves, named_leaves
-from meshtune.digests import DamagedError, damage_error
+from meshtune.digests import DamagedError, damage_error, digest_json
 from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json
-from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.runs.verify import find_damage_collectively, find_local_damage
+from meshtune.runs.output import find_damage_collectively, find_local_damage
 from meshtune.setup.memory import size_in_words
-from meshtune.train.checkpoint.directory import UNFINISHED, check_same_steps, prepare_directory, set_aside
-from meshtune.train.checkpoint.disk import disk_errors, disk_reason
-from meshtune.train.checkpoint.record import Best, Record, versions
 from meshtune.train.step.state import TrainState
+
+
+@contextlib.contextmanager
+def disk_errors(directory: pathlib.Path) -> Iterator[None]:
+    """Converts disk errors to UserErrors that list the remaining checkpoints. Orbax wraps some in ValueError."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError) or not (reason := disk_reason(error)):
+            raise
+        complete = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit())
+        remaining = (
+            f"whole checkpoints there: {', '.join(map(str, complete))}" if complete else "no checkpoint was saved yet"
+        )
+        raise UserError(
+            f"a checkpoint could not be written: {reason}{_system_text(error)}; {remaining}",
+            where=str(directory),
+            fix="make room or make the directory writable, then run the same command with resume=true",
+        ) from error
+
+
+def _system_text(error: BaseException) -> str:
+    return f" ({error.strerror})" if isinstance(error, OSError) and error.errno and error.filename is None else ""
+
+
+def disk_reason(error: BaseException | None) -> str | None:
+    """Returns why the disk refused, if an error or one of its causes says so."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return _DISK[error.errno]
+        text = str(error).lower()
+        for number, reason in _DISK.items():
+            if any(word in text for word in (reason, errno.errorcode[number].lower(), _STRERROR[number])):
+                return reason
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_DISK = {
+    errno.ENOSPC: "no space left on the device",
+    errno.EDQUOT: "disk quota exceeded",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "operation not permitted",
+    errno.ENOTDIR: "not a directory",
+    errno.EEXIST: "a file is in the way",
+    errno.EIO: "input/output error",
+    errno.EFBIG: "a file would be larger than is allowed here",
+}
+_STRERROR = {
+    errno.ENOSPC: "no space left on device",
+    errno.EDQUOT: "quota exceeded",
+    errno.EROFS: "read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "operation not permitted",
+    errno.ENOTDIR: "not a directory",
+    errno.EEXIST: "file exists",
+    errno.EIO: "input/output error",
+    errno.EFBIG: "file too large",
+}
+
+
+UNFINISHED = "orbax-checkpoint-tmp"
+DAMAGED = "checkpoints-damaged"  # beside the directory: what cannot be used is moved there, never deleted
+
+
+def prepare_directory(directory: pathlib.Path, job: Job) -> None:
+    """Makes the directory and removes unfinished checkpoints, on process 0.
+
+    Raises: UserError where it cannot be written, or where a process sees another directory than process 0.
+    """
+    token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
+    with raise_collectively(job, "checkpoints: directory"), disk_errors(directory):
+        if job.is_main_process:
+            directory.mkdir(parents=True, exist_ok=True)
+            for unfinished in directory.glob(f"*.{UNFINISHED}*"):
+                shutil.rmtree(unfinished)
+            if job.process_count > 1:
+                (directory / token).mkdir()
+    with raise_collectively(job, "checkpoints: shared"):
+        if job.process_count > 1 and not (directory / token).is_dir():
+            raise UserError(
+                f"host {job.host} does not see the directory that process 0 made for checkpoints: the output is not on "
+                "storage that all hosts share",
+                where=str(directory),
+                fix="give an output on a shared file system, mounted at the same path on every host",
+            )
+    if job.is_main_process and job.process_count > 1:
+        (directory / token).rmdir()
+
+
+def check_same_steps(steps: list[int], directory: pathlib.Path, job: Job) -> None:
+    """Raises UserError where processes list different checkpoints."""
+    steps_by_process = job.exchange("checkpoints: steps", steps)
+    for process_index, listed in enumerate(steps_by_process):
+        if listed != steps_by_process[0]:
+            raise UserError(
+                f"process 0 finds the checkpoints {steps_by_process[0]}, and process {process_index} finds {listed}",
+                where=str(directory),
+                fix="wait until the shared file system shows the same on every host, and start again",
+            )
+
+
+def set_aside(directory: pathlib.Path, step: int, job: Job) -> pathlib.Path:
+    """Moves a checkpoint out of `directory`, on process 0, and returns its new path; all processes call this."""
+    target = directory.parent / DAMAGED / str(step)
+    with raise_collectively(job, f"checkpoints: set {step} aside"), disk_errors(directory):
+        if job.is_main_process:
+            target.parent.mkdir(exist_ok=True)
+            number = 1
+            while target.exists():
+                number += 1
+                target = target.with_name(f"{step}-{number}")
+            (directory / str(step)).rename(target)
+    return pathlib.Path(job.exchange("checkpoints: aside", str(target))[0])
+
+
+PACKAGES = ("meshtune", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best evaluation so far: after `step` updates, with this validation loss."""
+
+    step: int
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The contents of a checkpoint except its arrays.
+
+    `step` updates are made and as many batches are used up: together with `seed` this is the state of the random
+    numbers and of the data order. `data` fingerprints the prepared examples, `base_hash` the frozen weights; `stale`
+    counts evaluations since the best one; `recipe` is the resolved recipe. `has_digests` is false for a record read
+    from a checkpoint of a version that wrote none.
+    """
+
+    step: int
+    seed: int
+    recipe: dict[str, object]
+    base_path: str
+    base_hash: str
+    data: str
+    best: Best | None = None
+    stale: int = 0
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    has_digests: bool = True
+
+    def to_json(self) -> dict[str, object]:
+        """The record and its digest."""
+        fields = dataclasses.asdict(self)
+        del fields["has_digests"]
+        return {"record": fields, "digest": digest_json(fields)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Record:
+        """The record that `to_json` gave, or an earlier version, which had no digest.
+
+        Raises: ValueError, KeyError or TypeError where it is neither.
+        """
+        has_digests = "record" in value or "digest" in value
+        fields = value["record"] if has_digests else value
+        if has_digests and digest_json(fields) != value["digest"]:
+            raise ValueError("the record does not have its digest")
+        best = fields.get("best")
+        return cls(**{**fields, "best": Best(**best) if best else None, "has_digests": has_digests})
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that a run's numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
+
 
 __all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
 

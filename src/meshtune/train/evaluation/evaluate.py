@@ -1,10 +1,11 @@
-"""Evaluates the loss on validation data, as one quotient of sums over all of it."""
+"""Evaluation while training: when, how, and when it ends a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ import numpy as np
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.score import Batch, Score, WeightedMetric, with_layers
+from meshtune.objectives.answers import Batch, Score, WeightedMetric, with_layers
+from meshtune.train.checkpoint.checkpoints import Best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +61,67 @@ def _mean(metric: Any, weight: float) -> float:
     """Divides a sum by its weight; 0 if the weight is 0."""
     sum_, divisor = metric if isinstance(metric, WeightedMetric) else (metric, weight)
     return float(sum_) / (float(divisor) or 1.0)
+
+
+Due = Callable[[int], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cadence:
+    """The schedules of a run of `total` updates."""
+
+    total: int
+    evaluate: Due
+    sample: Due
+    save: Due
+
+
+def at_interval(interval: int | None, total: int) -> Due:
+    """Due every `interval` updates and after the last one; None: after the last one only."""
+    return lambda step: step == total or (interval is not None and step > 0 and step % interval == 0)
+
+
+def never(step: int) -> bool:
+    """Never due."""
+    return False
+
+
+def evaluations(interval: int | Literal["epoch"] | None, total: int, place: Callable[[int], tuple[int, int]]) -> Due:
+    """Each `interval` updates, or at the end of each epoch, and after the last update; None: never.
+
+    `place(step)` tells the epoch of a batch and its number therein.
+    """
+    if interval is None:
+        return never
+    if interval == "epoch":
+        return lambda step: step == total or (step > 0 and place(step)[1] == 0)
+    return at_interval(interval, total)
+
+
+def save_interval(interval: int | None, total: int) -> int:
+    """Returns the updates between saves; by default a run saves about ten times."""
+    return interval or max(1, math.ceil(total / 10))
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """The best evaluation so far, and the number of evaluations since without improvement.
+
+    With `patience` None a run never stops early. A loss improves if it is below the best by more than `min_delta`.
+    """
+
+    patience: int | None
+    min_delta: float
+    best: Best | None = None
+    stale: int = 0
+
+    def after(self, step: int, loss: float) -> EarlyStopping:
+        """Returns the state after another evaluation; NaN is never an improvement."""
+        if loss < (self.best.loss - self.min_delta if self.best else float("inf")):
+            return dataclasses.replace(self, best=Best(step, loss), stale=0)
+        return dataclasses.replace(self, stale=self.stale + 1)
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run should stop now."""
+        return self.patience is not None and self.stale >= self.patience

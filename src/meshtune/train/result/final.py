@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import shutil
 from typing import TYPE_CHECKING
 
+from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merge_adapters
-from meshtune.adapters.method import PreparedModel
+from meshtune.adapters.method import PreparedModel, of_adapters
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.training_method import Method
 from meshtune.adapters.verify import export_adapter
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
 from meshtune.digests import write_digests
 from meshtune.families import tensors
-from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.weight import QuantisedWeight
-from meshtune.runs.output import ADAPTER, MODEL
-from meshtune.train.result.own_base import own_base
+from meshtune.runs.output import ADAPTER, BASE, MODEL
+from meshtune.train.checkpoint.checkpoints import Best
 from meshtune.weights.export import export_model, write_generation
-from meshtune.weights.file_tensors import tensors_of
+from meshtune.weights.finite import find_overflow
+from meshtune.weights.inspect import base_hash
 from meshtune.weights.load import load_config, stored_dtype
-from meshtune.weights.ranges import find_overflow
+from meshtune.weights.safetensors_files import tensors_of
 from meshtune.weights.verify import RoundingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+def own_base(
+    output: pathlib.Path,
+    model: PreparedModel,
+    config: LoraConfig,
+    source: pathlib.Path,
+    base: BaseRecord,
+    layout: Layout | None,
+    job: Job,
+) -> BaseRecord:
+    """Returns the base that the adapter records: `base`, or output/base if LoftQ with several iterations changed it.
+
+    output/base is then written and verified: the dequantised weights, in the compute dtype. All processes of `job` must
+    call this.
+    """
+    if not config.changes_base:
+        return base
+    params = flatten(merge(model.trainable, model.frozen))
+    weights = merge_adapters(unflatten({path: leaf for path, leaf in params.items() if not of_adapters(path)}))
+    record = {"loftq": {"base": base.path, "hash": base.hash, "quantize": base.quantize, "rank": config.rank}}
+    dest = output / BASE
+    export_model(
+        weights,
+        model.spec,
+        source,
+        dest,
+        dtype=model.spec.dtype,
+        overwrite=True,
+        record=record,
+        layout=layout,
+        job=job,
+    )
+    with raise_collectively(job, "export: base's digests"):
+        if job.is_main_process:
+            write_digests(dest)
+    return dataclasses.replace(base, path=str(dest), hash=base_hash(dest), quantize=None)
 
 
 def _dtype(params: Tree, spec: ModelSpec, source: pathlib.Path) -> str:
@@ -88,3 +128,25 @@ def export_result(
             for left in output.glob(f".{dest.name}.old-*"):
                 shutil.rmtree(left)
     return dest
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of a run.
+
+    `steps` of `total` updates were completed. `loss` is that of the last update, `smoothed_loss` the exponential mean
+    that progress and plot show (train.report.smoothing), and `eval_loss` that of the last evaluation, None if this
+    process ran none. `path` is the adapter or model, None if the run was interrupted; `interrupted` is then the number
+    of the signal.
+    """
+
+    output: pathlib.Path
+    steps: int
+    total: int
+    loss: float | None
+    eval_loss: float | None
+    best: Best | None
+    path: pathlib.Path | None
+    seconds: float
+    interrupted: int | None = None
+    smoothed_loss: float | None = None

@@ -26,13 +26,12 @@ from meshtune.data.stream import Stream
 from meshtune.digests import FILE
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
-from meshtune.runs.output import ADAPTER, BASE, CHECKPOINTS, MODEL, RECIPE, read_run
-from meshtune.runs.verify import check_result
+from meshtune.runs.output import ADAPTER, BASE, CHECKPOINTS, MODEL, RECIPE, check_result, read_run
 from meshtune.setup.machine import this_machine
 from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.start import tokenizer_of
 from meshtune.train.assemble import load_model, optimizer_for, state_like
-from meshtune.train.checkpoint.read_state import read_arrays
+from meshtune.train.checkpoint.state_handler import read_arrays
 from meshtune.train.result.final import export_result
 from meshtune.train.step.state import TrainState
 from meshtune.weights.publish import disk_errors

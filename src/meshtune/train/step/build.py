@@ -14,13 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, merge
 from meshtune.model.block import Sums
-from meshtune.model.buffers import adjust_buffers
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.gather import is_any_offloaded
 from meshtune.model.spec import ModelSpec
-from meshtune.model.stacks import layers_loss, no_sums
+from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
+from meshtune.objectives.answers import Batch, Objective, Score, metric_means, with_layers
 from meshtune.objectives.curvature import curvature
-from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer, add_updates
 from meshtune.train.step.block_coordinate import active_block
 from meshtune.train.step.host_state import updated_by_rows

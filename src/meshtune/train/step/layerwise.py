@@ -26,7 +26,7 @@ from meshtune.model.inputs import SequenceInfo
 from meshtune.model.reverse import Layer, layer_functions
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import no_sums
-from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
+from meshtune.objectives.answers import Batch, Objective, Score, metric_means, with_layers
 from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer
 from meshtune.train.step.block_coordinate import placed_as
 from meshtune.train.step.host_state import updated_at_once

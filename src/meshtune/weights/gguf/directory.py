@@ -18,8 +18,8 @@ from meshtune.families.gguf import read_config
 from meshtune.families.gguf.rope import FREQUENCIES, LONG, SHORT
 from meshtune.json_text import read_json
 from meshtune.weights.gguf.file import GgufFile, read_gguf
-from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
-from meshtune.weights.gguf.tokens_in import tokenizer_files
+from meshtune.weights.gguf.tensors import small_tensor, tensor_infos
+from meshtune.weights.gguf.tokenizer import tokenizer_files
 from meshtune.weights.safetensors_files import LINK, TOKENIZER_PROBLEM, TensorInfo
 
 HEAD = 1 << 25  # bytes
