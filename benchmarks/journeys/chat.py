@@ -14,7 +14,7 @@ import pathlib
 from typing import Any
 
 import jax
-from meshtune.model.init import init_params
+from meshtune.model.spec import init_params
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 

@@ -232,7 +232,7 @@ def test_schema_prints_json_or_a_table(meshtune):
     assert '"$schema": "https://json-schema.org/draft/2020-12/schema"' in out
     code, out, _ = meshtune("schema", "--markdown")
     assert code == 0
-    assert out.startswith("| key | takes | default | meaning |")
+    assert out.startswith("## model\n\n- `model.path` (text; required): ")
 
 
 def test_env_names_the_devices_and_versions(meshtune):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from meshtune.cli.serve import _named, listener_at
+from meshtune.cli.serve import _parse_adapters, listener_at
 from meshtune.errors import UserError
 from meshtune.serve.guard import Gate
 
@@ -72,7 +72,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded():
 )
 def test_adapters_that_are_not_named(adapters, message):
     with pytest.raises(UserError, match=message):
-        _named(adapters)
+        _parse_adapters(adapters)
 
 
 def test_a_closed_gate_waits_for_what_is_under_way():

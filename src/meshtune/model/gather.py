@@ -77,6 +77,8 @@ def _fetch(x: jax.Array, after: jax.Array | None = None) -> jax.Array:
 
 def with_shared(node: Tree, shared: PyTree) -> Tree:
     """A node, each adapter in it with its cut of what all adapters share (params["shared"], or None) as `fixed`."""
+    if shared is None:
+        return node
     flat = flatten(node)
     for path in [path for path in flat if path.endswith("adapter")]:
         owner = path.removesuffix("adapter")

@@ -370,10 +370,12 @@ def _state_of(parameter: ArraySpec, optimizer: ParamOptimizer) -> State:
 
 def _largest_layer(arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
     """Of all stacked arrays, one layer of the largest kind."""
-    kinds: dict[tuple[str, str], dict[str, ArraySpec]] = {}
+    kinds: dict[str, dict[str, ArraySpec]] = {}
     for path, leaf in arrays.items():
-        if leaf.is_stacked and (place := stack_path(path)) is not None:
-            kinds.setdefault((place.root, place.key), {})[path] = leaf.layer
+        if leaf.is_stacked:
+            place = stack_path(path)
+            kind = path.rpartition("/")[0] if place is None else f"{place.root}/{place.key}"
+            kinds.setdefault(kind, {})[path] = leaf.layer
     return max(kinds.values(), key=lambda leaves: sum(leaf.size for leaf in leaves.values()), default={})
 
 
