@@ -17,7 +17,7 @@ import typer
 
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.cli import families as family_list
-from meshtune.cli import reference
+from meshtune.cli import schema as reference
 from meshtune.cli.launch import app as launch_app
 from meshtune.cli.main import app
 from meshtune.config import schema

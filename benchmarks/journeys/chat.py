@@ -14,7 +14,6 @@ import pathlib
 from typing import Any
 
 import jax
-from meshtune.model.spec import init_params
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from meshtune.families import model_spec
 from meshtune.generate.api import Model
 from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
+from meshtune.model.spec import init_params
 from meshtune.serve.app import create_app
 from meshtune.serve.models import Models
 

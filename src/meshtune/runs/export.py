@@ -22,7 +22,6 @@ from meshtune.errors import UserError, nearest
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS
-from meshtune.runs.export_gguf import merged_into
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
 from meshtune.runs.progress import StageProgress, of_stage
 from meshtune.runs.sources import Source, find
@@ -36,6 +35,24 @@ from meshtune.weights.safetensors_files import LINK, headers
 from meshtune.weights.verify import ExportError, probe_logits
 
 FORMATS = ("published", *WRITERS)
+
+
+INTO = ("dequantised", "full")
+
+
+def merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
+    """Returns the quantisation of the base that an adapter is merged into, or None for full precision."""
+    if into not in (None, *INTO):
+        raise UserError(
+            f"an adapter cannot be merged into '{into}'", where="--into", fix=f"{nearest(into, INTO)}one of {INTO}"
+        )
+    if into == "dequantised" and base.quantize is None:
+        raise UserError(
+            "the adapter was not trained on a quantised base, so there is nothing to dequantise",
+            where="--into",
+            fix="leave --into out",
+        )
+    return None if into == "full" else base.quantised
 
 
 @dataclasses.dataclass(frozen=True)

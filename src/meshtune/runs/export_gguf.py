@@ -13,17 +13,18 @@ import numpy as np
 from jaxtyping import Float
 
 from meshtune.adapters.merge import merge_adapters
-from meshtune.adapters.peft_format import BaseRecord, LoadedAdapter, attach, check_base, load_adapter
+from meshtune.adapters.peft_format import LoadedAdapter, attach, check_base, load_adapter
 from meshtune.arrays.tree import Leaves, flatten, layer_site, stack_path, unflatten
 from meshtune.data.chat import template_end
 from meshtune.data.tokenizer import chat_templates, load_tokenizer
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError
 from meshtune.families.gguf import gguf_layout
 from meshtune.families.quantised import quantised_leaves
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.gguf.mixture import FILE_TYPES, Mixture, check_file_type
 from meshtune.quantize.weight import QuantisedWeight
+from meshtune.runs.export import merged_into
 from meshtune.runs.modelfile import modelfile
 from meshtune.runs.sources import Source
 from meshtune.weights.ends import read_ends
@@ -38,24 +39,6 @@ from meshtune.weights.verify import ExportError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-INTO = ("dequantised", "full")
-
-
-def merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
-    """Returns the quantisation of the base that an adapter is merged into, or None for full precision."""
-    if into not in (None, *INTO):
-        raise UserError(
-            f"an adapter cannot be merged into '{into}'", where="--into", fix=f"{nearest(into, INTO)}one of {INTO}"
-        )
-    if into == "dequantised" and base.quantize is None:
-        raise UserError(
-            "the adapter was not trained on a quantised base, so there is nothing to dequantise",
-            where="--into",
-            fix="leave --into out",
-        )
-    return None if into == "full" else base.quantised
-
 
 OUTSIDE = "outside the layers"
 
