@@ -20,8 +20,8 @@ from meshtune.cli import families as family_list
 from meshtune.cli import schema as reference
 from meshtune.cli.launch import app as launch_app
 from meshtune.cli.main import app
-from meshtune.config import schema
-from meshtune.config.method import METHODS
+from meshtune.config import fields as schema
+from meshtune.config.sections import METHODS
 from meshtune.data.formats import DOCUMENT_FORMATS
 from meshtune.data.sources import READERS
 from meshtune.families import FAMILIES
@@ -30,12 +30,12 @@ from meshtune.families.family import GROUPS
 from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS
-from meshtune.plan import composition
+from meshtune.plan import program as composition
 from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.gguf.mixture import FILE_TYPES
 from meshtune.quantize.published import METHODS as PUBLISHED
 from meshtune.quantize.published.write import WRITERS
-from meshtune.train.report.trackers import TRACKERS
+from meshtune.train.report.events import TRACKERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
