@@ -76,10 +76,10 @@ class Blocks(list):
 def follow_writing(folder, write, monkeypatch):
     """(digests by a Follower of the file that `write` writes, the blocks that were hashed only afterwards)."""
     monkeypatch.setattr(digests, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(follow, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(follow, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(state_handler, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(state_handler, "POLL_SECONDS", 0.002)
     early, late, hash_block = Blocks(), Blocks(), digests.hash_block
-    monkeypatch.setattr(follow, "hash_block", lambda *block: (hash_block(*block), early.append(block[1]))[0])
+    monkeypatch.setattr(state_handler, "hash_block", lambda *block: (hash_block(*block), early.append(block[1]))[0])
     monkeypatch.setattr(digests, "hash_block", lambda *block: (hash_block(*block), late.append(block[1]))[0])
     (folder / "data").mkdir()
     (folder / "other").write_bytes(b"not followed")

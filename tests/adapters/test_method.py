@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from twins import base, our_logits, trained_logits
 
+import meshtune.adapters.method as layout
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, count, prepare
 from meshtune.adapters.training_method import Method
@@ -82,7 +83,7 @@ def test_restacking_never_holds_the_model_twice(method: FreezeConfig, monkeypatc
     spec, params = base("llama3")
     params = jax.tree.map(jnp.copy, params)
     model, largest = live() - before, max(x.nbytes for x in jax.tree.leaves(params))
-    bytes_alive, rows = [], method._rows
+    bytes_alive, rows = [], layout._rows
     monkeypatch.setattr(
         layout, "_rows", lambda *a: (bytes_alive.append(live()), rows(*a), bytes_alive.append(live()))[1]
     )

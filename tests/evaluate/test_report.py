@@ -103,7 +103,7 @@ def test_a_looping_answer_is_folded_after_ten_lines(reports):
 def test_the_axis_of_differences_ends_at_a_hundred_per_cent(tmp_path, monkeypatch):
     """Where an interval is longer than the larger of the two values, as from 0.1 to 0 in a few of many records."""
     drawn = []
-    monkeypatch.setattr(plots, "_write", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(report, "_write", lambda figure, path: drawn.append(figure))
     wide = difference("f1", [(0.0, 1.0)] * 30, [(0.0, 1.0)] * 29 + [(3.0, 1.0)], higher_is_better=True)
     assert wide.high > wide.after
     report.draw_differences(tmp_path / "x.png", [wide], {})

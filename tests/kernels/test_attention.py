@@ -22,7 +22,7 @@ from kernels.attention_cases import (
     unordered_case,
 )
 from kernels.attention_oracle import normal, pack_rows, reference, same_tokens
-from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention, triton_kernels
 from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 
 XLA_BACKENDS = ["direct", "blockwise"]
@@ -41,7 +41,7 @@ def small_blocks(monkeypatch):
     """Small blocks of several sizes, so that small rows have many, both full and partial."""
     monkeypatch.setattr(blocks, "block_sizes", lambda request: (min(16, request.q_length), min(24, request.kv_length)))
     tiles = Tiles(Tile(16, 8, 4, 1), Tile(8, 16, 4, 1), Tile(16, 16, 4, 1))
-    monkeypatch.setattr(triton_tiles, "tiles_of", lambda request: tiles)
+    monkeypatch.setattr(triton_kernels, "tiles_of", lambda request: tiles)
 
 
 @pytest.mark.parametrize(("backend", "name"), CASES)

@@ -16,6 +16,7 @@ from meshtune.kernels.attention import (
     attention,
     choose_backend,
     triton,
+    triton_kernels,
 )
 from meshtune.kernels.attention.backend import NO_SINKS
 from meshtune.kernels.attention.splash import SPLASH
@@ -26,7 +27,7 @@ from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 def small_blocks(monkeypatch):
     """Small blocks of several sizes, so that small rows have many, both full and partial."""
     monkeypatch.setattr(blocks, "block_sizes", lambda request: (min(16, request.q_length), min(24, request.kv_length)))
-    monkeypatch.setattr(triton_tiles, "tiles_of", lambda request: Tiles(*[Tile(16, 16, 4, 1)] * 3))
+    monkeypatch.setattr(triton_kernels, "tiles_of", lambda request: Tiles(*[Tile(16, 16, 4, 1)] * 3))
 
 
 def results_of(backend, q, k, v, g, tokens, options, sinks):

@@ -12,7 +12,7 @@ import pytest
 
 from kernels.attention_cases import assert_equals_torch, by_triton, case, request_for_gpu
 from kernels.attention_oracle import normal, pack_rows, same_tokens, torch_gradients
-from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, AttentionInputs, triton
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, AttentionInputs, triton, triton_kernels
 from meshtune.kernels.attention.triton_kernels import Tile, Tiles
 
 
@@ -37,7 +37,7 @@ def test_the_tiles_of_each_chip_equal_torch(chip):
 def test_blocks_past_the_end_of_a_row_write_nothing(monkeypatch):
     """Rows of 40 tokens are padded to 64 for blocks of 32, so that blocks of 8 and 16 exist entirely past their end."""
     tiles = Tiles(Tile(16, 32, 4, 1), Tile(8, 16, 4, 1), Tile(8, 8, 4, 1))
-    monkeypatch.setattr(triton_tiles, "tiles_of", lambda request: tiles)
+    monkeypatch.setattr(triton_kernels, "tiles_of", lambda request: tiles)
     q, k, v, g = normal(6, (2, 40, 2, 16), (2, 40, 1, 16), (2, 40, 1, 16), (2, 40, 2, 16))
     arrays = q, k, v, g, same_tokens(*pack_rows([[40], [25, 15]], 40)), {"scale": 0.3, "window": None, "softcap": None}
     assert_equals_torch(by_triton(*arrays), *arrays)

@@ -34,7 +34,7 @@ def test_updates_of_a_large_data_set_are_estimated_from_a_sample(tmp_path, monke
     file.write_text("".join(json.dumps({"text": "word " * (5 + n % 46)}) + "\n" for n in range(2300)))
     recipe = recipe_of(tmp_path, f"data.train={file}", "stage=pt")
     exact = prepare_data(recipe, load_tokenizer(quickstart.MODEL)).train.total_steps(3)
-    monkeypatch.setattr(updates, "SAMPLE", 460)
+    monkeypatch.setattr(report, "SAMPLE", 460)
     estimated = updates_of(recipe)
     # 3%: rows of the sample are packed from fewer documents, so that they are a little less full.
     assert estimated.count == pytest.approx(exact, rel=0.03)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from meshtune.arrays.tree import flatten
 from meshtune.families import tensors
 from meshtune.model.spec import abstract_params
+from meshtune.weights import shards
 from meshtune.weights.load import load_params, load_spec
 from model_specs import split_stacks
 
@@ -91,7 +92,7 @@ def test_stacks_may_be_split_anywhere(make_model):
 
 def test_tensors_larger_than_a_block_are_read_in_blocks(make_model, monkeypatch):
     directory = make_model("llama")
-    monkeypatch.setattr(read_into, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 1000)
     spec, _ = load_spec(directory)
     assert_equal_to_files(load_params(directory, spec), spec, directory, jnp.float32)
 

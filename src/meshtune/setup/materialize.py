@@ -25,7 +25,7 @@ from meshtune.families import tensors
 from meshtune.families.composite import HEAD, passed_through, tensor_name, text_config, with_text_fields
 from meshtune.families.expansion import group_layers, origins, silent_modules
 from meshtune.json_text import read_json
-from meshtune.mesh.agreement import raise_collectively
+from meshtune.mesh.client import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
