@@ -7,8 +7,6 @@ import socket
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from meshtune.mesh.accelerators import local_device_ids, visible_gpus
 from meshtune.mesh.rendezvous import ProcessInfo, detect_process_info
 
@@ -72,6 +70,8 @@ class Job:
         self.exchange("end of the run", None)
         self.client.close()
         # Every process has reached the end, so none waits for another when JAX closes its own connections.
+        import jax
+
         jax.distributed.shutdown()
         if self.coordinator is not None:
             self.coordinator.close()
@@ -93,6 +93,8 @@ def start(info: ProcessInfo | None = None, *, timeout: float | None = None) -> J
     device_ids = local_device_ids(info, gpus)
     if info.process_count == 1:
         if device_ids is not None:
+            import jax
+
             for platform in ("cuda", "rocm"):
                 jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, device_ids)))
         return Job(info)

@@ -30,7 +30,6 @@ from meshtune.digests import (
 from meshtune.errors import UNREADABLE, UserError
 from meshtune.json_text import read_json
 from meshtune.mesh.processes import Job
-from meshtune.weights.safetensors_files import headers
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 CONSOLE_LOG = "console.log"
@@ -297,5 +296,7 @@ def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> d
 
 def weights_digests(directory: Path) -> list[str]:
     """Returns the digests of all bytes of a model's weight files, for keys of caches that are computed from them."""
+    from meshtune.weights.safetensors_files import headers
+
     files = sorted({info.file for info in headers(directory).values()})
     return [digest_files(file.parent, [file.name])[file.name].digest for file in files]
