@@ -16,9 +16,11 @@ from meshtune.config.sections import (
     MethodSection,
     ModelSection,
     OptimizerSection,
+    RolloutSection,
     StageSection,
     written_out,
 )
+from meshtune.config.rewards import RewardSection
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.compute import AttentionName, Compute, ExchangeName, OffloadName, RematName
 from meshtune.objectives.config import SftConfig
@@ -54,6 +56,18 @@ class TrainSection(Section):
     def accumulation(self) -> int:
         """Micro-batches an update; one as long as micro_batch is auto (setup.search resolves that first)."""
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
+
+
+def online_batch(train: TrainSection, rollout: RolloutSection | None) -> TrainSection:
+    """The section with the batch of an online stage: a row for every completion of an update, if none is given.
+
+    Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is four of them.
+    """
+    if rollout is None or "batch_size" in train.model_fields_set:
+        return train
+    rows = rollout.completions
+    micro_batch = train.micro_batch or next(rows // parts for parts in (4, 2, 1) if rows % parts == 0)
+    return TrainSection(**{**train.model_dump(), "batch_size": rows, "micro_batch": micro_batch})
 
 
 class ComputeSection(Section):
@@ -163,6 +177,10 @@ class Recipe(Section):
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
     stage: StageSection = Field(default_factory=SftConfig, description="What is learned and how it is scored.")
+    rollout: RolloutSection | None = Field(
+        default=None, description="Completions that online stages (grpo, rloo) are trained on."
+    )
+    rewards: list[RewardSection] = Field(default_factory=list, description="Scores of completions; they are added up.")
     method: MethodSection = Field(default_factory=LoraOptions)
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
@@ -200,5 +218,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> Recipe:
+        object.__setattr__(self, "train", online_batch(self.train, self.rollout))  # before anybody can read it
         check_together(self)
         return self

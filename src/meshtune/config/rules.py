@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshtune.config.sections import LOW_RANK
+from meshtune.objectives.config import ONLINE_STAGES
 
 if TYPE_CHECKING:
     from meshtune.config.recipe import Recipe
@@ -21,6 +22,7 @@ def check_together(recipe: Recipe) -> None:
     if recipe.optimizer.layerwise:
         _check_layerwise(recipe)
     _check_answers(recipe)
+    _check_online(recipe)
 
 
 def _check_evaluation(recipe: Recipe) -> None:
@@ -152,4 +154,32 @@ def _check_answers(recipe: Recipe) -> None:
     if recipe.data.train_on_prompt and (stage.kind in ("rm", "kto") or getattr(stage, "sft_weight", 1.0) == 0):
         raise ValueError(
             f"data.train_on_prompt cannot be used with stage {stage.kind} without sft_weight: only answers are compared"
+        )
+
+
+def _check_online(recipe: Recipe) -> None:
+    """Rules for stages that train on completions of their own."""
+    stage, rollout, online = recipe.stage.kind, recipe.rollout, recipe.stage.kind in ONLINE_STAGES
+    if not online:
+        for section, given in (("rollout", rollout is not None), ("rewards", bool(recipe.rewards))):
+            if given:
+                raise ValueError(f"{section} is read by online stages only, such as grpo, and stage is {stage}: remove it")
+        return
+    if rollout is None:
+        raise ValueError(f"stage {stage} trains on completions that it generates: give rollout, such as {{max_tokens: 256}}")
+    if not recipe.rewards:
+        raise ValueError(f"stage {stage} needs rewards: give a list, such as rewards: [reward.py:score]")
+    if rollout.samples < 2:
+        raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
+    if recipe.data.max_length <= rollout.max_tokens:
+        raise ValueError(
+            f"data.max_length {recipe.data.max_length} is the room of a prompt and its completion, and rollout.max_tokens "
+            f"{rollout.max_tokens} leave none for the prompt: raise data.max_length"
+        )
+    if recipe.data.streaming:
+        raise ValueError(f"data.streaming is not possible with stage {stage}: prompts are read before training")
+    if recipe.train.batch_size != rollout.completions:
+        raise ValueError(
+            f"train.batch_size is given by rollout in stage {stage}: {rollout.completions} completions an update "
+            "(prompts * samples / updates). Leave it out"
         )

@@ -225,6 +225,37 @@ class DataSection(Section):
         return [*self.train, *(self.validation if isinstance(self.validation, list) else [])]
 
 
+class RolloutSection(Section):
+    """Completions that an online stage generates from the weights it trains, and the updates made of them."""
+
+    prompts: PositiveInt = Field(default=4, description="Prompts in a rollout.")
+    samples: PositiveInt = Field(default=8, description="Completions of every prompt, which are compared.")
+    updates: PositiveInt = Field(
+        default=1, description="Optimizer updates that share a rollout, each with its part of the prompts."
+    )
+    iterations: PositiveInt = Field(default=1, description="Times that these updates are repeated on one rollout.")
+    max_tokens: PositiveInt = Field(default=256, description="Tokens of a completion at most.")
+    temperature: float = Field(default=1.0, gt=0, le=100, description="Divides the logits, in the loss too.")
+    top_k: int = Field(default=0, ge=0, description="Draw from the k likeliest tokens only; 0: from all.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the likeliest tokens up to this probability.")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest.")
+    rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
+    keep: PositiveInt | None = Field(
+        default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."
+    )
+
+    @model_validator(mode="after")
+    def _check_split(self) -> RolloutSection:
+        if self.prompts % self.updates:
+            raise ValueError(f"prompts {self.prompts} cannot be divided into {self.updates} updates")
+        return self
+
+    @property
+    def completions(self) -> int:
+        """Completions of one update."""
+        return self.prompts * self.samples // self.updates
+
+
 ADAM = (
     "adamw", "adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "schedule_free", "prodigy", "sophia",
 )  # fmt: skip

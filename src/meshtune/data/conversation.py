@@ -94,7 +94,20 @@ class Labelled:
     origin: Origin
 
 
-Sample = Document | Pair | Labelled
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt to answer. `document` ends where the answer begins: a conversation, or a text that is continued.
+
+    `columns` are the record's other fields as JSON text, for rewards; `answer` among them is the answer that the
+    record has.
+    """
+
+    document: Document
+    columns: str
+    origin: Origin
+
+
+Sample = Document | Pair | Labelled | Prompt
 
 
 def tool_name(call: JsonObject) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshtune.config.data_options import SourceOptions
 from meshtune.config.sections import DataSection, SourceSection
-from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Sample
+from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Sample, Prompt
 from meshtune.data.formats import select_format
 from meshtune.data.formats.record import FieldNames, RecordFormat, describe, passed_over, read_record, unread_fields
 from meshtune.data.progress import Progress
@@ -311,7 +311,7 @@ def add_system(sample: Sample, system: str) -> Sample:
         case Pair():
             chosen, rejected = (_add_to(document, system) for document in (sample.chosen, sample.rejected))
             return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
-        case Labelled():
+        case Labelled() | Prompt():
             return dataclasses.replace(sample, document=_add_to(sample.document, system))
         case _:
             return _add_to(sample, system)

@@ -508,6 +508,8 @@ class StageExamples:
                 return tokenise_pairs(tokenize, samples, score_position=self.score_position)
             case "labelled":
                 return tokenise_answers(tokenize, samples)
+            case "prompts":
+                return tokenize.prompts(samples)
             case "documents":
                 return tokenize(require_plain_text(samples) if self.plain_text else samples)
 

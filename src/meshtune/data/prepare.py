@@ -22,7 +22,8 @@ from meshtune.data.documents import DocumentList, Documents, load_documents, ope
 from meshtune.data.formats.record import MARGIN
 from meshtune.data.loader import Loader, Units, nll_share, require_plain_text, with_companions
 from meshtune.data.progress import Progress
-from meshtune.data.report import DataReport, make_report, stream_report, window_report
+from meshtune.data.prompts import PromptLoader
+from meshtune.data.report import DataReport, make_report, prompt_report, stream_report, window_report
 from meshtune.data.store import Store, fingerprint, sample_digest
 from meshtune.data.stream import UNIT_POSITIONS, WINDOW, Stream, TextRows, WindowRows
 from meshtune.data.tokenise import (
@@ -221,8 +222,8 @@ def _check_both_labels_come(samples: Sequence[Sample], *, skip: bool) -> None:
 class PreparedData:
     """The data of a run. `fingerprint` is a hash of all training tokens and weights."""
 
-    train: Loader | Stream
-    validation: Loader | None
+    train: Loader | Stream | PromptLoader
+    validation: Loader | PromptLoader | None
     report: DataReport
     validation_report: DataReport | None
     fingerprint: str
@@ -274,14 +275,16 @@ class _Preparation:
     progress: Progress | None
     share: tuple[int, int]
 
-    def split(self, name: str, samples: DocumentList, documents: Documents | None = None) -> tuple[Loader, DataReport]:
+    def split(
+        self, name: str, samples: DocumentList, documents: Documents | None = None
+    ) -> tuple[Loader | PromptLoader, DataReport]:
         """The loader of the split `name` and its report, with the skipped records and unread fields of `documents`."""
         data, train, stage = self.recipe.data, self.recipe.train, STAGES[self.recipe.stage.kind]
         store, counts, template = tokenised_store(
             name,
             samples.with_system(data.system),
             self.tokenizer,
-            token_options(data, self.recipe.stage.kind),
+            token_options(data, self.recipe.stage.kind, self.recipe.rollout.max_tokens if self.recipe.rollout else 0),
             self.recipe.stage.kind,
             self.cache,
             self.progress,
@@ -292,6 +295,11 @@ class _Preparation:
         if stage.dataset_type == "labelled" and name == "train":
             _check_both_labels(store)
         is_train = name == "train"
+        if stage.dataset_type == "prompts":
+            loader = self._prompts(store, is_train=is_train)
+            return loader, prompt_report(
+                name, loader, counts, documents.skipped if documents else (), data.max_length, template
+            )
         loader = Loader(
             store,
             max_length=data.max_length,
@@ -313,6 +321,20 @@ class _Preparation:
             unread=self._not_read(documents.unread) if documents and documents.unread else {},
         )
         return loader, self._with_template_fix(report)
+
+    def _prompts(self, store: Store, *, is_train: bool) -> PromptLoader:
+        recipe, rollout = self.recipe, self.recipe.rollout
+        assert rollout is not None, "config.rules requires it"
+        return PromptLoader(
+            store,
+            prompts=rollout.prompts,
+            updates=rollout.updates * rollout.iterations,
+            row_length=recipe.data.max_length,
+            batch_size=recipe.train.batch_size,
+            accumulation=recipe.train.accumulation,
+            shuffle=recipe.data.shuffle and is_train,
+            seed=recipe.seed,
+        )
 
     def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """The fields of each source that are not read, without those of turns that the chat template names, and without

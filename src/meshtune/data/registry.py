@@ -179,7 +179,7 @@ def _check_dataset_type(
     ranking = bool(entry.get("ranking"))
     evidence = "ranking: true" if ranking else f"column {preference[0]}" if preference else "no preference columns"
     actual = "labelled" if "kto_tag" in columns else "pairs" if ranking or preference else "documents"
-    if actual == dataset_type:
+    if actual == dataset_type or (dataset_type == "prompts" and actual == "documents"):
         return
     if dataset_type == "documents":
         raise UserError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
+from meshtune.data.prompts import PromptLoader
 from meshtune.data.store import Store
 from meshtune.data.stream import Stream, WindowRows
 from meshtune.data.tokens import TokenCounts
@@ -143,6 +144,36 @@ def make_report(
         cache_damage=store.damage,
         dataset_type=dataset_type,
         unread=tuple((unread or {}).items()),
+    )
+
+
+def prompt_report(
+    split: str,
+    loader: PromptLoader,
+    counts: TokenCounts,
+    skipped: Sequence[SkippedRecord],
+    max_length: int,
+    template: TemplateInfo | None,
+) -> DataReport:
+    """The report on prompts; the rows that their completions will fill are not known."""
+    lengths = loader.store.lengths
+    return DataReport(
+        split=split,
+        counts=counts,
+        skipped=(*skipped, *(SkippedRecord(origin, reason) for origin, reason in counts.skipped)),
+        rows=len(lengths),
+        row_length=loader.row_length,
+        packing=True,
+        steps_per_epoch=loader.steps_per_epoch(0),
+        batch_rows=0,
+        efficiency=1.0,
+        histogram=histogram(lengths),
+        longest=int(lengths.max()),
+        copies=_copies(loader.store, "documents"),
+        max_length=max_length,
+        template=template,
+        cache_damage=loader.store.damage,
+        dataset_type="prompts",
     )
 
 
@@ -324,6 +355,8 @@ def _inefficiencies(report: DataReport) -> list[str]:
         share = report.copies / report.samples
         copies = "is a copy of another" if report.copies == 1 else "are copies of others"
         warnings.append(f"{report.copies:,} of {report.samples:,} {report.noun} ({share:.0%}) {copies}")
+    if report.dataset_type == "prompts":
+        return warnings
     if counts.tokens and counts.trained_tokens / counts.tokens < _SHARE_TRAINED:
         share = counts.trained_tokens / counts.tokens
         warnings.append(f"only {share:.1%} of the tokens are trained on: prompts are much longer than answers")
@@ -354,12 +387,15 @@ def render(report: DataReport) -> RenderableType:
     if report.skipped:
         table.add_row("skipped records", f"{len(report.skipped):,}", "")
     table.add_row("tokens", f"{counts.tokens:,}", f"longest document {report.longest:,}")
-    share = counts.trained_tokens / max(counts.tokens, 1)
-    table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
-    layout = "packed" if report.packing else "padded"
-    table.add_row("rows", f"{report.rows:,}", f"{layout}, {amount(report.row_length, 'position')} each")
-    table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
-    table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{amount(report.batch_rows, 'row')} each")
+    if report.dataset_type == "prompts":
+        table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", "")
+    else:
+        share = counts.trained_tokens / max(counts.tokens, 1)
+        table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
+        layout = "packed" if report.packing else "padded"
+        table.add_row("rows", f"{report.rows:,}", f"{layout}, {amount(report.row_length, 'position')} each")
+        table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
+        table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{amount(report.batch_rows, 'row')} each")
     bars = Table(title="tokens per document", title_justify="left", show_header=False, box=None, pad_edge=False)
     bars.add_column(justify="right", style="cyan")
     bars.add_column(justify="right")

@@ -46,15 +46,16 @@ IN_PROCESS = 8192  # samples that are tokenised before other processes would hav
 _THREADS = max(2, min(4, os.cpu_count() or 1))  # more would wait for Python's lock
 
 
-def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
-    """The tokenising options of a recipe. Stages that compare answers train on the last turn, stage pt on all text."""
+def token_options(data: DataSection, stage: str = "sft", answer: int = 0) -> TokenOptions:
+    """The tokenising options of a recipe. Stages that compare answers train on the last turn, stage pt on all text.
+    Prompts leave room for an `answer` of as many tokens."""
     policy = LossPolicy(data.train_on_prompt, data.last_turn_only, data.reasoning, data.train_on_tail)
     if STAGES[stage].dataset_type != "documents":
         policy = LossPolicy(last_turn_only=True, reasoning=data.reasoning, train_on_tail=data.train_on_tail)
     elif stage == "pt":
         policy = LossPolicy(train_on_prompt=True)
     return TokenOptions(
-        max_length=data.max_length,
+        max_length=data.max_length - answer,
         policy=policy,
         overlong=data.overlong,
         skip_bad=data.on_bad == "skip",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +19,8 @@ import numpy as np
 from tokenizers.decoders import ByteLevel
 
 from meshtune.config.data_options import TokenOptions
-from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Conversation, Document, Origin, Text
+from meshtune.data.chat import ChatTemplate, as_dicts, template_error
+from meshtune.data.conversation import Conversation, Document, Origin, Prompt, Text
 from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.data.rendered import check_has_place
 from meshtune.errors import UserError
@@ -236,6 +237,53 @@ class Tokenize:
                 longest = max((text.last_answer for text in group if text is not None), default=0) if sides else None
                 for document, text in zip(batch[first : first + len(group)], group, strict=True):
                     yield None if text is None else self._fit(text, document.origin, longest)
+
+    def prompts(self, samples: Iterable[Prompt]) -> Iterator[Example]:
+        """The examples of prompts, ready for the model's answer; `extra` is a PromptRecord as bytes.
+
+        One of more than `max_length` tokens is left out, or is an error: a prompt without its end asks something else.
+        Raises UserError, naming the record, as calling does.
+        """
+        for sample in samples:
+            self.counts.documents += 1
+            try:
+                ids, written = self._prompt_ids(sample.document)
+            except UserError as problem:
+                if not self.options.skip_bad or problem.where != str(sample.origin):
+                    raise
+                self.counts.skipped.append((str(sample.origin), problem.what))
+                continue
+            if len(ids) > self.options.max_length:
+                if self.options.overlong == "error":
+                    raise UserError(
+                        f"a prompt of {len(ids)} tokens leaves no room: {self.options.max_length} are left beside the "
+                        "answer",
+                        where=str(sample.origin),
+                        fix="raise data.max_length, lower rollout.max_tokens, or set data.overlong: drop",
+                    )
+                self.counts.count("dropped", sample.origin)
+                self.counts.tokens_cut += len(ids)
+                continue
+            self.counts.examples += 1
+            self.counts.tokens += len(ids)
+            extra = json.dumps({"prompt": written, "columns": json.loads(sample.columns)}, ensure_ascii=False)
+            yield Example(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sample.origin, extra=extra.encode())
+
+    def _prompt_ids(self, document: Document) -> tuple[list[int], str | list[dict[str, object]]]:
+        """The ids of a prompt, and the prompt as rewards get it: text or messages."""
+        if not isinstance(document, Conversation):
+            check_has_place(document)
+            ids = self._backend.encode(document.text, add_special_tokens=False).ids
+            bos = self._bos.tolist()
+            return (ids if ids[: len(bos)] == bos else [*bos, *ids]), document.text
+        chat = self.chat
+        try:
+            text = chat.render(
+                chat.messages(document), document.tools, generation_prompt=True, options=document.variables
+            )
+        except chat.failures as problem:
+            raise template_error(problem, where=str(document.origin)) from problem
+        return self._backend.encode(text, add_special_tokens=False).ids, as_dicts(document)
 
     def _mask(self, document: Document, sides: int | None) -> MaskedText | None:
         counts, locate_all = self.counts, self.options.overlong == "turns" and sides is None

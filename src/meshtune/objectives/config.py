@@ -15,6 +15,7 @@ NLL_MEAN = (
 )
 
 NllMean = Literal["tokens", "pairs"]
+ONLINE_STAGES = frozenset({"grpo", "rloo"})  # those that train on completions of their own
 
 
 @dataclasses.dataclass(frozen=True)

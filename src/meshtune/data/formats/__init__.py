@@ -9,6 +9,7 @@ from meshtune.data.formats import hints
 from meshtune.data.formats.alpaca import ALPACA, PROMPT_COMPLETION, STANFORD_ALPACA, TEXT
 from meshtune.data.formats.messages import HERMES, MESSAGES, SHAREGPT, XLAM
 from meshtune.data.formats.preference import LABELLED_FORMATS, PREFERENCE_FORMATS
+from meshtune.data.formats.prompts import PROMPT_FORMATS
 from meshtune.data.formats.record import FIELDS, FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
 
@@ -23,8 +24,9 @@ FORMATS_BY_TYPE: dict[DatasetType, dict[str, RecordFormat]] = {
     "documents": DOCUMENT_FORMATS,
     "pairs": {form.name: form for form in PREFERENCE_FORMATS},
     "labelled": {form.name: form for form in LABELLED_FORMATS},
+    "prompts": {form.name: form for form in PROMPT_FORMATS},
 }
-EXAMPLE_STAGE: dict[DatasetType, str] = {"documents": "sft", "pairs": "dpo", "labelled": "kto"}
+EXAMPLE_STAGE: dict[DatasetType, str] = {"documents": "sft", "pairs": "dpo", "labelled": "kto", "prompts": "grpo"}
 
 
 def select_format(

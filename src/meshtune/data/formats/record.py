@@ -50,7 +50,7 @@ class RecordFormat:
     `detect(record, field_names, tags)` says how well a record fits: 0 not, 1 possibly, 2 certainly.
     `convert(record, field_names, tags, origin)` returns the sample, or raises UserError naming record and field.
     `convert_bad` does so for an answer that is an example of a bad one, which may call tools that do not exist; None
-    where that is no different.
+    where that is no different. `has_columns`: fields that are not part of the prompt are columns for rewards.
     """
 
     name: str
@@ -62,6 +62,7 @@ class RecordFormat:
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     convert_bad: Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample] | None = None
     required: tuple[str, ...] = ()
+    has_columns: bool = False
 
     def converter(self, *, good: bool) -> Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]:
         """The converter of records of good or of bad answers."""
@@ -304,6 +305,9 @@ FIELDS: dict[str, str] = {
 }
 """A field of a record -> what it means. The comments say where."""
 
+# Those of FIELDS that are part of a prompt.
+OF_PROMPTS = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs", "history", *MEDIA, "objects"}
+
 LABELLED = ("alpaca", "sharegpt", "messages", "prompt_completion")  # formats that stage kto reads
 
 TURN_FIELDS: dict[str, str] = {
@@ -343,7 +347,7 @@ def read_record(
     Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields` says
     that it is not to be read; and as the format does.
     """
-    for name in record.keys() & FIELDS.keys():
+    for name in record.keys() & (OF_PROMPTS if form.has_columns else FIELDS.keys()):
         if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
             raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
     return form.convert(record, fields, tags, origin)

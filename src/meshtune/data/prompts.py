@@ -1,0 +1,82 @@
+"""Prompts for rollouts, in an order that is a function of (seed, rollout)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from meshtune.data.conversation import Origin
+from meshtune.data.loader import shuffle_order
+from meshtune.data.store import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRecord:
+    """A prompt: its token ids, and the text or messages and the columns that rewards get. `index` is its place in the
+    data."""
+
+    index: int
+    ids: list[int]
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    origin: Origin
+
+
+class PromptLoader:
+    """The prompts of every rollout, from a store. A rollout of `prompts` prompts serves `updates` updates.
+
+    Every prompt is in every epoch once; a rollout may cross the border of two epochs. Batches have `batch_size` rows
+    of `row_length` positions at most, in `accumulation` micro-batches.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        prompts: int,
+        updates: int,
+        row_length: int,
+        batch_size: int,
+        accumulation: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+    ):
+        self.store, self.prompts, self.updates, self.shuffle, self.seed = store, prompts, updates, shuffle, seed
+        self.row_length, self.batch_size, self.accumulation = row_length, batch_size, accumulation
+
+    def record(self, index: int) -> PromptRecord:
+        """Reads a prompt of the store."""
+        example = self.store[index]
+        extra = json.loads(example.extra)
+        return PromptRecord(index, example.ids.tolist(), extra["prompt"], extra["columns"], example.origin)
+
+    def rollout(self, number: int) -> list[PromptRecord]:
+        """The prompts of a rollout, counted from 0."""
+        count = len(self.store)
+        places = range(number * self.prompts, (number + 1) * self.prompts)
+        orders = {epoch: self._order(epoch) for epoch in {place // count for place in places}}
+        return [self.record(int(orders[place // count][place % count])) for place in places]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        count = len(self.store)
+        return shuffle_order(count, self.seed, epoch) if self.shuffle else np.arange(count)
+
+    def total_steps(self, epochs: float) -> int:
+        """The number of updates in `epochs` epochs; the last rollout is complete."""
+        return math.ceil(epochs * len(self.store) / self.prompts - 1e-9) * self.updates
+
+    def epoch_position(self, step: int) -> tuple[int, int]:
+        """The epoch of a step and the step's index in that epoch, both from 0."""
+        epoch = step // self.updates * self.prompts // len(self.store)
+        return epoch, step - self._first_step(epoch)
+
+    def steps_per_epoch(self, epoch: int) -> int:
+        """The number of updates whose rollouts begin in an epoch."""
+        return self._first_step(epoch + 1) - self._first_step(epoch)
+
+    def _first_step(self, epoch: int) -> int:
+        return -(-epoch * len(self.store) // self.prompts) * self.updates
