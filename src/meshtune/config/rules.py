@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshtune.config.sections import LOW_RANK
+from meshtune.errors import UserError
 from meshtune.objectives.config import ONLINE_STAGES
 
 if TYPE_CHECKING:
@@ -155,6 +156,13 @@ def _check_answers(recipe: Recipe) -> None:
         raise ValueError(
             f"data.train_on_prompt cannot be used with stage {stage.kind} without sft_weight: only answers are compared"
         )
+
+
+def require_online(recipe: Recipe, problem: str) -> None:
+    """Raises UserError for a stage that does not generate what it trains on."""
+    if recipe.stage.kind not in ONLINE_STAGES:
+        fix = f"set stage to one of {', '.join(sorted(ONLINE_STAGES))}, with rollout and rewards"
+        raise UserError(f"stage {recipe.stage.kind} {problem}", where="stage", fix=fix)
 
 
 def _check_online(recipe: Recipe) -> None:

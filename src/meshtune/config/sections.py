@@ -240,6 +240,7 @@ class RolloutSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the likeliest tokens up to this probability.")
     min_p: float = Field(default=0.0, ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest.")
     rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
+    eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
         default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."
     )
