@@ -1,0 +1,1 @@
+"""Completions that online stages generate, score and are trained on."""
