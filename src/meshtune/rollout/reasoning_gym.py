@@ -1,0 +1,71 @@
+"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) as prompts with rewards.
+
+A record holds the task, its options and its number instead of reasoning-gym's own entry, which JSON would change: the
+entry is made again from them where an answer is scored.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshtune.errors import UserError, nearest, pip_install
+
+SIZE = 500  # records, where the options say nothing
+
+
+def gym_records(task: str, options: Mapping[str, Any] | None = None) -> list[dict[str, str]]:
+    """The records of a task: `prompt`, `answer`, and `entry` for the reward. They depend on the options alone.
+
+    `options` are size (500), seed (0) and those of the task's configuration. Raises UserError for an unknown task or
+    option, and where the package is not installed.
+    """
+    chosen = {"size": SIZE, "seed": 0, **(options or {})}
+    text = json.dumps(chosen, sort_keys=True)
+    return [
+        {
+            "prompt": str(entry["question"]),
+            "answer": str(entry["answer"]),
+            "entry": json.dumps({"task": task, "options": chosen, "index": index}, sort_keys=True),
+        }
+        for index, entry in enumerate(_dataset(task, text))
+    ]
+
+
+def gym_score(completion: str, entry: str) -> float:
+    """The score of a completion's answer, which may stand in <answer> tags, else is all of its text.
+
+    `entry` is that of a record of `gym_records`.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    fields = json.loads(entry)
+    dataset = _dataset(fields["task"], json.dumps(fields["options"], sort_keys=True))
+    answer = extract_answer(completion) or completion.strip()
+    return float(dataset.score_answer(answer, dataset[fields["index"]]))
+
+
+@functools.lru_cache(maxsize=16)
+def _dataset(task: str, options: str) -> Any:
+    where = f"reasoning_gym:{task}"
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as problem:
+        raise UserError(
+            f"tasks of reasoning-gym need the package {problem.name}, which is not installed",
+            where=where,
+            fix=pip_install("rl"),
+        ) from problem
+    if task not in DATASETS:
+        names = ", ".join(sorted(DATASETS))
+        raise UserError(f"'{task}' is no task of reasoning-gym", where=where, fix=f"{nearest(task, DATASETS)}{names}")
+    try:
+        return reasoning_gym.create_dataset(task, **json.loads(options))
+    except (TypeError, ValueError, AssertionError) as problem:
+        fields = ", ".join(DATASETS[task][1].__dataclass_fields__)
+        raise UserError(
+            f"the task's options do not fit: {problem}", where=where, fix=f"its options are: {fields}"
+        ) from problem

@@ -1,0 +1,178 @@
+"""The rewards of a recipe: scores of completions, from functions, reward models and servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtune.config.rewards import FunctionReward, JsonSchemaReward, ModelReward, OverlongReward, Reward, reward_names
+from meshtune.digests import digest_bytes, digest_json
+from meshtune.errors import UserError
+from meshtune.rollout.reward_functions import Completions, RewardLog, call_function, gather_functions, load_function
+from meshtune.rollout.reward_model import RewardModel, check_reward_model
+from meshtune.rollout.reward_process import RewardProcess, RewardTask
+
+__all__ = ["Completions", "Rewards", "Scores", "check_rewards"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """`values` float64 [N, K] are the rewards of N completions by K functions, NaN where one does not apply. `columns`
+    and `metrics` are what the functions logged."""
+
+    values: np.ndarray
+    columns: dict[str, list[Any]]
+    metrics: dict[str, float]
+
+
+class Rewards:
+    """The rewards of a recipe, ready to score. Close it, or use it as a context.
+
+    `names` and `weights` float64 [K] are in the recipe's order. `digest` changes with the options that decide about a
+    score, with the files of functions (and of modules that lie in their folder and are imported when they are loaded),
+    with schemas and with the weights of reward models. It knows nothing of servers and installed packages.
+    `max_tokens` is that of rollout.
+    Raises UserError for what cannot be loaded.
+    """
+
+    def __init__(self, sections: Sequence[Reward], *, max_tokens: int | None = None):
+        self._sections = list(sections)
+        self.names = _names(sections)
+        self.weights = np.asarray([section.weight for section in sections], np.float64)
+        self._tasks = {
+            index: RewardTask(name, _options(section, max_tokens), section.timeout)
+            for index, (name, section) in enumerate(zip(self.names, sections, strict=True))
+            if not isinstance(section, ModelReward)
+        }
+        self._process = RewardProcess(list(self._tasks.values())) if self._tasks else None
+        try:
+            self._models = {
+                index: RewardModel(section.model, section.max_length)
+                for index, section in enumerate(sections)
+                if isinstance(section, ModelReward)
+            }
+        except BaseException:
+            self.close()
+            raise
+        self.digest = digest_json([self._facts(index) for index in range(len(sections))])
+
+    def score(self, completions: Completions) -> Scores:
+        """Scores completions. Raises UserError, naming function and record, where a reward fails or takes too long."""
+        values = np.full((len(completions), len(self.names)), np.nan)
+        log = RewardLog(count=len(completions))
+        if len(completions):
+            self._score(completions, values, log)
+        return Scores(values, log.columns, log.metrics)
+
+    def _score(self, completions: Completions, values: np.ndarray, log: RewardLog) -> None:
+        places = {index: place for place, index in enumerate(self._tasks)}
+        local = [index for index in places if completions.environments is not None and self._names_environments(index)]
+        remote = [place for index, place in places.items() if index not in local]
+        if self._process is not None and remote:
+            self._process.start(completions, remote)
+        for index, model in self._models.items():
+            values[:, index] = model.score(completions)
+        for index in local:
+            values[:, index] = _call_in_thread(self._tasks[index], completions, log)
+        if self._process is not None and remote:
+            results, remote_log = self._process.results(remote)
+            for index, place in places.items():
+                if place in results:
+                    values[:, index] = results[place]
+            log.columns |= remote_log.columns
+            log.metrics |= remote_log.metrics
+
+    def _names_environments(self, index: int) -> bool:
+        assert self._process is not None
+        return self._process.loaded[list(self._tasks).index(index)].names_environments
+
+    def _facts(self, index: int) -> object:
+        """The facts about a reward that its scores depend on, as JSON."""
+        section = self._sections[index]
+        if isinstance(section, ModelReward):
+            return [section.kind, section.max_length, self._models[index].digest]
+        assert self._process is not None
+        task = self._tasks[index]
+        options = {key: value for key, value in task.options.items() if key not in ("timeout", "name", "weight")}
+        files = list(self._process.loaded[list(self._tasks).index(index)].files)
+        if isinstance(section, FunctionReward):
+            options["function"] = section.function.rpartition(":")[2]
+        if isinstance(section, JsonSchemaReward) and isinstance(section.json_schema, str):
+            files, options["json_schema"] = [Path(section.json_schema)], None
+        return [options, section.weight, sorted(digest_bytes(file.read_bytes()) for file in files)]
+
+    def close(self) -> None:
+        """Ends the process of the functions."""
+        if self._process is not None:
+            self._process.close()
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_rewards(sections: Sequence[Reward], *, max_tokens: int | None = None) -> None:
+    """Raises UserError for rewards that cannot be loaded: names, files, functions, schemas, packages.
+
+    Functions are imported in a process that ends again; of reward models only small files are read, and servers are
+    not called.
+    """
+    for section in sections:
+        if isinstance(section, ModelReward):
+            check_reward_model(section.model)
+    Rewards([section for section in sections if not isinstance(section, ModelReward)], max_tokens=max_tokens).close()
+    _names(sections)
+
+
+def _names(sections: Sequence[Reward]) -> list[str]:
+    try:
+        return reward_names(sections)
+    except ValueError as problem:
+        raise UserError(str(problem), where="rewards", fix="change one of them") from problem
+
+
+def _options(section: Reward, max_tokens: int | None) -> dict[str, Any]:
+    options = section.model_dump(mode="json")
+    if isinstance(section, OverlongReward):
+        options["max_tokens"] = section.max_tokens or max_tokens
+    return options
+
+
+def _call_in_thread(task: RewardTask, completions: Completions, log: RewardLog) -> list[float]:
+    """Calls a function that has a parameter for environments, which live in this process, in a thread.
+
+    A thread cannot be ended: one that does not return in time is left behind when the error ends the run.
+    """
+    function, _ = load_function(task.options["function"], task.name, task.timeout)
+    results: list[list[float] | UserError] = []
+
+    def call() -> None:
+        import asyncio
+
+        try:
+            if function.is_async:
+                results.extend(asyncio.run(gather_functions([function], completions, log)))
+            else:
+                results.append(call_function(function, completions, log))
+        except UserError as problem:
+            results.append(problem)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(task.timeout)
+    if not results:
+        raise UserError(
+            f"the reward '{task.name}' did not return within {task.timeout:g} seconds",
+            where=function.place,
+            fix="correct the function, or raise its `timeout` (seconds for all completions of a rollout)",
+        )
+    if isinstance(result := results[0], UserError):
+        raise result
+    return result
