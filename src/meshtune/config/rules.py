@@ -171,10 +171,14 @@ def _check_online(recipe: Recipe) -> None:
     if not online:
         for section, given in (("rollout", rollout is not None), ("rewards", bool(recipe.rewards))):
             if given:
-                raise ValueError(f"{section} is read by online stages only, such as grpo, and stage is {stage}: remove it")
+                raise ValueError(
+                    f"{section} is read by online stages only, such as grpo, and stage is {stage}: remove it"
+                )
         return
     if rollout is None:
-        raise ValueError(f"stage {stage} trains on completions that it generates: give rollout, such as {{max_tokens: 256}}")
+        raise ValueError(
+            f"stage {stage} trains on completions that it generates: give rollout, such as {{max_tokens: 256}}"
+        )
     if not recipe.rewards:
         raise ValueError(f"stage {stage} needs rewards: give a list, such as rewards: [reward.py:score]")
     if rollout.samples < 2:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraOptions
 from meshtune.config.data_options import FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
+from meshtune.config.rewards import rewards_written_out
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.objectives.config import (
     CpoConfig,
@@ -110,7 +111,7 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
     lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
     of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
-    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings.
+    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings. Those of `rewards`: config.rewards.rewards_written_out.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):
@@ -123,6 +124,8 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
             raw[key] = {"kind": default, **value}
     if isinstance(stage := raw.get("stage"), dict) and (preset := STAGE_PRESETS.get(str(stage["kind"]))):
         raw["stage"] = {**preset, **stage, "kind": preset["kind"]}
+    if "rewards" in raw:
+        raw["rewards"] = rewards_written_out(raw["rewards"])
     if isinstance(raw.get("quantize"), str):
         raw["quantize"] = {"format": raw["quantize"]}
     if isinstance(raw.get("data"), str | list):

@@ -39,7 +39,8 @@ Options = TypeVar("Options")
 class Stage(Generic[Options]):
     """A kind of training.
 
-    `config` is the dataclass of its options and `make(options)` builds its objective. `title` names the stage for
+    `config` is the dataclass of its options and `make(options)` builds its objective; those of prompts take
+    the sampler's temperature too. `title` names the stage for
     people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
     training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
     `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `nll_mean(options)`
@@ -47,7 +48,7 @@ class Stage(Generic[Options]):
     """
 
     config: type[Options]
-    make: Callable[[Options], Objective]
+    make: Callable[..., Objective]
     title: str
     dataset_type: DatasetType = "documents"
     unit: str = "token"

@@ -10,6 +10,7 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import pack, unpacked_rows
+from meshtune.objectives.config import GrpoConfig, RlooConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,9 @@ def completion_rows(
     order = np.arange(len(lengths))
     plan = pack(lengths, order, row_length) if packing else unpacked_rows(order)
     assert len(plan) <= rows, f"{len(plan)} rows for {rows}"
-    arrays = empty_arrays([*TOKEN_ARRAYS, "units", "completion"], {"batch": rows, "length": row_length, "units": segments})
+    arrays = empty_arrays(
+        [*TOKEN_ARRAYS, "units", "completion"], {"batch": rows, "length": row_length, "units": segments}
+    )
     del arrays["weights"]
     places: dict[int, Placement] = {}
     for row in range(len(plan)):
@@ -88,11 +91,25 @@ def micro_batches(arrays: Mapping[str, np.ndarray], accumulation: int) -> dict[s
 
 def online_arrays(recipe: Recipe) -> list[str]:
     """The arrays of a batch of an online stage."""
-    stage, rollout = recipe.stage, recipe.rollout
-    assert rollout is not None
-    names = [*TOKEN_ARRAYS, "units", "completion", "advantages", "sampled"]
-    if rollout.updates * rollout.iterations > 1:
+    stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion", "advantages", "sampled"]
+    if is_reused(recipe):
         names.append("old")
-    if getattr(stage, "beta", 0.0):
-        names.append("reference_tokens")
+    if isinstance(stage, GrpoConfig):
+        names += ["reference_tokens"] * (stage.beta > 0) + ["policy_weights"] * (stage.top_entropy_quantile < 1)
+        names += ["entropy_weights"] * (stage.entropy_coef != 0)
     return names
+
+
+def is_reused(recipe: Recipe) -> bool:
+    """Whether several updates are made of a rollout, so that the weights change under it."""
+    assert recipe.rollout is not None
+    return recipe.rollout.updates * recipe.rollout.iterations > 1
+
+
+def computed_values(recipe: Recipe) -> set[str]:
+    """The values of completion tokens that advantages.rollout_tokens needs from passes over the rollout."""
+    stage, reference = recipe.stage, getattr(recipe.stage, "beta", 0.0) > 0
+    of_rewards = isinstance(stage, RlooConfig) and reference
+    entropies = isinstance(stage, GrpoConfig) and stage.top_entropy_quantile < 1
+    names = {"reference_tokens"} if reference else set[str]()
+    return names | ({"old", "entropies"} if is_reused(recipe) or of_rewards or entropies else set[str]())

@@ -20,8 +20,8 @@ from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.rollout.advantages import rollout_tokens
-from meshtune.rollout.batch import CompletionRows, completion_rows, micro_batches, online_arrays
+from meshtune.rollout.advantages import rollout_tokens, total_rewards
+from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
 from meshtune.rollout.generate import Completion, generate, sample_seed
 from meshtune.rollout.rewards import Completions, Rewards, Scores
 from meshtune.rollout.saved import (
@@ -225,20 +225,19 @@ class RolloutSource:
     ) -> dict[str, list[np.ndarray]]:
         """Values of every completion's tokens before the first update: `old`, `entropies` and `reference_tokens`, as
         far as the loss needs them."""
-        names = online_arrays(self.recipe)
-        wanted = {"old": {"old", "policy_weights"} & set(names), "reference_tokens": {"reference_tokens"} & set(names)}
+        needed = computed_values(self.recipe)
         result: dict[str, list[np.ndarray]] = {}
-        if not any(wanted.values()):
+        if not needed:
             return result
         parts = self.options.updates
         size = len(completions) // parts
         for start in range(0, len(completions), size):
             rows = self._lay_out(prompts[start : start + size], completions[start : start + size])
-            if wanted["old"]:
+            if "old" in needed:
                 scores = self.model.scorer(params, rows.arrays, self.loader.accumulation)
                 result.setdefault("old", []).extend(rows.gather(scores["log_probs"]))
                 result.setdefault("entropies", []).extend(rows.gather(scores["entropies"]))
-            if wanted["reference_tokens"]:
+            if "reference_tokens" in needed:
                 assert self.model.reference is not None
                 scores = self.model.scorer(self.model.reference(params), rows.arrays, self.loader.accumulation)
                 result.setdefault("reference_tokens", []).extend(rows.gather(scores["log_probs"]))
@@ -307,7 +306,7 @@ class RolloutSource:
         groups = self._generate(params, records, HELD_OUT, self.options.eval_samples)
         scores = self._score(records, groups, HELD_OUT)
         completions = [completion for group in groups for completion in group]
-        total = self.rewards.total(scores.values)
+        total = total_rewards(scores.values, self.rewards.weights)
         group_ids = np.repeat(np.arange(len(records)), self.options.eval_samples)
         return rollout_metrics(completions, scores, self.rewards, total, group_ids), len(completions)
 

@@ -22,7 +22,11 @@ PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no 
 
 def objective_of(recipe: Recipe) -> Objective:
     """Builds the objective that the step differentiates."""
-    return STAGES[recipe.stage.kind].make(recipe.stage)
+    stage = STAGES[recipe.stage.kind]
+    if stage.dataset_type == "prompts":
+        assert recipe.rollout is not None
+        return stage.make(recipe.stage, recipe.rollout.temperature)
+    return stage.make(recipe.stage)
 
 
 def evaluation_objective_of(recipe: Recipe) -> Objective:

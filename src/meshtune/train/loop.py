@@ -28,7 +28,18 @@ from meshtune.model.gather import to_device
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
 from meshtune.train.evaluation.evaluate import Cadence, EarlyStopping, Evaluation
-from meshtune.train.report.events import Evaluated, Event, Events, Note, RolledOut, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.report.events import (
+    Evaluated,
+    Event,
+    Events,
+    Note,
+    RolledOut,
+    Sampled,
+    Saved,
+    Started,
+    Stepped,
+    Stopped,
+)
 from meshtune.train.report.metrics_log import DeviceMetrics
 from meshtune.train.step.state import Metrics, TrainState
 

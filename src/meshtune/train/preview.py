@@ -34,7 +34,9 @@ def preview_rewards(recipe: Recipe, *, groups: int = 4, console: Console | None 
     require_online(recipe, "has no rewards to look at")
     console = console or terminal.console()
     rollout = recipe.rollout.model_copy(update={"prompts": groups, "updates": 1}) if recipe.rollout else None
-    train = recipe.train.model_copy(update={"batch_size": groups * (rollout.samples if rollout else 1), "micro_batch": 1})
+    train = recipe.train.model_copy(
+        update={"batch_size": groups * (rollout.samples if rollout else 1), "micro_batch": 1}
+    )
     recipe = recipe.model_copy(update={"rollout": rollout, "train": train, "resume": False, "overwrite": True})
     with log_console(console) as log:
         run = set_up_run(recipe, pathlib.Path(recipe.output).expanduser(), console, log, Job(ProcessInfo()))

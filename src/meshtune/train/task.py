@@ -180,7 +180,7 @@ def rollout_source(
         run.recipe,
         loader,
         model,
-        Rewards(run.recipe.rewards),
+        Rewards(run.recipe.rewards, max_tokens=run.recipe.rollout.max_tokens),
         lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
         run.job,
         run.output / FOLDER,
