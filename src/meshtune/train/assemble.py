@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.continued import resume_adapter
-from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.batch import batch_axes
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.data.loader import Loader
-from meshtune.data.stream import Stream
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import (
     is_table,
@@ -41,6 +41,11 @@ from meshtune.train.run_setup import PreparedRun
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state, init_state
 from meshtune.weights.load import LoadReport, load_params, load_weight, with_score
+
+if TYPE_CHECKING:
+    from meshtune.data.stream import Stream
+
+input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
 
 
 def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:

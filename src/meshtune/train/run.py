@@ -17,6 +17,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError, amount
 from meshtune.hooks import SECTIONS, SectionHooks
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
@@ -26,7 +27,6 @@ from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortag
 from meshtune.train.assemble import LoadedRun, load_run
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
-from meshtune.train.evaluation.reference import Reference
 from meshtune.train.loop import Ended, Task, interruptible, run_loop
 from meshtune.train.report import banner, events, metrics_log, page
 from meshtune.train.report.events import Sink, open_sinks
@@ -43,6 +43,8 @@ from meshtune.train.run_setup import (
     with_micro_batch,
 )
 from meshtune.train.task import make_task
+
+Reference = LazyFunction("meshtune.train.evaluation.reference:Reference")
 
 
 def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = None) -> Result:
@@ -175,10 +177,12 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     record = run.record()
     resumed = find_resume(checkpoints, record) if run.recipe.resume else None
     _show_resume(run, resumed)
-    reference = Reference(run)
-    reference.from_model()
+    reference = Reference(run) if STAGES[run.recipe.stage.kind].needs_reference else None
+    if reference is not None:
+        reference.from_model()
     loaded, state = load_run(run)
-    reference.from_start(loaded.model.parameters, loaded.model.spec)
+    if reference is not None:
+        reference.from_start(loaded.model.parameters, loaded.model.spec)
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
