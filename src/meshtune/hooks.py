@@ -1,28 +1,10 @@
-"""Functions that are called by the names of their modules, because a room above or only some recipes need them.
-
-Each module is imported when its function is first called: a run without an evaluation or a push imports neither.
-"""
+"""Functions of rooms above training that it calls for some recipes only (an evaluation, a push)."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Hook:
-    """A function as "module:name"; calling it imports the module."""
-
-    target: str
-
-    def load(self) -> Any:
-        """Imports the module and returns the function."""
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.load()(*arguments)
+from meshtune.lazy import LazyFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,25 +16,26 @@ class SectionHooks:
     training has ended. `finish(recipe, console, job)` comes when the result of a complete run is written.
     """
 
-    check: Hook
-    finish: Hook
-    start: Hook | None = None
-    on_save: Hook | None = None
+    check: LazyFunction | None = None
+    finish: LazyFunction | None = None
+    start: LazyFunction | None = None
+    on_save: LazyFunction | None = None
 
 
 # By section of the recipe, in the order in which they are called; a recipe without the section calls none of them.
 SECTIONS = {
+    "rollout": SectionHooks(on_save=LazyFunction("meshtune.train.online:OldRollouts")),
     "evaluate": SectionHooks(
-        check=Hook("meshtune.evaluate.run:check_evaluation"),
-        finish=Hook("meshtune.evaluate.run:evaluate_run"),
+        check=LazyFunction("meshtune.evaluate.run:check_evaluation"),
+        finish=LazyFunction("meshtune.evaluate.run:evaluate_run"),
     ),
     "hub": SectionHooks(
-        check=Hook("meshtune.train.pushing:check_hub"),
-        start=Hook("meshtune.train.pushing:check_base"),
-        on_save=Hook("meshtune.train.pushing:Pusher"),
-        finish=Hook("meshtune.train.pushing:push_result"),
+        check=LazyFunction("meshtune.train.pushing:check_hub"),
+        start=LazyFunction("meshtune.train.pushing:check_base"),
+        on_save=LazyFunction("meshtune.train.pushing:Pusher"),
+        finish=LazyFunction("meshtune.train.pushing:push_result"),
     ),
 }
 
 # write_state(run, step) writes the state after an update as a result, for paths such as RUN@STEP; returns its folder.
-WRITE_STATE = Hook("meshtune.train.result.states:write_state")
+WRITE_STATE = LazyFunction("meshtune.train.result.states:write_state")

@@ -23,7 +23,7 @@ from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
 from meshtune.model.gather import layout_for
 from meshtune.model.spec import abstract_params
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -113,7 +113,7 @@ def case(options: dict[str, Any], format: str | None, axes: dict[str, int] | Non
     key = jax.random.key(5) if options.get("dropout") else None
 
     def loss(trainable: Any, frozen: Any, batch: Any) -> Any:
-        score = OBJECTIVES["sft"](merge(trainable, frozen), prepared.spec, compute, batch, key)
+        score = sft_objective(merge(trainable, frozen), prepared.spec, compute, batch, key)
         return score.loss / score.weight
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(trainable, prepared.frozen, place_batch(batch(), layout))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.peft_tensors import Written, collect
-from meshtune.adapters.registry import ADAPTERS
+from meshtune.adapters.registry import ADAPTERS, PEFT_FIELDS
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
@@ -158,7 +159,6 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
 
         s: object
         PEFT_TENSORS = {"s": "scale.weight"}  # noqa: RUF012
-        PEFT_FIELDS = {"peft_type": "TOY"}  # noqa: RUF012
         PEFT_READ, PEFT_SHARED, ORIGINAL = LoRA.PEFT_READ, {}, False
         rank, scale = 8, 2.0
         check = check_weight = staticmethod(lambda *arguments: None)
@@ -183,7 +183,9 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
             del fixed
             return weight * self.s[..., None]
 
-    monkeypatch.setitem(ADAPTERS, "toy", Scale)
+    monkeypatch.setattr(sys.modules[__name__], "Scale", Scale, raising=False)
+    monkeypatch.setitem(ADAPTERS.targets, "toy", f"{__name__}:Scale")
+    monkeypatch.setitem(PEFT_FIELDS, "toy", {"peft_type": "TOY"})
     config = LoraConfig(targets=("o_proj",), adapter="toy")
     prepared = prepare(config, *base("llama3"), jax.random.key(0))
     spec, params = base("llama3")

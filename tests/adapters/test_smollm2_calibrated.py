@@ -17,7 +17,7 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten, merge
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec, load_weight
 
@@ -51,7 +51,7 @@ def test_what_nf4_costs_before_training_is_less(shared, smollm2):
     compute = Compute(loss_chunk=LENGTH)
 
     def loss(params, spec) -> float:
-        score = jax.jit(lambda params: OBJECTIVES["sft"](params, spec, compute, held_out, None))(params)
+        score = jax.jit(lambda params: sft_objective(params, spec, compute, held_out, None))(params)
         return float(score.loss / score.weight)
 
     spec, _ = load_spec(smollm2, "float32")

@@ -16,7 +16,7 @@ import pytest
 import meshtune.quickstart
 from data.reading import fails
 from meshtune.config.load import load_recipe
-from meshtune.data.registry import Registry
+from meshtune.data.registry import load_registry
 from meshtune.data.sources import DataSource, open_source
 from meshtune.errors import UserError, pip_install
 from meshtune.runs.sources import find
@@ -100,7 +100,7 @@ def test_a_registry_names_modelscope_as_in_llama_factory(tmp_path, monkeypatch, 
     (tmp_path / "dataset_info.json").write_text(json.dumps({"lesson": entry}))
     recipe = {"model": {"path": "m"}, "output": "o", "data": {"train": [{"name": "lesson"}], "registry": str(tmp_path)}}
     section = load_recipe(recipe).data
-    source = Registry.load(str(tmp_path)).source(section.train[0])
+    source = load_registry(str(tmp_path)).source(section.train[0])
     assert source.path == path
 
 

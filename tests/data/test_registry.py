@@ -10,7 +10,7 @@ import pytest
 from meshtune.config.sections import DataSection, SourceSection
 from meshtune.data.conversation import Conversation, Text
 from meshtune.data.documents import load_documents
-from meshtune.data.registry import Registry
+from meshtune.data.registry import Registry, load_registry
 from meshtune.errors import UserError
 
 SIZES = {
@@ -56,7 +56,7 @@ def test_no_text_entry_of_the_shared_registry_is_left_untested(shared):
 
 def test_every_entry_of_the_shared_registry_is_understood_or_refused_with_a_reason(shared):
     """Also those of the hub, whose data are not here; over 60 of the 104 entries are text to tune on."""
-    registry = Registry.load(str(shared / "assets/data/llamafactory/dataset_info.json"))
+    registry = load_registry(str(shared / "assets/data/llamafactory/dataset_info.json"))
     described = 0
     for name in registry.entries:
         entry = registry.entries[name]

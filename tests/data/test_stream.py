@@ -140,7 +140,7 @@ def test_options_impossible_with_a_stream_are_refused(overrides, message, text, 
 
 
 def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
-    monkeypatch.setattr("meshtune.data.prepare._REPORT_SAMPLE", 30)  # only these are looked at before training
+    monkeypatch.setattr("meshtune.data.prepare_stream._REPORT_SAMPLE", 30)  # only these are looked at before training
     with text.open("a") as file:
         file.write('\n{"text": 7}')
     with pytest.raises(UserError) as caught:
@@ -153,7 +153,7 @@ def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
 
 
 def test_a_run_that_a_bad_record_has_ended_goes_on_without_it(text, tokenizer, monkeypatch):
-    monkeypatch.setattr("meshtune.data.prepare._REPORT_SAMPLE", 30)
+    monkeypatch.setattr("meshtune.data.prepare_stream._REPORT_SAMPLE", 30)
     with text.open("a") as file:
         file.write('\n{"text": 7}')
     monkeypatch.setattr("meshtune.data.stream._GROUP", 4)

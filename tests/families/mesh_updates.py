@@ -57,7 +57,7 @@ def trajectory(
     from meshtune.mesh.placement import place_batch
     from meshtune.model.compute import Compute
     from meshtune.model.gather import layout_for
-    from meshtune.objectives.stages import OBJECTIVES
+    from meshtune.objectives.sft import sft_objective
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state, init_state
@@ -84,7 +84,7 @@ def trajectory(
     trainable, frozen, buffers = jax.tree.map(widen, (prepared.trainable, prepared.frozen, prepared.buffers))
     compute = Compute(dtype=dtype, loss_chunk=8, layout=layout)
     trained = {"abstract": arrays.trainable, "buffers": arrays.buffers}
-    step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, **trained)
+    step = make_train_step(sft_objective, arrays.spec, compute, optimizer, **trained)
     state, losses, norms = init_state(trainable, optimizer, like, buffers), [], []
     for batch in batches(plain.vocab):
         state, metrics = step(state, frozen, place_batch(batch, layout, order), jnp.int32(0))

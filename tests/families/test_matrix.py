@@ -48,7 +48,7 @@ from meshtune.families import description
 from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
@@ -241,7 +241,7 @@ def test_lora_over_nf4(case: Case):
         our_logits(prepared.frozen, prepared.spec, *rows), np.asarray(our_logits(unflatten(wide), prepared.spec, *rows))
     )
     optimizer, _ = make_optimizer(OptimizerConfig("adamw", RATE, "constant"), 10, arrays.trainable, arrays.spec)
-    step = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute(loss_chunk=8), optimizer)
+    step = make_train_step(sft_objective, arrays.spec, Compute(loss_chunk=8), optimizer)
     before = jax.tree.map(np.asarray, prepared.trainable)
     state, losses = init_state(prepared.trainable, optimizer), []
     for _ in range(3):
@@ -255,7 +255,7 @@ def test_lora_over_nf4(case: Case):
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def gradient(params: Tree, spec: ModelSpec, arrays: dict[str, jax.Array], compute: Compute) -> Tree:
     def loss(params: Tree) -> jax.Array:
-        score = OBJECTIVES["sft"](params, spec, compute, {name: array[0] for name, array in arrays.items()}, None)
+        score = sft_objective(params, spec, compute, {name: array[0] for name, array in arrays.items()}, None)
         return score.loss / score.weight
 
     return jax.grad(loss)(params)
@@ -277,7 +277,7 @@ def test_updates_in_the_backward_pass_are_those_of_the_plain_gradient(case: Case
     rate = 1024.0  # the sum of a weight near one and of a small gradient would lose the gradient's last digits
     config = OptimizerConfig("sgd", rate, "constant", in_backward=True)
     optimizer, _ = make_optimizer(config, 10, abstract(FullConfig(), spec).trainable, prepared.spec)
-    step = make_train_step(OBJECTIVES["sft"], prepared.spec, dataclasses.replace(PLAIN, remat="full"), optimizer)
+    step = make_train_step(sft_objective, prepared.spec, dataclasses.replace(PLAIN, remat="full"), optimizer)
     before = jax.tree.map(np.array, prepared.trainable)
     state, _ = step(init_state(prepared.trainable, optimizer), prepared.frozen, batch(), jnp.int32(0))
     moves = jax.tree.map(lambda old, new: (old - np.asarray(new)) / rate, before, state.trainable)

@@ -61,7 +61,7 @@ def lower_step(case: Case, layers: int | None = None) -> tuple[Any, dict[str, An
     from meshtune.mesh.layout import make_mesh
     from meshtune.model.compute import Compute
     from meshtune.model.gather import layout_for
-    from meshtune.objectives.stages import OBJECTIVES
+    from meshtune.objectives.sft import sft_objective
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state
@@ -75,9 +75,7 @@ def lower_step(case: Case, layers: int | None = None) -> tuple[Any, dict[str, An
     state = abstract_state(arrays.trainable, optimizer, layout)
     frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.of(a)), arrays.frozen)
     compute = Compute("bfloat16", "full", 64, layout=layout, attention="blockwise")
-    step = make_train_step(
-        OBJECTIVES["sft"], arrays.spec, compute, optimizer, max_grad_norm=1.0, abstract=arrays.trainable
-    )
+    step = make_train_step(sft_objective, arrays.spec, compute, optimizer, max_grad_norm=1.0, abstract=arrays.trainable)
     shape = (1, case.rows, case.length)
     batch_sharding = layout.sharding(("whole", "batch", "length"), shape)
     dtypes = {"weights": np.float32} | dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)

@@ -34,7 +34,7 @@ from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec, Stack, init_params
 from meshtune.model.stacks import layers_loss
 from meshtune.objectives.answers import metric_means, with_layers
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.train.evaluation.evaluate import evaluate
 from meshtune.train.step.build import make_eval_step, mean_gradient
 from model_specs import llama_layer, llama_spec
@@ -63,7 +63,7 @@ def batch(rows=3, length=20):
 
 
 def loss(params, compute):
-    score = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, compute, batch(), None))
+    score = with_layers(SPEC, sft_objective(params, SPEC, compute, batch(), None))
     return score.loss / score.weight
 
 
@@ -142,7 +142,7 @@ def test_accumulated_micro_batches_are_one_batch(micro_batches):
     lengths = jnp.asarray([20, 9, 15, 3])[:, None]
     inside = jnp.arange(20) < lengths
     arrays |= {"segment_ids": arrays["segment_ids"] * inside, "weights": arrays["weights"] * inside}
-    params, score = init_params(SPEC, jax.random.key(0)), OBJECTIVES["sft"]
+    params, score = init_params(SPEC, jax.random.key(0)), sft_objective
 
     def of(count):
         split = {name: array.reshape(count, -1, array.shape[-1]) for name, array in arrays.items()}
@@ -158,13 +158,13 @@ def test_accumulated_micro_batches_are_one_batch(micro_batches):
 
 def test_evaluation_pools_the_loss_over_all_its_data():
     """Batches of one row and micro-batches of one row have the loss, and the metrics, of all rows at once."""
-    params, step = init_params(SPEC, jax.random.key(3)), make_eval_step(OBJECTIVES["sft"], SPEC, Compute())
+    params, step = init_params(SPEC, jax.random.key(3)), make_eval_step(sft_objective, SPEC, Compute())
     rows = jax.tree.map(np.asarray, batch())
     splits = {
         "batches": [{name: array[None, row : row + 1] for name, array in rows.items()} for row in range(3)],
         "micro-batches": [{name: array[:, None] for name, array in rows.items()}],
     }
-    pooled = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, Compute(), batch(), None))
+    pooled = with_layers(SPEC, sft_objective(params, SPEC, Compute(), batch(), None))
     expected = jax.tree.map(float, metric_means(pooled) | {"loss": pooled.loss / pooled.weight})
     assert expected["aux_loss"] > 0.1
     for name, batches in splits.items():
@@ -240,7 +240,7 @@ def test_metrics_say_how_the_load_is_spread():
 
 
 def test_no_token_is_dropped():
-    score = with_layers(SPEC, OBJECTIVES["sft"](init_params(SPEC, jax.random.key(0)), SPEC, Compute(), batch(), None))
+    score = with_layers(SPEC, sft_objective(init_params(SPEC, jax.random.key(0)), SPEC, Compute(), batch(), None))
     total, weight = score.metrics["dropped_tokens"]
     assert (float(total), float(weight)) == (0.0, 1.0)
 

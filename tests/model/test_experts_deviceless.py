@@ -17,7 +17,7 @@ import pytest
 
 from deviceless import compiled_for
 from meshtune.costs.hardware import find_target
-from meshtune.kernels import grouped, grouped_tpu, grouped_triton
+from meshtune.kernels import grouped, grouped_triton
 from meshtune.kernels.chips import chip_of
 from meshtune.kernels.grouped_triton import row_tiles
 
@@ -101,7 +101,7 @@ def _in_triton(chip, sizes, columns: int, terms: int, of_matrix: bool) -> float:
 
 def _on_tpu(sizes, columns: int, terms: int, text: str) -> float:
     """Tiles are aligned there: one with rows of several groups is visited for each."""
-    size = max([grouped_tpu.TILE[0], *(int(tile) for tile in re.findall(r'ragged_dot_tiling="(\d+),', text))])
+    size = max([grouped.TPU_TILE[0], *(int(tile) for tile in re.findall(r'ragged_dot_tiling="(\d+),', text))])
     ends = np.cumsum(sizes)
     visits = (-(-ends // size) - (ends - sizes) // size)[sizes > 0].sum()
     return 2.0 * visits * size * columns * terms

@@ -38,7 +38,7 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
 from meshtune.objectives.answers import with_layers
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -110,7 +110,7 @@ def gradient(name, axes, exchange: ExchangeName = "auto"):
     compute = Compute(loss_chunk=8, remat="full", layout=layout, expert_exchange=exchange)
 
     def loss(trainable, frozen, arrays):
-        score = with_layers(spec, OBJECTIVES["sft"](merge(trainable, frozen), spec, compute, arrays, None))
+        score = with_layers(spec, sft_objective(merge(trainable, frozen), spec, compute, arrays, None))
         return score.loss / score.weight
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(trainable, frozen, jax.tree.map(jnp.asarray, arrays))

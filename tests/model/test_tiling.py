@@ -16,7 +16,7 @@ from meshtune.model.chunks import over_chunks
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.inputs import Inputs
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from tiny_models import same_weights, torch_model
 
 ROWS, LENGTH = 2, 61
@@ -57,7 +57,7 @@ def loss_and_gradients(case, compute, batch):
     spec, trainable, frozen = case
 
     def loss(trainable):
-        return OBJECTIVES["sft"](merge(trainable, frozen), spec, compute, batch, None).loss
+        return sft_objective(merge(trainable, frozen), spec, compute, batch, None).loss
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(trainable)
     return float(value), {path: np.asarray(leaf) for path, leaf in flatten_all(gradients).items()}
@@ -113,7 +113,7 @@ def temporaries(change, batch):
     long = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 4096), x.dtype), batch)
 
     def loss(params, batch):
-        return OBJECTIVES["sft"](params, spec, compute, batch, None).loss
+        return sft_objective(params, spec, compute, batch, None).loss
 
     return jax.jit(jax.grad(loss)).lower(params, long).compile().memory_analysis().temp_size_in_bytes
 

@@ -48,7 +48,7 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, init_params
 from meshtune.model.stacks import layers_loss
 from meshtune.objectives.answers import with_layers
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
@@ -260,7 +260,7 @@ def plain_loss(params, arrays):
 
 
 def loss(params, arrays, compute):
-    result = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, compute, arrays, None))
+    result = with_layers(SPEC, sft_objective(params, SPEC, compute, arrays, None))
     return result.loss / result.weight
 
 
@@ -288,7 +288,7 @@ def test_loss_and_gradients_are_those_of_plain_loops(name):
 def run_updates(config, steps=3, compute=COMPUTES["remat"]):
     arrays = abstract(FullConfig(), SPEC)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, SPEC)
-    step = make_train_step(OBJECTIVES["sft"], SPEC, compute, optimizer)
+    step = make_train_step(sft_objective, SPEC, compute, optimizer)
     state, losses = init_state(parameters(), optimizer), []
     for number in range(steps):
         state, metrics = step(state, {}, batch(seed=number), jnp.int32(0))
@@ -323,15 +323,15 @@ def in_backward(params, objective):
 def test_what_would_get_no_gradient_is_refused_by_name():
     """A leaf that feeds neither what enters the layers nor what leaves them; without it the same trace passes."""
     params = parameters()
-    in_backward(params, OBJECTIVES["sft"])
+    in_backward(params, sft_objective)
     with pytest.raises(UserError, match="'tower' is trained, and an update in the backward pass would give it no grad"):
-        in_backward(params | {"tower": {"weight": jnp.ones(4)}}, OBJECTIVES["sft"])
+        in_backward(params | {"tower": {"weight": jnp.ones(4)}}, sft_objective)
 
 
 def test_an_objective_that_goes_through_the_model_twice_is_refused():
     def twice(*arguments):
-        OBJECTIVES["sft"](*arguments)
-        return OBJECTIVES["sft"](*arguments)
+        sft_objective(*arguments)
+        return sft_objective(*arguments)
 
     with pytest.raises(UserError, match="goes through the model twice"):
         in_backward(parameters(), twice)
@@ -472,7 +472,7 @@ def on_mesh(mesh: dict[str, int], in_backward: bool) -> list[float]:
         trainable = jax.device_put(trainable, shardings(arrays.trainable, layout))
         like = abstract_state(arrays.trainable, optimizer, layout)
     compute = Compute(loss_chunk=8, remat="full", layout=layout)
-    step = make_train_step(OBJECTIVES["sft"], SPEC, compute, optimizer, abstract=arrays.trainable)
+    step = make_train_step(sft_objective, SPEC, compute, optimizer, abstract=arrays.trainable)
     state, losses = init_state(trainable, optimizer, like), []
     for number in range(4):
         state, metrics = step(state, {}, place_batch(batch(seed=number), layout, None), np.int32(0))

@@ -29,7 +29,7 @@ from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec, Stack, init_params
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import abstract_state, init_state
@@ -84,7 +84,7 @@ def run(spec, config, offload=()):
         like = abstract_state(arrays.trainable, optimizer, None, offload)
         trained = offload_arrays(trained, like.trainable)
     state = init_state(trained, optimizer, like)
-    step = make_train_step(OBJECTIVES["sft"], spec, compute, optimizer)
+    step = make_train_step(sft_objective, spec, compute, optimizer)
     history = [jax.tree.map(np.array, flatten(state.trainable))]
     for _ in range(UPDATES):
         state, _ = step(state, prepared.frozen, batch(), jnp.int32(0))
@@ -127,7 +127,7 @@ def test_every_expert_is_updated_as_a_matrix_of_its_own(name, mixture, monkeypat
     def gradient(trained):
         def loss(trained):
             micro = {key: array[0] for key, array in batch().items()}
-            score = OBJECTIVES["sft"](merge(trained, frozen), spec, Compute(remat="full"), micro, None)
+            score = sft_objective(merge(trained, frozen), spec, Compute(remat="full"), micro, None)
             return score.loss / score.weight
 
         return jax.grad(loss)(trained)

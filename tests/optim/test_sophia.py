@@ -14,7 +14,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
 from meshtune.objectives.curvature import curvature, sample_targets
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
@@ -124,7 +124,7 @@ def test_a_step_uses_the_curvature_of_its_first_micro_batch():
     batch = {name: array.reshape(2, 2, -1) for name, array in rows(spec).items()}
     optimizer, _ = make_optimizer(CONFIG, 10, abstract(FullConfig(), spec).trainable)
     compute = Compute(loss_chunk=8)
-    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer)
+    step = make_train_step(sft_objective, prepared.spec, compute, optimizer)
     first = {name: array[0] for name, array in batch.items()}
     key = jax.random.fold_in(jax.random.key(5), 0)
 

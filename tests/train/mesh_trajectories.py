@@ -104,7 +104,7 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.model.compute import Compute
     from meshtune.model.gather import layout_for
     from meshtune.model.spec import init_params
-    from meshtune.objectives.stages import OBJECTIVES
+    from meshtune.objectives.sft import sft_objective
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state, init_state
@@ -133,7 +133,7 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     walks = case.fused or case.optimizer == "badam"
     compute = Compute(loss_chunk=16, layout=layout, remat="full" if walks else "none")
     step = make_train_step(
-        OBJECTIVES["sft"],
+        sft_objective,
         arrays.spec,
         compute,
         optimizer,

@@ -83,7 +83,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.model.compute import Compute
     from meshtune.model.gather import layout_for
     from meshtune.model.spec import init_params
-    from meshtune.objectives.stages import OBJECTIVES
+    from meshtune.objectives.sft import sft_objective
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight
@@ -134,7 +134,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         trainable = placement.offload_arrays(trainable, like.trainable)
     state = init_state(trainable, optimizer, like)
     step = make_train_step(
-        OBJECTIVES["sft"],
+        sft_objective,
         arrays.spec,
         compute,
         optimizer,

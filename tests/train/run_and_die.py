@@ -1,7 +1,8 @@
 """A training run in a separate process that kills itself (SIGKILL) at a named point. Not a test: see test_resume.py.
 
 python run_and_die.py RECIPE.json WHEN, where WHEN is: never; save:N, in the middle of writing the checkpoint of update
-N; step:N, after update N is reported; delete:N, when the checkpoint of update N is about to be thinned out; time:S,
+N; step:N, after update N is reported; generate:N, in the middle of generating rollout N; rollout:N, when rollout N is
+on disk and no update is made of it; delete:N, when the checkpoint of update N is about to be thinned out; time:S,
 after S seconds; int:N or term:N, which send SIGINT or SIGTERM after update N instead.
 """
 
@@ -50,6 +51,35 @@ def arrange(when: str, output: pathlib.Path) -> None:
             die_when_seen(output / "checkpoints", f"{number}.orbax-checkpoint-tmp*/*")
         case "step":
             after(die)
+        case "generate":
+            import meshtune.rollout.source as source
+
+            generate = source.generate
+
+            def half_way(*arguments):
+                *first, progress = arguments
+                is_due = source_of_number.pop("number", None) == int(number)
+                return generate(*first, (lambda done, total: die()) if is_due else progress)
+
+            source_of_number: dict[str, int] = {}
+            make = source.RolloutSource.generate
+
+            def remember(self, rollout, params):
+                source_of_number["number"] = rollout
+                return make(self, rollout, params)
+
+            source.generate, source.RolloutSource.generate = half_way, remember
+        case "rollout":
+            import meshtune.rollout.source as source
+
+            write = source.write_rollout
+
+            def write_and_die(folder, rollout, content):
+                write(folder, rollout, content)
+                if rollout == int(number):
+                    die()
+
+            source.write_rollout = write_and_die
         case "delete":
             import shutil
 

@@ -12,7 +12,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.families import model_spec
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
@@ -38,7 +38,7 @@ def memory(layers: int) -> tuple[int, int]:
     names = ("tokens", "targets", "positions", "segment_ids")
     batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in names}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-    step: Any = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute("bfloat16", "full"), optimizer)
+    step: Any = make_train_step(sft_objective, arrays.spec, Compute("bfloat16", "full"), optimizer)
     compiled = step.lower(state, frozen, batch, jax.ShapeDtypeStruct((), np.int32)).compile()
     frozen_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
     return compiled.memory_analysis().temp_size_in_bytes, frozen_bytes

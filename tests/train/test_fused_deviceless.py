@@ -12,7 +12,7 @@ from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import abstract
 from meshtune.families import model_spec
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import abstract_state
@@ -27,7 +27,7 @@ config = OptimizerConfig("adamw", state_dtype="bfloat16", in_backward=True)
 optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
 chip = {"platform": target.device.platform, "chip": target.device.arch}
 compute = Compute("bfloat16", "full", 64, attention="blockwise", **chip)
-f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
+f = make_train_step(sft_objective, arrays.spec, compute, optimizer)
 state = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), abstract_state(arrays.trainable, optimizer))
 batch = {key: array((1, 1, 256), "int32") for key in ("tokens", "targets", "positions", "segment_ids")}
 batch["weights"] = array((1, 1, 256))

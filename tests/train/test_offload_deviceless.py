@@ -19,7 +19,7 @@ from meshtune.adapters.method import abstract
 from meshtune.families import model_spec
 from meshtune.mesh.placement import is_offloaded, offload_frozen
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import abstract_state
@@ -42,7 +42,7 @@ compute = Compute("bfloat16", "full", loss_chunk=512, platform=target.device.pla
 def place(leaf):
     return leaf if is_offloaded(leaf.sharding) else array(leaf.shape, leaf.dtype)
 
-f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
+f = make_train_step(sft_objective, arrays.spec, compute, optimizer)
 state = jax.tree.map(place, abstract_state(arrays.trainable, optimizer, None, compute.offload))
 frozen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.frozen)
 frozen = offload_frozen(frozen, arrays.frozen, compute.offload)

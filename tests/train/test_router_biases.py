@@ -29,7 +29,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.families.experts import with_bias_update_rate
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.start import spec_for_stage
@@ -103,7 +103,7 @@ def run(micro_batches: int, config: OptimizerConfig, remat: str = "none") -> lis
     assert list(flatten(prepared.buffers)) == list(flatten(arrays.buffers)) == [BIASES]
     assert not flatten(prepared.frozen)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
-    step = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute(loss_chunk=8, remat=remat), optimizer)
+    step = make_train_step(sft_objective, arrays.spec, Compute(loss_chunk=8, remat=remat), optimizer)
     state, history = init_state(prepared.trainable, optimizer, buffers=prepared.buffers), []
     for update in (*range(UPDATES), None):
         batch = {name: x.reshape(micro_batches, -1, WIDTH) for name, x in pack_rows(documents(update or 0)).items()}

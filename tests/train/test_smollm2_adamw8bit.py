@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_eval_step, make_train_step
 from meshtune.train.step.state import init_state
@@ -46,13 +46,13 @@ def tune_model(smollm2, data, name: str) -> tuple[list[float], float]:
     config = OptimizerConfig(name, 5e-5, "cosine", warmup_steps=2, weight_decay=0.01)
     optimizer, _ = make_optimizer(config, EPOCHS * BATCHES, abstract(FullConfig(), spec).trainable, prepared.spec)
     compute = Compute(loss_chunk=LENGTH)
-    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer, max_grad_norm=1.0)
+    step = make_train_step(sft_objective, prepared.spec, compute, optimizer, max_grad_norm=1.0)
     state, losses = init_state(prepared.trainable, optimizer), []
     for number in range(EPOCHS * BATCHES):
         state, metrics = step(state, prepared.frozen, data[number % BATCHES], jnp.int32(0))
         losses.append(float(metrics["loss"]))
     held_out = {key: jnp.asarray(value[0]) for key, value in data[-1].items()}
-    score = make_eval_step(OBJECTIVES["sft"], prepared.spec, compute)(state.trainable, prepared.frozen, held_out)
+    score = make_eval_step(sft_objective, prepared.spec, compute)(state.trainable, prepared.frozen, held_out)
     return losses, float(score.loss / score.weight)
 
 

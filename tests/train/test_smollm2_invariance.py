@@ -12,7 +12,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import prepare
 from meshtune.arrays.tree import flatten
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.optax_global import from_optax_global
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
@@ -50,7 +50,7 @@ def run_steps(smollm2, batch, accumulation: int, compute: Compute) -> tuple[list
     spec, _ = load_spec(smollm2, "float32")
     prepared = prepare(LoraConfig(rank=4), spec, load_params(smollm2, spec), jax.random.key(0))
     optimizer = sgd(0.05)
-    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer, max_grad_norm=1.0)
+    step = make_train_step(sft_objective, prepared.spec, compute, optimizer, max_grad_norm=1.0)
     state = init_state(prepared.trainable, optimizer)
     arrays = {key: jnp.asarray(value.reshape(accumulation, -1, value.shape[-1])) for key, value in batch.items()}
     losses = []

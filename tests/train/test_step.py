@@ -11,7 +11,7 @@ import torch
 
 from meshtune.arrays.tree import flatten, split
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.optax_global import from_optax_global
 from meshtune.train.step.build import make_eval_step, make_train_step
 from meshtune.train.step.state import init_state
@@ -60,7 +60,7 @@ def micro(batch: dict[str, np.ndarray], count: int) -> dict[str, jax.Array]:
 def run(tiny, batches, *, steps=1, compute=None, **options):
     """(losses, trained leaves, metrics) after `steps` updates of all weights by plain SGD."""
     spec, params = tiny
-    step = make_train_step(OBJECTIVES["sft"], spec, compute or Compute(loss_chunk=8), SGD, **options)
+    step = make_train_step(sft_objective, spec, compute or Compute(loss_chunk=8), SGD, **options)
     state = init_state(jax.tree.map(jnp.copy, params), SGD)
     losses, metrics = [], {}
     for n in range(steps):
@@ -155,7 +155,7 @@ def test_thirty_steps_do_not_depend_on_how_they_are_computed(tiny, change):
 
     def losses(compute):
         optimizer = sgd(0.3)
-        step = make_train_step(OBJECTIVES["sft"], spec, compute, optimizer, max_grad_norm=1.0)
+        step = make_train_step(sft_objective, spec, compute, optimizer, max_grad_norm=1.0)
         state = init_state(jax.tree.map(jnp.copy, params), optimizer)
         history = []
         for n in range(30):
@@ -180,7 +180,7 @@ def test_frozen_weights_have_no_gradient_in_the_compiled_program(tiny):
 
     def temporaries(chosen):
         trainable, frozen = split(params, chosen)
-        step = make_train_step(OBJECTIVES["sft"], spec, Compute(loss_chunk=4), SGD)
+        step = make_train_step(sft_objective, spec, Compute(loss_chunk=4), SGD)
         compiled = step.lower(init_state(trainable, SGD), frozen, batch, jnp.int32(0)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -194,6 +194,6 @@ def test_frozen_weights_have_no_gradient_in_the_compiled_program(tiny):
 def test_evaluation_equals_the_training_loss(tiny):
     spec, params = tiny
     batch = pack([documents(4)], 64)
-    evaluate = make_eval_step(OBJECTIVES["sft"], spec, Compute(loss_chunk=8))
+    evaluate = make_eval_step(sft_objective, spec, Compute(loss_chunk=8))
     score = evaluate(params, {}, {k: jnp.asarray(v) for k, v in batch.items()})
     assert float(score.loss / score.weight) == pytest.approx(run(tiny, [micro(batch, 1)])[0][0], rel=1e-6)

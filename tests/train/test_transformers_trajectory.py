@@ -22,7 +22,7 @@ from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import attach, load_adapter
 from meshtune.arrays.tree import split
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
@@ -115,7 +115,7 @@ def our_losses(spec, trainable, frozen, docs, rate, length) -> np.ndarray:
         warmup_steps=3,
     )
     optimizer, _ = make_optimizer(config, STEPS, abstract_of(trainable))
-    step = make_train_step(OBJECTIVES["sft"], spec, Compute(loss_chunk=64), optimizer, max_grad_norm=1.0)
+    step = make_train_step(sft_objective, spec, Compute(loss_chunk=64), optimizer, max_grad_norm=1.0)
     state, losses, update = init_state(trainable, optimizer), [], ROWS * ACCUMULATION
     for number in range(STEPS):
         batch = pack_rows(docs[number * update : (number + 1) * update], length)

@@ -16,7 +16,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.mesh import placement
 from meshtune.mesh.placement import offload_arrays
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step import host_state as update
 from meshtune.train.step.build import make_train_step
@@ -44,7 +44,7 @@ def run(tiny, batches, config, method=None, steps=3, compute=COMPUTE, offload=()
     arrays = abstract(method or FullConfig(), spec)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
     compute = dataclasses.replace(compute, offload=offload)
-    step = make_train_step(OBJECTIVES["sft"], prepared.spec, compute, optimizer, **options)
+    step = make_train_step(sft_objective, prepared.spec, compute, optimizer, **options)
     trained, like = prepared.trainable, None
     if offload:
         like = abstract_state(arrays.trainable, optimizer, None, offload)
@@ -103,7 +103,7 @@ def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, bat
     @jax.jit
     def slopes(params):
         def loss(params):
-            scored = OBJECTIVES["sft"](merge(params, {}), spec, COMPUTE, joined, None)
+            scored = sft_objective(merge(params, {}), spec, COMPUTE, joined, None)
             return scored.loss / scored.weight
 
         return jax.grad(loss)(params)
@@ -152,7 +152,7 @@ def temporaries(config, spec):
 
     arrays = abstract(FullConfig(), spec)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
-    step = make_train_step(OBJECTIVES["sft"], arrays.spec, COMPUTE, optimizer)
+    step = make_train_step(sft_objective, arrays.spec, COMPUTE, optimizer)
     batch = {
         name: jax.ShapeDtypeStruct((1, 1, 16), jnp.int32) for name in ("tokens", "targets", "positions", "segment_ids")
     }

@@ -44,7 +44,6 @@ class DoRA(AdapterDefaults):
         "b": "lora_B.weight",
         "magnitude": "lora_magnitude_vector",
     }
-    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": True}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     check = staticmethod(no_options)
     check_weight = staticmethod(check_rank)

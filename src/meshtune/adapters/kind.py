@@ -69,7 +69,6 @@ class AdapterType(Protocol):
 
     PEFT_TENSORS: ClassVar[dict[str, str]]  # those of its adapters
     PEFT_SHARED: ClassVar[dict[str, str]]  # field of the arrays that all adapters share -> PEFT's tensor
-    PEFT_FIELDS: ClassVar[dict[str, object]]  # the fields of an adapter_config.json that identify the type
     PEFT_READ: ClassVar[frozenset[str]]  # further fields that `options` reads, or that have no effect
     ORIGINAL: ClassVar[bool]  # whether `start` needs the weight before quantisation
 
@@ -119,7 +118,7 @@ class AdapterType(Protocol):
 
     @staticmethod
     def fields(config: LoraConfig) -> dict[str, object]:
-        """The type's fields of an adapter_config.json, without PEFT_FIELDS."""
+        """The type's fields of an adapter_config.json, without registry.PEFT_FIELDS."""
         ...
 
     @staticmethod

@@ -113,7 +113,6 @@ class LoRA(AdapterDefaults):
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"a": "lora_A.weight", "b": "lora_B.weight"}
-    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": False}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     check = staticmethod(no_options)
     check_weight = staticmethod(check_rank)

@@ -23,7 +23,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight, not_of_quantised, only_of_quantised
 from meshtune.adapters.model_modules import ModelModules
 from meshtune.adapters.placement import cast, place_arrays
-from meshtune.adapters.registry import ADAPTERS
+from meshtune.adapters.registry import ADAPTERS, PEFT_FIELDS
 from meshtune.adapters.targets import modules
 from meshtune.adapters.training_method import Method, Selection
 from meshtune.arrays.spec import ArraySpec
@@ -118,7 +118,7 @@ def rows_by_node(
             where="method.targets, model.new_tokens",
             fix=fix,
         )
-    if tables and ADAPTERS[adapters.adapter].PEFT_FIELDS["peft_type"] != "LORA":
+    if tables and PEFT_FIELDS[adapters.adapter]["peft_type"] != "LORA":
         raise UserError(
             f"peft's format of {adapters.adapter} adapters has no place for the rows of new tokens",
             where="method.adapter, model.new_tokens",

@@ -41,7 +41,6 @@ class OFT(AdapterDefaults):
     terms: int | None = dataclasses.field(metadata={"static": True})
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"q": "oft_R.weight"}
-    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "OFT"}
     # module_dropout is never applied by PEFT's linear layers, eps only with coft.
     PEFT_READ: ClassVar[frozenset[str]] = frozenset(
         {

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.adapters.config import ALL_LINEAR, AdapterName, LoraConfig
-from meshtune.adapters.kind import AdapterType
 from meshtune.adapters.lora import plain
 from meshtune.adapters.method import FIELD
 from meshtune.adapters.peft_experts import VERSION, is_targeted, part_of
-from meshtune.adapters.registry import ADAPTERS
+from meshtune.adapters.registry import ADAPTERS, PEFT_FIELDS
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 from meshtune.families.tensors import View
@@ -130,14 +129,14 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
 
     _check_types(fields, refuse)
     kinds: list[AdapterName] = [
-        name for name, kind in ADAPTERS.items() if all(_equal(fields, kind, field) for field in kind.PEFT_FIELDS)
+        name for name, marks in PEFT_FIELDS.items() if all(_equal(fields, *mark) for mark in marks.items())
     ]
     if not kinds:
-        known = {kind.PEFT_FIELDS["peft_type"] for kind in ADAPTERS.values()}
+        known = {marks["peft_type"] for marks in PEFT_FIELDS.values()}
         field = "peft_type" if fields.get("peft_type") not in known else "use_dora"
         raise refuse(field, "this kind of adapter is not supported", f"supported: {', '.join(sorted(ADAPTERS))}")
-    kind = max(kinds, key=lambda name: len(ADAPTERS[name].PEFT_FIELDS))  # the one that is marked most closely
-    known_fields = {*ADAPTERS[kind].PEFT_FIELDS, *ADAPTERS[kind].PEFT_READ}
+    kind = max(kinds, key=lambda name: len(PEFT_FIELDS[name]))  # the one that is marked most closely
+    known_fields = {*PEFT_FIELDS[kind], *ADAPTERS[kind].PEFT_READ}
     for field, value in fields.items():
         if field in INFORMATION or field in READ or field in known_fields or value == NEUTRAL.get(field):
             continue
@@ -267,7 +266,7 @@ def write_config(
     patterns = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern} if ranks else {}
     return {
         **kind.fields(config),
-        **kind.PEFT_FIELDS,
+        **PEFT_FIELDS[config.adapter],
         "task_type": TASKS[scored],
         "base_model_name_or_path": base,
         "revision": None,
@@ -286,8 +285,7 @@ def write_config(
     }
 
 
-def _equal(fields: dict[str, Any], kind: type[AdapterType], field: str) -> bool:
-    value = kind.PEFT_FIELDS[field]
+def _equal(fields: dict[str, Any], field: str, value: object) -> bool:
     return (fields.get(field) or False) == value if value is False else fields.get(field) == value
 
 

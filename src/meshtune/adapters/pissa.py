@@ -84,7 +84,6 @@ def _orthonormal(columns: Array) -> Array:
 class PiSSA(AdapterDefaults):
     """Adapters that are LoRAs, each with the LoRA it started from as `fixed`."""
 
-    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
     abstract = LoRA.abstract
@@ -166,7 +165,6 @@ def plain_lora(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree,
 class LoftQ(AdapterDefaults):
     """A kind whose adapters are LoRAs."""
 
-    PEFT_FIELDS: ClassVar[dict[str, object]] = LoRA.PEFT_FIELDS
     PEFT_READ: ClassVar[frozenset[str]] = READ
     PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
     ORIGINAL: ClassVar[bool] = True

@@ -1,20 +1,31 @@
-"""The types of adapters. A new one is one module with a class that implements `kind.AdapterType`, and one line here."""
+"""The types of adapters. A new one is one module with a class that implements `kind.AdapterType`, and a line in each
+table here."""
 
 from __future__ import annotations
 
-from meshtune.adapters.config import AdapterName
-from meshtune.adapters.dora import DoRA
-from meshtune.adapters.kind import AdapterType
-from meshtune.adapters.lora import LoRA
-from meshtune.adapters.oft import OFT
-from meshtune.adapters.pissa import LoftQ, PiSSA
-from meshtune.adapters.vera import VeRA
+from collections.abc import Mapping
 
-ADAPTERS: dict[AdapterName, type[AdapterType]] = {
-    "lora": LoRA,
-    "dora": DoRA,
-    "pissa": PiSSA,
-    "loftq": LoftQ,
-    "oft": OFT,
-    "vera": VeRA,
+from meshtune.adapters.config import AdapterName
+from meshtune.adapters.kind import AdapterType
+from meshtune.lazy import LazyTable
+
+ADAPTERS: Mapping[AdapterName, type[AdapterType]] = LazyTable(
+    {
+        "lora": "meshtune.adapters.lora:LoRA",
+        "dora": "meshtune.adapters.dora:DoRA",
+        "pissa": "meshtune.adapters.pissa:PiSSA",
+        "loftq": "meshtune.adapters.pissa:LoftQ",
+        "oft": "meshtune.adapters.oft:OFT",
+        "vera": "meshtune.adapters.vera:VeRA",
+    }
+)
+
+# The fields of an adapter_config.json that identify the type; where several fit, the one with the most fields.
+PEFT_FIELDS: dict[AdapterName, dict[str, object]] = {
+    "lora": {"peft_type": "LORA", "use_dora": False},
+    "dora": {"peft_type": "LORA", "use_dora": True},
+    "pissa": {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"},
+    "loftq": {"peft_type": "LORA", "use_dora": False},
+    "oft": {"peft_type": "OFT"},
+    "vera": {"peft_type": "VERA"},
 }

@@ -73,7 +73,6 @@ class VeRA(AdapterDefaults):
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"lambda_b": "vera_lambda_b", "lambda_d": "vera_lambda_d"}
-    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "VERA"}
     PEFT_READ: ClassVar[frozenset[str]] = frozenset(
         {"r", "vera_dropout", "projection_prng_key", "save_projection", "d_initial", "init_weights"}
     )

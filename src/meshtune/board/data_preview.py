@@ -15,7 +15,7 @@ from meshtune.data.formats import FORMATS_BY_TYPE, select_format
 from meshtune.data.inspection import weighted_pieces
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
-from meshtune.data.registry import Registry
+from meshtune.data.registry import load_registry
 from meshtune.data.report import DataReport
 from meshtune.data.sources import DataSource, open_source
 from meshtune.data.tokenizer import tokenizer_of
@@ -63,7 +63,7 @@ def preview(request: dict[str, Any]) -> dict[str, Any]:
 def _names(recipe: Recipe) -> list[str]:
     """The entries of the registry, if the recipe has one."""
     try:
-        return list(Registry.load(recipe.data.registry).entries) if recipe.data.registry else []
+        return list(load_registry(recipe.data.registry).entries) if recipe.data.registry else []
     except UserError:
         return []
 
@@ -75,7 +75,7 @@ def _source(recipe: Recipe, section: SourceSection) -> dict[str, Any]:
     fields: dict[str, Any] = {"name": name, "records": [], "fields": [], "count": None, "format": None, "problems": []}
     try:
         if section.name is not None:
-            source = Registry.load(recipe.data.registry or "").source(section, dataset_type)
+            source = load_registry(recipe.data.registry or "").source(section, dataset_type)
         else:
             options = section.model_dump(exclude={"name", "path"})
             source = DataSource(path=section.path or "", **options)

@@ -15,7 +15,7 @@ from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
 from meshtune.data.chat_templates import template_names
-from meshtune.data.registry import FILE, Registry
+from meshtune.data.registry import FILE, load_registry
 from meshtune.errors import UserError
 from meshtune.runs.sources import MARK, START
 
@@ -297,7 +297,7 @@ def _registry_paths(workspace: Workspace, recipe: Recipe) -> Iterator[tuple[str,
     file = registry / FILE if registry.is_dir() else registry
     workspace.to_read(os.path.realpath(file), "data.registry")
     try:
-        entries = Registry.load(str(file)).entries
+        entries = load_registry(str(file)).entries
     except UserError:
         return
     for split, sources in (("train", data.train), ("validation", data.validation)):

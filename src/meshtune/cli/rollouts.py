@@ -22,7 +22,7 @@ def rewards(
     check_run(load_recipe(recipe_file, overrides, notify=silent))
     recipe = load_recipe(recipe_file, overrides, notify=to_stderr)
 
-    from meshtune.train.preview import preview_rewards
+    from meshtune.train.online import preview_rewards
 
     preview_rewards(recipe, groups=groups)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.adapters.config import LoraOptions
+from meshtune.config.rewards import RewardSection
 from meshtune.config.rules import check_together
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.config.sections import (
@@ -20,7 +21,6 @@ from meshtune.config.sections import (
     StageSection,
     written_out,
 )
-from meshtune.config.rewards import RewardSection
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.compute import AttentionName, Compute, ExchangeName, OffloadName, RematName
 from meshtune.objectives.config import SftConfig

@@ -185,8 +185,8 @@ def _check_online(recipe: Recipe) -> None:
         raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
     if recipe.data.max_length <= rollout.max_tokens:
         raise ValueError(
-            f"data.max_length {recipe.data.max_length} is the room of a prompt and its completion, and rollout.max_tokens "
-            f"{rollout.max_tokens} leave none for the prompt: raise data.max_length"
+            f"data.max_length {recipe.data.max_length} is the room of a prompt and its completion, and "
+            f"rollout.max_tokens {rollout.max_tokens} leave none for the prompt: raise data.max_length"
         )
     if recipe.data.streaming:
         raise ValueError(f"data.streaming is not possible with stage {stage}: prompts are read before training")

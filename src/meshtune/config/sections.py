@@ -111,7 +111,8 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
     lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
     of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
-    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings. Those of `rewards`: config.rewards.rewards_written_out.
+    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
+    mappings. The short forms of `rewards` are in config.rewards.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):

@@ -25,19 +25,21 @@ import numpy as np
 
 from meshtune.config.data_options import SourceOptions
 from meshtune.config.sections import DataSection, SourceSection
-from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Sample, Prompt
+from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Prompt, Sample
 from meshtune.data.formats import select_format
 from meshtune.data.formats.record import FieldNames, RecordFormat, describe, passed_over, read_record, unread_fields
 from meshtune.data.progress import Progress
 from meshtune.data.readers.textfiles import Records
-from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource, open_source
 from meshtune.data.store import DIGEST_BYTES, sample_digest
 from meshtune.errors import UserError, amount, nearest
+from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
+    from meshtune.data.registry import Registry
     from meshtune.objectives.stages import DatasetType
 
+load_registry = LazyFunction("meshtune.data.registry:load_registry")
 STRATEGIES = ("concat", "interleave_under", "interleave_over")
 STREAM = 0x6D6978  # makes draws independent of others with the same seed
 BLOCK = 1 << 16  # draws at a time
@@ -409,7 +411,7 @@ def load_documents(
     Raises UserError at the first malformed record (with `on_bad: error`), for a source without a usable record, for a
     validation share that would leave a source nothing to train on, and as readers, formats and registry do.
     """
-    registry = Registry.load(data.registry) if data.registry else None
+    registry = load_registry(data.registry) if data.registry else None
     skipped: list[SkippedRecord] = []
 
     def check_all(sections: Sequence[SourceSection]) -> list[CheckedSource]:
@@ -433,7 +435,7 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     Sources are mixed, and records held out, as by `load_documents`; validation records are all checked. Reading a
     malformed training record raises UserError on access.
     """
-    registry = Registry.load(data.registry) if data.registry else None
+    registry = load_registry(data.registry) if data.registry else None
     skipped: list[SkippedRecord] = []
     train = [
         open_unchecked(_data_source(section, registry, dataset_type), data.on_bad, seed, dataset_type)

@@ -16,6 +16,7 @@ from meshtune import terminal
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
+from meshtune.data.prompts import PromptLoader
 from meshtune.data.report import render
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import tokenizer_of
@@ -56,7 +57,7 @@ def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console
         console.print(render(prepared.validation_report))
 
 
-def _first_examples(data: Loader | Stream, count: int) -> Sequence[Example]:
+def _first_examples(data: Loader | Stream | PromptLoader, count: int) -> Sequence[Example]:
     """The first examples of a store and the first of each further source, or those that a stream begins with, in its
     order."""
     if isinstance(data, Stream):

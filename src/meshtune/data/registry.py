@@ -69,21 +69,6 @@ class Registry:
     name: str
     entries: Mapping[str, Any]
 
-    @classmethod
-    def load(cls, name: str) -> Registry:
-        """Reads the file `name`, or the one in the folder `name`. Raises UserError where it is missing or malformed."""
-        path = pathlib.Path(name).expanduser()
-        if path.is_dir():
-            path, name = path / FILE, f"{name.rstrip('/')}/{FILE}"
-        if not path.is_file():
-            raise missing_path_error(path, name)
-        file = MappedFile(path, name)
-        entries = parse(file, file.start, len(file.view))
-        if not isinstance(entries, dict):
-            fix = 'write {"name": {"file_name": ...}, ...}'
-            raise UserError("a registry is an object of named entries", where=name, fix=fix)
-        return cls(path, name, entries)
-
     def source(self, section: SourceSection, dataset_type: DatasetType = "documents") -> DataSource:
         """The source that the entry `section.name` describes; other keys of `section` take precedence over the entry.
 
@@ -134,6 +119,21 @@ class Registry:
                 fix = "download it, and give the file's path in the recipe or as file_name in the entry"
                 raise UserError(f"the entry is available only from {origin}", where=f"{where}, key '{key}'", fix=fix)
         raise UserError("the entry names no data", where=where, fix="add file_name or hf_hub_url")
+
+
+def load_registry(name: str) -> Registry:
+    """Reads the file `name`, or the one in the folder `name`. Raises UserError where it is missing or malformed."""
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        path, name = path / FILE, f"{name.rstrip('/')}/{FILE}"
+    if not path.is_file():
+        raise missing_path_error(path, name)
+    file = MappedFile(path, name)
+    entries = parse(file, file.start, len(file.view))
+    if not isinstance(entries, dict):
+        fix = 'write {"name": {"file_name": ...}, ...}'
+        raise UserError("a registry is an object of named entries", where=name, fix=fix)
+    return Registry(path, name, entries)
 
 
 def _check_keys(keys: Iterable[str], known: Sequence[str], problem: str, where: str) -> None:

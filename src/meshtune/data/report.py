@@ -12,13 +12,13 @@ from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
 from meshtune.data.prompts import PromptLoader
 from meshtune.data.store import Store
-from meshtune.data.stream import Stream, WindowRows
 from meshtune.data.tokens import TokenCounts
 from meshtune.errors import amount
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from meshtune.data.stream import Stream, WindowRows
     from meshtune.objectives.stages import DatasetType
 
 # Shares beyond which there is a warning.

@@ -15,21 +15,23 @@ import re
 from collections.abc import Callable
 
 from meshtune.config.data_options import SourceOptions
-from meshtune.data.readers.columnar import open_arrow, open_parquet, open_saved
-from meshtune.data.readers.csvfile import open_csv
-from meshtune.data.readers.hub import open_hub, open_modelscope
 from meshtune.data.readers.textfiles import ConcatenatedRecords, Records, open_json, open_text
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.weights.hub import modelscope_id
 
+open_csv = LazyFunction("meshtune.data.readers.csvfile:open_csv")
+open_hub = LazyFunction("meshtune.data.readers.hub:open_hub")
+open_modelscope = LazyFunction("meshtune.data.readers.hub:open_modelscope")
+open_saved = LazyFunction("meshtune.data.readers.columnar:open_saved")
 READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".json": functools.partial(open_json, lines=False),
     ".jsonl": functools.partial(open_json, lines=True),
     ".csv": open_csv,
     ".tsv": functools.partial(open_csv, delimiter="\t"),
     ".txt": open_text,
-    ".parquet": open_parquet,
-    ".arrow": open_arrow,
+    ".parquet": LazyFunction("meshtune.data.readers.columnar:open_parquet"),
+    ".arrow": LazyFunction("meshtune.data.readers.columnar:open_arrow"),
 }
 COMPRESSIBLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also read with .gz appended
 COMPRESSED = {".zst": "zstd -d", ".bz2": "bzip2 -dk", ".xz": "xz -dk", ".zip": "unzip", ".tar": "tar -xf"}

@@ -16,7 +16,7 @@ import yaml
 from meshtune.config import yaml_text
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
-from meshtune.data.registry import Registry
+from meshtune.data.registry import load_registry
 from meshtune.data.sources import READERS, file_type
 from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json
@@ -257,7 +257,7 @@ def public_path(path: str) -> str:
 def _data_fact(source: Any, recipe: Recipe, run: Path) -> DataFact:
     if source.path is None:
         try:
-            registry = Registry.load(recipe.data.registry or "")
+            registry = load_registry(recipe.data.registry or "")
             entry = registry.source(source, STAGES[recipe.stage.kind].dataset_type)
         except UserError:  # the registry is no longer where it was
             return DataFact(source.name, False)

@@ -20,9 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from meshtune.kernels import grouped_tpu, grouped_triton
 from meshtune.kernels.chips import Chip, chip_of, without_triton
-from meshtune.kernels.grouped_triton import row_tiles
+from meshtune.lazy import LazyFunction
 
 Backend = Literal["ragged_dot", "triton", "tiles"]
 # (part of the weight: all groups [E, ..] or one, dtype) -> its matrices [.., o, i] in that dtype
@@ -30,6 +29,10 @@ Read = Callable[[Any, jnp.dtype], Array]
 
 SMALLEST, LARGEST = 8, 128  # rows of a tile
 MATRICES_BYTES = 128 << 20  # of matrices that are made of codes at once
+triton_product = LazyFunction("meshtune.kernels.grouped_triton:product")
+triton_weight_grad = LazyFunction("meshtune.kernels.grouped_triton:weight_grad")
+tgmm = LazyFunction("jax.experimental.pallas.ops.tpu.megablox.gmm:tgmm")
+TPU_TILE = (128, 128, 512)  # rows, and rows and columns of a tile of the result
 _OF_GROUPS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 _OF_GROUPS_TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
@@ -108,7 +111,7 @@ def _rows_times(call: _Call, x: Array, weight: Any, sizes: Array, out: DTypeLike
     if backend == "tiles":
         return _tiles(x, weight, sizes, lambda part: call.read(part, call.factors), out, transposed=transposed)
     if backend == "triton":
-        product = functools.partial(grouped_triton.product, transposed=transposed, interpret=call.interpret)
+        product = functools.partial(triton_product, transposed=transposed, interpret=call.interpret)
         if isinstance(weight, jax.Array):
             return product(x, call.read(weight, call.factors), sizes, out, call.chip)
         return _by_groups(call, product, x, weight, sizes, out, columns=1 if transposed else 2)
@@ -146,8 +149,18 @@ def _of_weight(call: _Call, cotangent: Array, x: Array, sizes: Array) -> Array:
     if backend == "tiles":
         return _tiles_of_weight(cotangent, x, sizes)
     if backend == "triton":
-        return grouped_triton.weight_grad(cotangent, x, sizes, call.chip, interpret=call.interpret)
-    return grouped_tpu.weight_grad(cotangent, x, sizes, interpret=call.interpret)
+        return triton_weight_grad(cotangent, x, sizes, call.chip, interpret=call.interpret)
+    return _tpu_weight_grad(cotangent, x, sizes, interpret=call.interpret)
+
+
+def _tpu_weight_grad(
+    cotangent: Float[Array, "N o"], x: Float[Array, "N i"], sizes: Int[Array, "E"], *, interpret: bool
+) -> Float[Array, "E o i"]:
+    """cotangent^T x of the rows of each group, in float32, by megablox, which comes with JAX."""
+    missing = -x.shape[0] % TPU_TILE[0]
+    cotangent, x = (jnp.pad(rows, ((0, missing), (0, 0))) for rows in (cotangent, x))
+    with jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default"):
+        return tgmm(cotangent.T, x, sizes.astype(jnp.int32), jnp.float32, TPU_TILE, interpret=interpret)
 
 
 def _ragged_product(
@@ -163,6 +176,32 @@ def _tile_rows(rows: int, groups: int) -> int:
     while size < LARGEST and size * groups < rows:
         size *= 2
     return min(size, rows)
+
+
+class RowTiles(NamedTuple):
+    """The tiles in the order of their rows: `count` of them, and beyond these tiles without rows, of any group.
+
+    A tile has the rows from its `first` on, as many as a tile has at most, that lie before its group's `end`.
+    """
+
+    group: Int[Array, "S"]
+    first: Int[Array, "S"]
+    end: Int[Array, "S"]
+    count: Int[Array, ""]
+
+
+def row_tiles(sizes: Int[Array, "E"], rows: int, size: int) -> RowTiles:
+    """The tiles of at most `size` rows for groups of `sizes` rows, together at most `rows`."""
+    groups = sizes.shape[0]
+    ends = jnp.cumsum(sizes)
+    counts = -(-sizes // size)
+    after = jnp.cumsum(counts)
+    longest = rows // size + groups
+    group = jnp.repeat(jnp.arange(groups), counts, total_repeat_length=longest)
+    tile = jnp.arange(longest)
+    first = ends[group] - sizes[group] + (tile - (after[group] - counts[group])) * size
+    real = tile < after[-1]
+    return RowTiles(group, jnp.where(real, first, rows), jnp.where(real, ends[group], 0), after[-1])
 
 
 def _over_tiles(rows: int, sizes: Array, step: Callable[[Any, Array, Callable, Array], Any], begin: Any) -> Any:

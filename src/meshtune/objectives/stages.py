@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
-from meshtune.objectives import kto, policy, preference, rm, sft
+from meshtune.lazy import LazyFunction
+from meshtune.objectives import sft
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import (
     CpoConfig,
@@ -80,26 +81,36 @@ def _preference_stage(
     return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, nll_mean)
 
 
+def _online_stage(config: type[Options], make: Callable[..., Objective], title: str) -> Stage[Options]:
+    return Stage(config, make, title, "prompts", "completion", headline=(("reward", "reward"),))
+
+
 STAGES: dict[str, Stage[Any]] = {
     "sft": Stage(SftConfig, sft.make, "SFT"),
     "pt": Stage(PtConfig, lambda options: sft.make(SftConfig()), "pretraining"),
-    "rm": _preference_stage(RmConfig, rm.make, "reward model", has_score_head=True),
-    "dpo": _preference_stage(DpoConfig, preference.dpo, "DPO", needs_reference=True, nll_mean=_sft_mean),
-    "orpo": _preference_stage(OrpoConfig, preference.orpo, "ORPO", nll_mean=lambda options: options.sft_mean),
-    "simpo": _preference_stage(SimpoConfig, preference.simpo, "SimPO", nll_mean=_sft_mean),
-    "cpo": _preference_stage(CpoConfig, preference.cpo, "CPO", nll_mean=_sft_mean),
+    "rm": _preference_stage(RmConfig, LazyFunction("meshtune.objectives.rm:make"), "reward model", has_score_head=True),
+    "dpo": _preference_stage(
+        DpoConfig, LazyFunction("meshtune.objectives.preference:dpo"), "DPO", needs_reference=True, nll_mean=_sft_mean
+    ),
+    "orpo": _preference_stage(
+        OrpoConfig,
+        LazyFunction("meshtune.objectives.preference:orpo"),
+        "ORPO",
+        nll_mean=lambda options: options.sft_mean,
+    ),
+    "simpo": _preference_stage(
+        SimpoConfig, LazyFunction("meshtune.objectives.preference:simpo"), "SimPO", nll_mean=_sft_mean
+    ),
+    "cpo": _preference_stage(CpoConfig, LazyFunction("meshtune.objectives.preference:cpo"), "CPO", nll_mean=_sft_mean),
     "kto": Stage(
         KtoConfig,
-        kto.make,
+        LazyFunction("meshtune.objectives.kto:make"),
         "KTO",
         dataset_type="labelled",
         unit="answer",
         headline=(("rewards/chosen", "chosen reward"), ("rewards/rejected", "rejected reward")),
         needs_reference=True,
     ),
-    "grpo": Stage(GrpoConfig, policy.grpo, "GRPO", "prompts", "completion", headline=(("reward", "reward"),)),
-    "rloo": Stage(RlooConfig, policy.rloo, "RLOO", "prompts", "completion", headline=(("reward", "reward"),)),
+    "grpo": _online_stage(GrpoConfig, LazyFunction("meshtune.objectives.policy:grpo"), "GRPO"),
+    "rloo": _online_stage(RlooConfig, LazyFunction("meshtune.objectives.policy:rloo"), "RLOO"),
 }
-
-OBJECTIVES: dict[str, Objective] = {name: stage.make(stage.config()) for name, stage in STAGES.items()}
-"""The objective of every stage with default options."""

@@ -18,16 +18,10 @@ import optax
 from meshtune.arrays.spec import PARAMETER_ROLES, ArraySpec
 from meshtune.arrays.tree import Tree, named_leaves, path_name
 from meshtune.errors import UserError, nearest
+from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
-from meshtune.optim.adafactor import adafactor
 from meshtune.optim.adam import adam_mini, adamw
-from meshtune.optim.adamw8bit import adamw8bit
-from meshtune.optim.apollo import apollo
-from meshtune.optim.blocks import badam
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.galore import galore, is_projected
-from meshtune.optim.muon import muon, per_expert
-from meshtune.optim.optax_global import from_optax_global
 from meshtune.optim.optimizer import (
     SCHEDULES,
     ChooseByRole,
@@ -38,13 +32,11 @@ from meshtune.optim.optimizer import (
     by_parameter,
     from_optax,
     make_schedule,
+    per_expert,
     refuse_role,
     stochastic,
     to_nearest,
 )
-from meshtune.optim.prodigy import prodigy
-from meshtune.optim.schedule_free import averaged_params, schedule_free
-from meshtune.optim.sophia import sophia
 
 
 def rate_factors(config: OptimizerConfig, parameters: Mapping[str, ArraySpec]) -> dict[str, float]:
@@ -115,19 +107,24 @@ def _lion(config: OptimizerConfig) -> ParamOptimizer:
 
 OPTIMIZERS: dict[str, OptimizerType] = {
     "adamw": OptimizerType(adamw),
-    "adamw8bit": OptimizerType(adamw8bit),
+    "adamw8bit": OptimizerType(LazyFunction("meshtune.optim.adamw8bit:adamw8bit")),
     "adam_mini": OptimizerType(adam_mini),
-    "muon": OptimizerType(muon),
-    "galore": OptimizerType(galore, projects=True),
-    "apollo": OptimizerType(apollo, projects=True),
-    "badam": OptimizerType(by_block=badam),
-    "adafactor": OptimizerType(adafactor),
+    "muon": OptimizerType(LazyFunction("meshtune.optim.muon:muon")),
+    "galore": OptimizerType(LazyFunction("meshtune.optim.galore:galore"), projects=True),
+    "apollo": OptimizerType(LazyFunction("meshtune.optim.apollo:apollo"), projects=True),
+    "badam": OptimizerType(by_block=LazyFunction("meshtune.optim.blocks:badam")),
+    "adafactor": OptimizerType(LazyFunction("meshtune.optim.adafactor:adafactor")),
     "lion": OptimizerType(_lion),
     "sgd": OptimizerType(_sgd),
-    "schedule_free": OptimizerType(schedule_free, eval_params=averaged_params),
-    "prodigy": OptimizerType(by_gradients=prodigy),
-    "sophia": OptimizerType(by_gradients=sophia, needs_hessian=True),
+    "schedule_free": OptimizerType(
+        LazyFunction("meshtune.optim.schedule_free:schedule_free"),
+        eval_params=LazyFunction("meshtune.optim.schedule_free:averaged_params"),
+    ),
+    "prodigy": OptimizerType(by_gradients=LazyFunction("meshtune.optim.prodigy:prodigy")),
+    "sophia": OptimizerType(by_gradients=LazyFunction("meshtune.optim.sophia:sophia"), needs_hessian=True),
 }
+is_projected = LazyFunction("meshtune.optim.galore:is_projected")
+from_optax_global = LazyFunction("meshtune.optim.optax_global:from_optax_global")
 
 
 def make_optimizer(

@@ -1,4 +1,4 @@
-"""Muon (https://kellerjordan.github.io/posts/muon), and its matrices of experts.
+"""Muon (https://kellerjordan.github.io/posts/muon).
 
 Matrices of the layers, and each expert's, are updated by it; embedding, output head, routers, short convolutions and
 vectors by AdamW, as the author advises.
@@ -6,13 +6,10 @@ vectors by AdamW, as the author advises.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
@@ -80,31 +77,3 @@ def _update(
     out, into = parameter.shape
     scale = RMS * math.sqrt(max(out, into)) if config.match_rms else math.sqrt(max(1, out / into))
     return apply_decay(context, scale * orthogonal(nesterov), parameter), {"momentum": momentum}
-
-
-def per_expert(matrix: ParamOptimizer) -> ParamOptimizer:
-    """An optimizer of matrices applied to every expert of an array [experts, out, in] separately.
-
-    Each expert has separate statistics, norms and random keys, as if the experts were layers of a stack.
-    """
-
-    def specs(parameter: ArraySpec) -> State:
-        count, axis = parameter.shape[0], parameter.axes[0]
-        expert = dataclasses.replace(parameter, shape=parameter.shape[1:], axes=parameter.axes[1:])
-        return jax.tree.map(
-            lambda leaf: dataclasses.replace(leaf, shape=(count, *leaf.shape), axes=(axis, *leaf.axes)),
-            matrix.specs(expert),
-        )
-
-    def update(gradient: Array, state: State, parameter: Array, context: UpdateContext) -> tuple[Array, State]:
-        count = gradient.shape[0]
-
-        def expert(gradient: Array, state: State, parameter: Array, index: Array) -> tuple[Array, State]:
-            layer = context.layer * count + index
-            return matrix.update(gradient, state, parameter, dataclasses.replace(context, layer=layer))
-
-        arrays = (gradient, state, parameter, jnp.arange(count))
-        return lax.map(lambda arrays: expert(*arrays), arrays) if matrix.sequential else jax.vmap(expert)(*arrays)
-
-    init = None if matrix.init is None else jax.vmap(matrix.init)
-    return ParamOptimizer(specs, update, init, matrix.sequential, matrix.by_rows)

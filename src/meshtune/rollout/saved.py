@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -46,7 +47,7 @@ class Rollout:
     def per_completion(self, name: str) -> list[np.ndarray]:
         """The values `name` of every completion's tokens."""
         edges = self.edges
-        return [self.tokens[name][start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        return [self.tokens[name][start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def rollout_file(folder: pathlib.Path, number: int) -> pathlib.Path:

@@ -14,7 +14,6 @@ import numpy as np
 from meshtune.arrays.batch import empty_arrays
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
-from meshtune.config.sections import RolloutSection
 from meshtune.data.conversation import Origin
 from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
@@ -29,7 +28,6 @@ from meshtune.rollout.saved import (
     decode_rollout,
     encode_rollout,
     read_rollout,
-    remove_rollouts,
     write_rollout,
 )
 from meshtune.rollout.scoring import Scorer
@@ -117,14 +115,6 @@ class RolloutSource:
 
     def close(self) -> None:
         self.rewards.close()
-
-    def remove_old(self, oldest: int) -> None:
-        """Removes the rollouts that a run which is resumed at update `oldest` or later does not need."""
-        if self._job.is_main_process:
-            needed = oldest // self.loader.updates
-            if self.options.keep is not None and self._rollout is not None:
-                needed = min(needed, self._rollout.number + 1 - self.options.keep)
-            remove_rollouts(self._folder, before=needed)
 
     # Rollouts
 
@@ -314,7 +304,7 @@ class RolloutSource:
 def rollout_metrics(
     completions: Sequence[Completion], scores: Scores, rewards: Rewards, total: np.ndarray, groups: np.ndarray
 ) -> dict[str, float]:
-    """The metrics of a rollout, under trl's names; `total` float64 [N] is the weighted reward, NaN where there is none."""
+    """The metrics of a rollout, under trl's names. `total` [N] is the weighted reward, NaN where there is none."""
     lengths = np.array([len(completion.ids) for completion in completions])
     ended = np.array([completion.reason == "stop" for completion in completions])
     scored = total[~np.isnan(total)]

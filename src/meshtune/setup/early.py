@@ -10,7 +10,7 @@ import re
 
 from meshtune.config.recipe import Recipe
 from meshtune.data.chat_templates import template_text
-from meshtune.data.registry import Registry
+from meshtune.data.registry import load_registry
 from meshtune.data.sources import check_source_path
 from meshtune.errors import UserError
 from meshtune.mesh.accelerators import SIMULATED_DEVICES, visible_gpus
@@ -40,7 +40,7 @@ def check_inputs(recipe: Recipe) -> None:
     check_model(recipe)
     validation = recipe.data.validation
     if recipe.data.registry is not None:
-        Registry.load(recipe.data.registry)
+        load_registry(recipe.data.registry)
     for source in [*recipe.data.train, *(validation if isinstance(validation, list) else [])]:
         if source.path is not None:
             check_source_path(source.path)

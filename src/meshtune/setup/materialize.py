@@ -25,11 +25,11 @@ from meshtune.families import tensors
 from meshtune.families.composite import HEAD, passed_through, tensor_name, text_config, with_text_fields
 from meshtune.families.expansion import group_layers, origins, silent_modules
 from meshtune.json_text import read_json
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.client import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
-from meshtune.runs.export import export
 from meshtune.runs.output import BASE, find_damage_collectively
 from meshtune.runs.sources import find
 from meshtune.setup.run import Run
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 RECORD = "start.json"
+export = LazyFunction("meshtune.runs.export:export")  # of merges, which few recipes have
 
 
 def materialize_start(

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.continued import resume_adapter
-from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.batch import batch_axes
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.data.loader import Loader
-from meshtune.data.stream import Stream
+from meshtune.data.prompts import PromptLoader
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import (
     is_table,
@@ -41,6 +42,11 @@ from meshtune.train.run_setup import PreparedRun
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state, init_state
 from meshtune.weights.load import LoadReport, load_params, load_weight, with_score
+
+if TYPE_CHECKING:
+    from meshtune.data.stream import Stream
+
+input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
 
 
 def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:
@@ -159,7 +165,7 @@ def load_model(
     group: int = 1,
     waiting: Sequence[str] = (),
     compute: Compute | None = None,
-    loader: Loader | Stream | None = None,
+    loader: Loader | Stream | PromptLoader | None = None,
 ) -> PreparedModel:
     """Loads the base and splits it into trained and frozen arrays. Collective.
 
@@ -174,6 +180,13 @@ def load_model(
     if run.method.calibration_rows:
         assert compute is not None
         assert loader is not None
+        if isinstance(loader, PromptLoader):
+            raise UserError(
+                "this initialisation of adapters is measured on rows of training data, and an online stage has none "
+                "before it trains",
+                where="method.init",
+                fix="use another initialisation, or tune on conversations first and continue the adapter",
+            )
         with console.status(f"measuring the inputs of weights on {run.method.calibration_rows} rows"):
             sizes = _measure_inputs(run, params, compute, loader)
 

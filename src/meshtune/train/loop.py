@@ -32,6 +32,7 @@ from meshtune.train.report.events import (
     Evaluated,
     Event,
     Events,
+    Generating,
     Note,
     RolledOut,
     Sampled,
@@ -181,10 +182,12 @@ class TrainBatch(Protocol):
 class BatchSource(Protocol):
     """Provides the batch of every update. It sees the state, from which an online stage generates its rows.
 
-    Where it `uses_state`, the update before is reported, and is known to be finite, when the next batch is asked for.
+    Where it `uses_state`, the update before is reported, and is known to be finite, when the next batch is asked for;
+    it may call `progress(done, total)`, which the loop sets, while it makes one.
     """
 
     uses_state: bool
+    progress: Callable[[int, int], None] | None
 
     def next(self, step: int, state: TrainState) -> TrainBatch:
         """The batch of update `step`, counted from 0. Steps come in order; `state` is the one to be updated."""
@@ -200,6 +203,7 @@ class LoadedBatches:
     """
 
     uses_state = False
+    progress: Callable[[int, int], None] | None = None
 
     def __init__(self, iterate: Callable[[int, int], Iterable[TrainBatch]], start: int, stop: int):
         self._iterate, self._start, self._stop = iterate, start, stop
@@ -283,6 +287,8 @@ class _Loop:
         self.last_loss: float | None = None
         self.last_evaluation: float | None = None
         self.clock = time.perf_counter()
+        if task.batches.uses_state:
+            task.batches.progress = lambda done, total: self._emit(Generating(done, total))
 
     def run(self) -> Ended:
         done, total = self.task.record.step, self.task.cadence.total

@@ -17,21 +17,19 @@ from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError, amount
 from meshtune.hooks import SECTIONS, SectionHooks
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.saved import FOLDER, remove_rollouts
-from meshtune.rollout.source import RolloutSource
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claim_output, read_run, write_recipe, write_run
 from meshtune.setup.choices import checked_attention
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
 from meshtune.train.assemble import LoadedRun, load_run
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
-from meshtune.train.evaluation.reference import Reference
 from meshtune.train.loop import Ended, Task, interruptible, run_loop
 from meshtune.train.report import banner, events, metrics_log, page
-from meshtune.train.report.events import Generating, Sink, open_sinks
+from meshtune.train.report.events import Sink, open_sinks
 from meshtune.train.report.plot import LossPlot, SmoothedLoss
 from meshtune.train.report.progress import ConsoleLog, ProgressBar, log_console
 from meshtune.train.result.final import Result, export_result
@@ -45,6 +43,8 @@ from meshtune.train.run_setup import (
     with_micro_batch,
 )
 from meshtune.train.task import make_task
+
+Reference = LazyFunction("meshtune.train.evaluation.reference:Reference")
 
 
 def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = None) -> Result:
@@ -61,7 +61,8 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     output = pathlib.Path(recipe.output).expanduser()
     hooks = hooks_of(recipe)
     for hook in hooks:
-        hook.check(recipe, job)
+        if hook.check is not None:
+            hook.check(recipe, job)
     try:
         with log_console(console) as log:
             result = _run(recipe, output, console, log, job)
@@ -81,7 +82,8 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
         ) from error
     if result.interrupted is None:
         for hook in hooks:
-            hook.finish(recipe, console, job)
+            if hook.finish is not None:
+                hook.finish(recipe, console, job)
     return result
 
 
@@ -177,10 +179,12 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     record = run.record()
     resumed = find_resume(checkpoints, record) if run.recipe.resume else None
     _show_resume(run, resumed)
-    reference = Reference(run)
-    reference.from_model()
+    reference = Reference(run) if STAGES[run.recipe.stage.kind].needs_reference else None
+    if reference is not None:
+        reference.from_model()
     loaded, state = load_run(run)
-    reference.from_start(loaded.model.parameters, loaded.model.spec)
+    if reference is not None:
+        reference.from_start(loaded.model.parameters, loaded.model.spec)
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
@@ -192,27 +196,18 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
         for note in metrics_log.cut_back(run.output, step, interval=interval):
             console.print(f"[yellow]{note}[/]", highlight=False)
         write_recipe(run.output, run.fields | dict.fromkeys(COMMANDS, False))
-        if resumed is not None and run.recipe.accept_changes and run.recipe.rollout is not None:
-            of_updates = run.recipe.rollout.updates * run.recipe.rollout.iterations
-            remove_rollouts(run.output / FOLDER, after=(resumed.step - 1) // of_updates)
     _write_run(run, _facts(run, record, "running"))
     # Nothing is trained with kernels whose numbers are wrong on this kind of device.
     for line in checked_attention(run.compute, run.spec, run.rows, run.data.train.row_length):
         console.print(line)
     task = make_task(loaded, record, state)
     savers = [hook.on_save(loaded) for hook in hooks if hook.on_save is not None]
-    saved = [saver.saved for saver in savers]
-    if isinstance(task.batches, RolloutSource):
-        source, keep = task.batches, run.recipe.checkpoint.keep
-        saved.append(lambda trainable, step: source.remove_old(checkpoints.steps()[-keep:][0]))
-    task = dataclasses.replace(task, saved=saved)
+    task = dataclasses.replace(task, saved=[saver.saved for saver in savers])
     probes = _step_probes(run, task)
     history = metrics_log.read(run.output / metrics_log.METRICS) if run.job.is_main_process else []
     loss = SmoothedLoss(run.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
     with interruptible() as interrupt:
         with open_sinks([*_sinks(run, record.step, history, loss), *probes]) as events:
-            if isinstance(task.batches, RolloutSource):
-                task.batches.progress = lambda done, total: events.emit(Generating(done, total))
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
     for saver in savers:

@@ -15,15 +15,11 @@ from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.data.prompts import PromptLoader
 from meshtune.errors import amount
-from meshtune.generate.text import tokenizer_end
 from meshtune.kernels.attention import zigzag_order
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
-from meshtune.objectives.answers import Batch, without_adapters
-from meshtune.rollout.rewards import Rewards
-from meshtune.rollout.saved import FOLDER
-from meshtune.rollout.scoring import Scorer
-from meshtune.rollout.source import RolloutModel, RolloutSource
+from meshtune.objectives.answers import Batch
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.assemble import LoadedRun, step_for
@@ -41,7 +37,9 @@ from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, Task
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import TrainState
-from meshtune.weights.ends import read_ends
+
+rollout_source = LazyFunction("meshtune.train.online:rollout_source")
+evaluate_online = LazyFunction("meshtune.train.online:evaluate_online")
 
 
 def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
@@ -51,7 +49,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     place = _placing(run.compute.layout, order)
     step = step_for(run, run.compute, run.optimizer)
     if isinstance(loader, PromptLoader):
-        batches = rollout_source(run, loader, place, order)
+        batches = rollout_source(run, place, order, start=record.step)
         first = batches.empty_batch()
     else:
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)
@@ -150,8 +148,7 @@ def _evaluator(
     if loader is None or run.recipe.eval.every is None:
         return None
     if isinstance(loader, PromptLoader):
-        assert isinstance(batches, RolloutSource)
-        return functools.partial(_evaluate_online, batches, run.model.frozen, loader)
+        return functools.partial(evaluate_online, batches, run.model.frozen, loader)
     step = make_eval_step(evaluation_objective_of(run.recipe), run.model.spec, run.compute)
 
     def validate(trainable: Tree) -> Evaluation:
@@ -160,32 +157,6 @@ def _evaluator(
             return evaluate(step, run.model.spec, trainable, run.model.frozen, arrays, place=place)
 
     return validate
-
-
-def _evaluate_online(source: RolloutSource, frozen: Tree, held_out: PromptLoader, trainable: Tree) -> Evaluation:
-    """Evaluates by rollouts on held-out prompts; the loss is the mean reward with the other sign."""
-    metrics, count = source.evaluate(merge(trainable, frozen), held_out)
-    return Evaluation(-metrics["reward"], metrics, float(count))
-
-
-def rollout_source(
-    run: LoadedRun, loader: PromptLoader, place: Callable[[dict[str, np.ndarray]], Batch], order: np.ndarray | None
-) -> RolloutSource:
-    """Builds the source of an online stage's batches."""
-    assert run.recipe.rollout is not None
-    ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
-    scorer = Scorer(run.model.spec, run.compute, place, run.recipe.rollout.temperature, order)
-    model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, without_adapters)
-    return RolloutSource(
-        run.recipe,
-        loader,
-        model,
-        Rewards(run.recipe.rewards, max_tokens=run.recipe.rollout.max_tokens),
-        lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
-        run.job,
-        run.output / FOLDER,
-        run.console.print,
-    )
 
 
 def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | None:

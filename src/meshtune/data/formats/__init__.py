@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from meshtune.data.formats import hints
 from meshtune.data.formats.alpaca import ALPACA, PROMPT_COMPLETION, STANFORD_ALPACA, TEXT
 from meshtune.data.formats.messages import HERMES, MESSAGES, SHAREGPT, XLAM
-from meshtune.data.formats.preference import LABELLED_FORMATS, PREFERENCE_FORMATS
-from meshtune.data.formats.prompts import PROMPT_FORMATS
 from meshtune.data.formats.record import FIELDS, FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
+from meshtune.lazy import LazyTable
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -20,12 +19,14 @@ DOCUMENT_FORMATS: dict[str, RecordFormat] = {
     form.name: form for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION, TEXT, STANFORD_ALPACA, HERMES, XLAM)
 }
 
-FORMATS_BY_TYPE: dict[DatasetType, dict[str, RecordFormat]] = {
-    "documents": DOCUMENT_FORMATS,
-    "pairs": {form.name: form for form in PREFERENCE_FORMATS},
-    "labelled": {form.name: form for form in LABELLED_FORMATS},
-    "prompts": {form.name: form for form in PROMPT_FORMATS},
-}
+FORMATS_BY_TYPE: Mapping[DatasetType, dict[str, RecordFormat]] = LazyTable["DatasetType", "dict[str, RecordFormat]"](
+    {
+        "documents": "meshtune.data.formats:DOCUMENT_FORMATS",
+        "pairs": "meshtune.data.formats.preference:PREFERENCE_FORMATS",
+        "labelled": "meshtune.data.formats.preference:LABELLED_FORMATS",
+        "prompts": "meshtune.data.formats.prompts:PROMPT_FORMATS",
+    }
+)
 EXAMPLE_STAGE: dict[DatasetType, str] = {"documents": "sft", "pairs": "dpo", "labelled": "kto", "prompts": "grpo"}
 
 
@@ -129,8 +130,10 @@ def _candidates(
     formats = list(known.values()) if name == "auto" else [known[name]]
     owner = "any format" if name == "auto" else f"format {name}"
     known_columns = list(dict.fromkeys(key for form in formats for key in (*form.fields, *form.aliases)))
-    anywhere = [key for kinds in FORMATS_BY_TYPE.values() for form in kinds.values() for key in form.fields]
-    left_out = [key for key, value in columns.items() if value is None and key not in anywhere]
+    left_out = [key for key, value in columns.items() if value is None]
+    if left_out:
+        anywhere = [key for kinds in FORMATS_BY_TYPE.values() for form in kinds.values() for key in form.fields]
+        left_out = [key for key in left_out if key not in anywhere]
     known_tags = list(dict.fromkeys(key for form in formats for key in form.tags))
     _check_keys([key for key, value in columns.items() if value is not None], known_columns, "columns", owner, where)
     _check_keys(left_out, [*known_columns, *FIELDS], "columns", owner, where)

@@ -265,7 +265,7 @@ def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
 
 _SIDE_FIELDS = {side: side for side in SIDES}
 _BESIDE = {"margin": "margin", **CONTEXT}
-PREFERENCE_FORMATS: tuple[RecordFormat, ...] = (
+_PREFERENCE_FORMATS: tuple[RecordFormat, ...] = (
     ranked_alpaca(),
     ranked_turns(
         SHAREGPT, "conversations", "conversations (turns of from and value), chosen and rejected, a turn each"
@@ -325,4 +325,7 @@ def with_label(base: RecordFormat) -> RecordFormat:
     return RecordFormat(base.name, expects, fields, detect, convert, aliases, base.tags, required=required)
 
 
-LABELLED_FORMATS = tuple(with_label(form) for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION))
+PREFERENCE_FORMATS: dict[str, RecordFormat] = {form.name: form for form in _PREFERENCE_FORMATS}
+LABELLED_FORMATS: dict[str, RecordFormat] = {
+    form.name: with_label(form) for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION)
+}

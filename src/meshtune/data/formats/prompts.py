@@ -1,4 +1,4 @@
-"""Formats of prompts, which online stages answer: TRL's `prompt`, and the formats of documents without their last answer.
+"""Formats of prompts, for online stages: TRL's `prompt`, and the formats of documents without their last answer.
 
 All other fields of a record are columns for rewards, as in TRL, and `answer` is the answer of a document.
 """
@@ -84,4 +84,5 @@ def without_answer(base: RecordFormat) -> RecordFormat:
     return dataclasses.replace(base, convert=convert, convert_bad=None, has_columns=True)
 
 
-PROMPT_FORMATS = (PROMPT, *(without_answer(form) for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION)))
+_ANSWERED = (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION)
+PROMPT_FORMATS = {form.name: form for form in (PROMPT, *map(without_answer, _ANSWERED))}

@@ -12,12 +12,12 @@ from meshtune.kernels.attention.backend import (
     AttentionSharding,
     Backend,
     run_over_mesh,
+    zigzag_order,
 )
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.ring import zigzag_order
 from meshtune.kernels.attention.splash import SPLASH
 from meshtune.kernels.attention.triton import TRITON
 from meshtune.translatable import Translatable

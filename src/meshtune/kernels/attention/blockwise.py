@@ -13,10 +13,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import online_softmax as with_sinks
-from meshtune.kernels.attention import ring
 from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.blocks import BlockMask, inputs_mask
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT, backward, forward
+from meshtune.lazy import LazyFunction
 
 
 def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
@@ -49,4 +49,4 @@ def _attend_backward(request: AttentionRequest, residuals, d_out: jax.Array):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-BLOCKWISE = Backend("blockwise", run, run_sharded=ring.run)
+BLOCKWISE = Backend("blockwise", run, run_sharded=LazyFunction("meshtune.kernels.attention.ring:run"))

@@ -12,14 +12,18 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtune.kernels.attention import online_softmax, triton_ring
+from meshtune.kernels.attention import online_softmax
 from meshtune.kernels.attention.backend import NO_ALIBI, ONLY_CAUSAL, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.triton_kernels import LARGEST_HEAD, SMALLEST_HEAD, backward, forward, padded_delta
 from meshtune.kernels.chips import chip_of, without_triton
+from meshtune.lazy import LazyFunction
 from meshtune.translatable import Translatable
 
 DTYPES = ("bfloat16", "float16", "float32")
+SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+forward = LazyFunction("meshtune.kernels.attention.triton_kernels:forward")
+backward = LazyFunction("meshtune.kernels.attention.triton_kernels:backward")
+padded_delta = LazyFunction("meshtune.kernels.attention.triton_kernels:padded_delta")
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -89,6 +93,6 @@ TRITON = Backend(
     run,
     supports,
     suits,
-    run_sharded=triton_ring.run,
+    run_sharded=LazyFunction("meshtune.kernels.attention.triton_ring:run"),
     hardware=lambda request: request.platform in ("cuda", "rocm", "gpu"),
 )

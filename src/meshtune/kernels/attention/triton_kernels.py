@@ -225,7 +225,7 @@ def _dot(x, y, x_axis: int, y_axis: int):
     return jax.lax.dot_general(x, y, axes, precision=matmul_precision(x.dtype), preferred_element_type=jnp.float32)
 
 
-SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+SMALLEST_SIZE = 16  # of a dimension of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +304,7 @@ def _of_generation(chip: Chip) -> TilesByHeadDim:
 
 def padded_head_dim(head_dim: int) -> int:
     """The columns of a block: a power of two; only `head_dim` of them are loaded and stored."""
-    return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
+    return max(SMALLEST_SIZE, 1 << (head_dim - 1).bit_length())
 
 
 Operand = tuple[jax.Array, pl.BlockSpec]

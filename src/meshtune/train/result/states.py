@@ -22,6 +22,7 @@ from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.load import load_recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
+from meshtune.data.prompts import PromptLoader
 from meshtune.data.stream import Stream
 from meshtune.digests import FILE
 from meshtune.errors import UserError
@@ -103,7 +104,7 @@ def _check_platform(resolved: Run, platform: str | None, run: pathlib.Path) -> N
         )
 
 
-def _calibration_data(run: Run, tokenizer: PreTrainedTokenizerFast) -> Loader | Stream | None:
+def _calibration_data(run: Run, tokenizer: PreTrainedTokenizerFast) -> Loader | Stream | PromptLoader | None:
     if not run.method.calibration_rows:
         return None
     return prepare_data(run.recipe, tokenizer, vocab=run.spec.vocab).train

@@ -13,18 +13,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, merge
+from meshtune.lazy import LazyFunction
 from meshtune.model.block import Sums
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.gather import is_any_offloaded
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
 from meshtune.objectives.answers import Batch, Objective, Score, metric_means, with_layers
-from meshtune.objectives.curvature import curvature
 from meshtune.optim.optimizer import Optimizer, add_updates
-from meshtune.train.step.block_coordinate import active_block
-from meshtune.train.step.host_state import updated_by_rows
-from meshtune.train.step.layerwise import layerwise_step
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
+
+# Steps of some optimizers, and of arrays in the host's memory.
+active_block = LazyFunction("meshtune.train.step.block_coordinate:active_block")
+curvature = LazyFunction("meshtune.objectives.curvature:curvature")
+layerwise_step = LazyFunction("meshtune.train.step.layerwise:layerwise_step")
+updated_by_rows = LazyFunction("meshtune.train.step.host_state:updated_by_rows")
 
 
 class Gradient(NamedTuple):

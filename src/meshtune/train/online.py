@@ -1,0 +1,156 @@
+"""Online stages: the source of a run's batches, evaluation by rollouts, and `meshtune rewards`."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshtune import terminal
+from meshtune.arrays.tree import Tree, merge
+from meshtune.config.recipe import Recipe
+from meshtune.config.rules import require_online
+from meshtune.data.prompts import PromptLoader
+from meshtune.errors import amount
+from meshtune.generate.text import tokenizer_end
+from meshtune.mesh.placement import place_batch
+from meshtune.mesh.processes import Job
+from meshtune.mesh.rendezvous import ProcessInfo
+from meshtune.objectives.answers import Batch, without_adapters
+from meshtune.rollout.rewards import Rewards
+from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
+from meshtune.rollout.scoring import Scorer
+from meshtune.rollout.source import RolloutModel, RolloutSource
+from meshtune.runs.output import CHECKPOINTS
+from meshtune.runs.rollouts import print_rollouts
+from meshtune.train.assemble import LoadedRun, load_run
+from meshtune.train.evaluation.evaluate import Evaluation
+from meshtune.train.report.progress import log_console
+from meshtune.train.run_setup import set_up_run
+from meshtune.weights.ends import read_ends
+
+
+def rollout_source(
+    run: LoadedRun,
+    place: Callable[[dict[str, np.ndarray]], Batch],
+    order: np.ndarray | None,
+    *,
+    start: int = 0,
+) -> RolloutSource:
+    """Builds the source of an online stage's batches from update `start` on.
+
+    `place` puts a batch on the devices, its positions in `order` if there is one.
+    """
+    recipe, rollout, loader = run.recipe, run.recipe.rollout, run.data.train
+    assert rollout is not None
+    assert isinstance(loader, PromptLoader)
+    if start and recipe.accept_changes and run.job.is_main_process:
+        remove_rollouts(run.output / FOLDER, after=(start - 1) // loader.updates)  # they are of the recipe before
+    ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
+    scorer = Scorer(run.model.spec, run.compute, place, rollout.temperature, order)
+    model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
+    return RolloutSource(
+        recipe,
+        loader,
+        model,
+        Rewards(recipe.rewards, max_tokens=rollout.max_tokens),
+        lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
+        run.job,
+        run.output / FOLDER,
+        run.console.print,
+    )
+
+
+def _reference(run: LoadedRun) -> Callable[[Tree], Tree]:
+    """Returns the function from the current parameters to those of the reference model: the base with its adapters
+    off, or a copy of the parameters that the run starts from."""
+    if run.method.reference_obstacle is None or not getattr(run.recipe.stage, "beta", 0.0):
+        return without_adapters
+    start = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))(run.model.trainable)
+    return lambda params: merge(start, run.model.frozen)
+
+
+def evaluate_online(source: RolloutSource, frozen: Tree, held_out: PromptLoader, trainable: Tree) -> Evaluation:
+    """Evaluates by rollouts on held-out prompts; the loss is the mean reward with the other sign."""
+    metrics, count = source.evaluate(merge(trainable, frozen), held_out)
+    return Evaluation(-metrics["reward"], metrics, float(count))
+
+
+class OldRollouts:
+    """Removes the rollouts that a resumed run does not need, after each save (hooks.SECTIONS)."""
+
+    def __init__(self, run: LoadedRun):
+        self._run = run
+
+    def saved(self, trainable: Any, step: int) -> None:
+        """Keeps the rollouts from the oldest of the newest checkpoints on, and at least `rollout.keep`."""
+        run, rollout, loader = self._run, self._run.recipe.rollout, self._run.data.train
+        assert rollout is not None
+        assert isinstance(loader, PromptLoader)
+        if not run.job.is_main_process:
+            return
+        steps = [int(path.name) for path in (run.output / CHECKPOINTS).iterdir() if path.name.isdigit()]
+        needed = min(sorted({*steps, step})[-run.recipe.checkpoint.keep - 1 :]) // loader.updates
+        remove_rollouts(run.output / FOLDER, before=min(needed, step // loader.updates + 1 - (rollout.keep or 0)))
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def preview_rewards(recipe: Recipe, *, groups: int = 4, console: Console | None = None) -> Rollout:
+    """Prints completions of the first `groups` prompts with their rewards, and how far those tell them apart.
+
+    Writes nothing to the run's output. Raises: UserError as a run does, and for a stage without rewards.
+    """
+    require_online(recipe, "has no rewards to look at")
+    console = console or terminal.console()
+    rollout = recipe.rollout.model_copy(update={"prompts": groups, "updates": 1}) if recipe.rollout else None
+    train = recipe.train.model_copy(
+        update={"batch_size": groups * (rollout.samples if rollout else 1), "micro_batch": 1}
+    )
+    recipe = recipe.model_copy(update={"rollout": rollout, "train": train, "resume": False, "overwrite": True})
+    with log_console(console) as log:
+        run = set_up_run(recipe, pathlib.Path(recipe.output).expanduser(), console, log, Job(ProcessInfo()))
+        loaded, state = load_run(run)
+    source = rollout_source(loaded, lambda arrays: place_batch(arrays, loaded.compute.layout, None), None)
+    started = time.perf_counter()
+    try:
+        with console.status("generating"):
+            made = source.generate(0, merge(merge(state.trainable, loaded.model.frozen), state.buffers))
+        rows = source.rows_of(made)
+    finally:
+        source.close()
+    seconds = time.perf_counter() - started
+    print_rollouts(rows, len(rows), console)
+    console.print(_table(made, source.rewards.names))
+    without = made.metrics["frac_reward_zero_std"] * groups
+    lines = [f"{amount(len(rows), 'completion')} of {amount(groups, 'prompt')} in {seconds:.1f} s"]
+    if without:
+        lines.append(f"{round(without)} of {groups} groups have equal rewards: an update learns nothing from them")
+    if made.metrics["completions/clipped_ratio"] > 0.5:
+        lines.append(
+            f"{made.metrics['completions/clipped_ratio']:.0%} of the completions end at rollout.max_tokens, not by "
+            "themselves: raise it, or reward short answers"
+        )
+    for line in lines:
+        console.print(Text(line))
+    return made
+
+
+def _table(made: Rollout, names: list[str]) -> Table:
+    table = Table(title="rewards", title_justify="left", box=None, pad_edge=False)
+    for column in ("", "mean", "deviation", "least", "most", "not applicable"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, values in zip(names, made.rewards.T, strict=True):
+        valid = values[~np.isnan(values)]
+        figures = (valid.mean(), valid.std(), valid.min(), valid.max()) if len(valid) else ()
+        cells = [f"{figure:.3g}" for figure in figures] or ["-"] * 4
+        table.add_row(name, *cells, str(len(values) - len(valid)))
+    return table
