@@ -74,7 +74,8 @@ def rollout_tokens(
     advantages = advantages_of(stage, rewards, weights, groups, trained, kl)
     loss = stage.loss if isinstance(stage, GrpoConfig) else "rloo"
     values["advantages"] = np.repeat(advantages, lengths)
-    values["weights"] = is_trained * np.repeat(loss_weights(loss, trained, updates, rollout.max_tokens), lengths)
+    of_token = np.repeat(loss_weights(loss, trained, updates, rollout.max_tokens), lengths)
+    values["weights"] = np.where(is_trained, of_token, 0.0)
     entropies, acted_on = values.pop("entropies", None), is_trained
     if isinstance(stage, GrpoConfig):
         if stage.top_entropy_quantile < 1:
