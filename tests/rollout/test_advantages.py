@@ -261,6 +261,7 @@ def test_tokens_of_a_rollout():
         "rewards": [{"kind": "function", "function": "r.py:f"}],
     }
     raw |= {"stage": {"kind": "grpo", **stage}, "rollout": {"prompts": 2, "samples": 2, "updates": 2, "max_tokens": 4}}
+    raw["rollout"] |= {"correction": "token_truncate", "correction_min": 0.8}
     recipe = load_recipe(raw)
     lengths, reasons = [2, 4, 1, 3], ["stop", "length", "stop", "stop"]
     completions = [Completion([5] * n, [-0.5] * n, reason) for n, reason in zip(lengths, reasons, strict=True)]
@@ -273,7 +274,7 @@ def test_tokens_of_a_rollout():
     expected = {
         "advantages": [scaled] * 2 + [-scaled] * 4 + [0] * 4,
         "weights": [2 / 2] * 2 + [0] * 4 + [2 / 4] * 4,
-        "policy_weights": [0, 1] + [0] * 4 + [1, 1, 0, 0],
+        "policy_weights": [0, 0.8] + [0] * 4 + [0.8, 0.8, 0, 0],  # exp(-0.25) is below the bound
         "entropy_weights": [0, 2] + [0] * 4 + [1, 1, 0, 0],
         "sampled": [-0.5] * 10,
         "old": [-0.75] * 10,

@@ -111,7 +111,8 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
     lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
     of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
-    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings. Those of `rewards`: config.rewards.rewards_written_out.
+    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings.
+    Those of `rewards`: config.rewards.rewards_written_out.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):
@@ -257,6 +258,13 @@ class RolloutSection(Section):
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest."
     )
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
+        default=None,
+        description="Multiply the policy's loss by p(trained) / p(sampled) of tokens or completions; beyond its bounds "
+        "truncate: the bound, mask: 0. null: no correction, as the sampler has the trained weights.",
+    )
+    correction_min: float | None = Field(default=None, ge=0, description="Lower bound of the correction.")
+    correction_max: float | None = Field(default=3.0, gt=0, description="Upper bound of the correction.")
     rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
     eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
@@ -267,6 +275,11 @@ class RolloutSection(Section):
     def _check_split(self) -> RolloutSection:
         if self.prompts % self.updates:
             raise ValueError(f"prompts {self.prompts} cannot be divided into {self.updates} updates")
+        lower, upper = self.correction_min, self.correction_max
+        if lower is not None and upper is not None and lower >= upper:
+            raise ValueError(f"correction_min {lower} must be below correction_max {upper}")
+        if self.correction is not None and self.correction.endswith("truncate") and lower is None and upper is None:
+            raise ValueError(f"correction {self.correction} has no bound: give correction_max, such as 3.0")
         return self
 
     @property
