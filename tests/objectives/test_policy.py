@@ -84,12 +84,12 @@ def rollout():
     rng = np.random.default_rng(1958)  # a draw whose ratios are clipped on both sides, of tokens and of completions
 
     def near(values, distance):
-        return [np.float32(value + distance * rng.normal(size=len(value))) for value in values]
+        return [(value + distance * rng.normal(size=len(value))).astype(np.float32) for value in values]
 
-    log_probs = [np.float32(-rng.gamma(2.0, 0.5, n)) for n in LENGTHS]
+    log_probs = [-rng.gamma(2.0, 0.5, n).astype(np.float32) for n in LENGTHS]
     old = near(log_probs, 0.3)
-    entropies = [np.float32(rng.gamma(2.0, 0.6, n)) for n in LENGTHS]
-    advantages = np.float32([1.2, -0.7, 0.4, -1.1, 0.0, 0.9])
+    entropies = [rng.gamma(2.0, 0.6, n).astype(np.float32) for n in LENGTHS]
+    advantages = np.array([1.2, -0.7, 0.4, -1.1, 0.0, 0.9], np.float32)
     return Rollout(advantages, log_probs, old, near(log_probs, 0.5), near(old, 0.1), entropies)
 
 
@@ -123,8 +123,8 @@ def packed_batch(rows, sequences=None):
 
 
 def pad(per_token, members):
-    width = max(LENGTHS[n] for n in members)
-    return torch.tensor(np.stack([np.pad(per_token[n], (0, width - LENGTHS[n])) for n in members])).double()
+    width = int(LENGTHS[members].max())
+    return torch.tensor(np.stack([np.pad(per_token[n], (0, width - len(per_token[n]))) for n in members])).double()
 
 
 def split(flat):

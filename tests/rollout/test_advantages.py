@@ -25,6 +25,7 @@ from meshtune.rollout.advantages import (
     loss_weights,
     rollout_tokens,
 )
+from meshtune.rollout.generate import Completion
 
 NAN = float("nan")
 GROUPS = np.repeat(np.arange(4), 3)
@@ -244,9 +245,8 @@ def test_the_threshold_of_entropy_equals_trls():
         accelerator=types.SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
     )
     for share in (0.2, 0.5, 0.85):
-        expected = GRPOTrainer.get_high_entropy_mask(self, torch.tensor(entropies)[None], torch.ones(1, 41), 1 - share)[
-            0
-        ]
+        row, mask = torch.tensor(entropies)[None], torch.ones(1, 41)
+        expected = GRPOTrainer.get_high_entropy_mask(self, row, mask, 1 - share)[0]  # pyright: ignore
         np.testing.assert_array_equal(entropies >= entropy_threshold(entropies, share), expected)
         assert 0 < expected.sum() < 41
 
@@ -261,12 +261,10 @@ def test_tokens_of_a_rollout():
         "rewards": [{"kind": "function", "function": "r.py:f"}],
     }
     raw |= {"stage": {"kind": "grpo", **stage}, "rollout": {"prompts": 2, "samples": 2, "updates": 2, "max_tokens": 4}}
+    raw["rollout"] |= {"correction": "token_truncate", "correction_min": 0.8}
     recipe = load_recipe(raw)
     lengths, reasons = [2, 4, 1, 3], ["stop", "length", "stop", "stop"]
-    completions = [
-        types.SimpleNamespace(ids=[5] * n, log_probs=[-0.5] * n, reason=reason)
-        for n, reason in zip(lengths, reasons, strict=True)
-    ]
+    completions = [Completion([5] * n, [-0.5] * n, reason) for n, reason in zip(lengths, reasons, strict=True)]
     rewards, groups = np.array([[1.0], [0.0], [2.0], [2.0]]), np.array([0, 0, 1, 1])
     entropies = np.split(np.array([1.0, 9.0, 8.0, 8.0, 8.0, 8.0, 3.0, 4.0, 0.5, 2.0]), [2, 6, 7])
     old = [np.full(n, -0.75) for n in lengths]
@@ -276,7 +274,7 @@ def test_tokens_of_a_rollout():
     expected = {
         "advantages": [scaled] * 2 + [-scaled] * 4 + [0] * 4,
         "weights": [2 / 2] * 2 + [0] * 4 + [2 / 4] * 4,
-        "policy_weights": [0, 1] + [0] * 4 + [1, 1, 0, 0],
+        "policy_weights": [0, 0.8] + [0] * 4 + [0.8, 0.8, 0, 0],  # exp(-0.25) is below the bound
         "entropy_weights": [0, 2] + [0] * 4 + [1, 1, 0, 0],
         "sampled": [-0.5] * 10,
         "old": [-0.75] * 10,

@@ -181,6 +181,12 @@ def _check_online(recipe: Recipe) -> None:
         )
     if not recipe.rewards:
         raise ValueError(f"stage {stage} needs rewards: give a list, such as rewards: [reward.py:score]")
+    correction = rollout.correction or "token"
+    if getattr(recipe.stage, "loss", None) == "vespo" and not correction.startswith("token"):
+        raise ValueError(
+            f"loss vespo has the correction of every token in its ratio, and rollout.correction is {correction}: use "
+            "token_truncate or token_mask"
+        )
     if rollout.samples < 2:
         raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
     if recipe.data.max_length <= rollout.max_tokens:

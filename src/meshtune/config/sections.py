@@ -258,6 +258,13 @@ class RolloutSection(Section):
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest."
     )
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
+        default=None,
+        description="Multiply the policy's loss by p(trained) / p(sampled) of tokens or completions; beyond its bounds "
+        "truncate: the bound, mask: 0. null: no correction, as the sampler has the trained weights.",
+    )
+    correction_min: float | None = Field(default=None, ge=0, description="Lower bound of the correction.")
+    correction_max: float | None = Field(default=3.0, gt=0, description="Upper bound of the correction.")
     rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
     eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
@@ -268,6 +275,11 @@ class RolloutSection(Section):
     def _check_split(self) -> RolloutSection:
         if self.prompts % self.updates:
             raise ValueError(f"prompts {self.prompts} cannot be divided into {self.updates} updates")
+        lower, upper = self.correction_min, self.correction_max
+        if lower is not None and upper is not None and lower >= upper:
+            raise ValueError(f"correction_min {lower} must be below correction_max {upper}")
+        if self.correction is not None and self.correction.endswith("truncate") and lower is None and upper is None:
+            raise ValueError(f"correction {self.correction} has no bound: give correction_max, such as 3.0")
         return self
 
     @property

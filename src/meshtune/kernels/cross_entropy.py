@@ -365,8 +365,9 @@ def log_probs(
     `head`, `chunk` and `sharding` as for `cross_entropy`. hidden and the differentiated leaves of head_params get
     gradients; none is computed for the other leaves, nor for positions whose cotangent is 0.
     """
-    mask = jnp.asarray(mask, jnp.float32)
-    return _log_probs(head, min(chunk, hidden.shape[1]), sharding, False, head_params, hidden, targets, mask)[0]
+    mask, size = jnp.asarray(mask, jnp.float32), min(chunk, hidden.shape[1])
+    results: Any = _log_probs(head, size, sharding, False, head_params, hidden, targets, mask)
+    return results[0]
 
 
 def log_probs_and_entropies(
@@ -383,11 +384,9 @@ def log_probs_and_entropies(
 
     Entropies that are used only under stop_gradient cost nothing in the backward pass.
     """
-    mask = jnp.asarray(mask, jnp.float32)
-    size = min(chunk, hidden.shape[1])
-    results, entropies = _log_probs(head, size, sharding, True, head_params, hidden, targets, mask)
-    assert entropies is not None
-    return results, entropies
+    mask, size = jnp.asarray(mask, jnp.float32), min(chunk, hidden.shape[1])
+    results: Any = _log_probs(head, size, sharding, True, head_params, hidden, targets, mask)
+    return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

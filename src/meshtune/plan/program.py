@@ -35,6 +35,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute, OffloadName
 from meshtune.model.gather import check_batch
+from meshtune.objectives.config import ONLINE_STAGES
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.quantize.formats import FORMATS
@@ -166,7 +167,13 @@ METHODS: dict[str, Overrides] = {
 }
 METHODS["loftq"] = {**METHODS["loftq"], "quantize": "nf4"}  # LoftQ is defined for a quantised base
 BASES: dict[str, Overrides] = {"full precision": {"quantize": None}, **{name: {"quantize": name} for name in FORMATS}}
-STAGE_OF: dict[str, Overrides] = {name: {"stage": {"kind": name}} for name in STAGES}
+ONLINE: Overrides = {
+    "rollout": {"prompts": 2, "samples": 2, "max_tokens": 16},
+    "rewards": [{"kind": "function", "function": "reward.py:score"}],
+}
+STAGE_OF: dict[str, Overrides] = {
+    name: {"stage": {"kind": name}, **(ONLINE if name in ONLINE_STAGES else {})} for name in STAGES
+}
 OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES.get(name, {})}} for name in OPTIMIZERS}
 UPDATE_VARIANTS: dict[str, Overrides] = {
     "clipping": {"optimizer": {"max_grad_norm": 1.0}},

@@ -9,7 +9,7 @@ and RLOOTrainer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -24,8 +24,6 @@ EPSILON = 1e-4  # added to deviations, as in trl
 PerCompletion = Float[np.ndarray, "N"]
 PerToken = Float[np.ndarray, "M"]
 Indices = Int[np.ndarray, "N"]
-CorrectionLevel = Literal["token", "sequence"]
-CorrectionMode = Literal["truncate", "mask"]
 
 
 class RolloutTokens(NamedTuple):
@@ -74,13 +72,20 @@ def rollout_tokens(
     advantages = advantages_of(stage, rewards, weights, groups, trained, kl)
     loss = stage.loss if isinstance(stage, GrpoConfig) else "rloo"
     values["advantages"] = np.repeat(advantages, lengths)
-    values["weights"] = is_trained * np.repeat(loss_weights(loss, trained, updates, rollout.max_tokens), lengths)
+    of_token = np.repeat(loss_weights(loss, trained, updates, rollout.max_tokens), lengths)
+    values["weights"] = np.where(is_trained, of_token, 0.0)
     entropies, acted_on = values.pop("entropies", None), is_trained
+    if rollout.correction is not None:
+        level, mode = rollout.correction.split("_")
+        bounds = rollout.correction_min, rollout.correction_max
+        values["policy_weights"] = importance_correction(
+            values["old"], values["sampled"], lengths, level, mode, *bounds
+        )
     if isinstance(stage, GrpoConfig):
         if stage.top_entropy_quantile < 1:
             assert entropies is not None
             acted_on = is_trained & (entropies >= entropy_threshold(entropies[is_trained], stage.top_entropy_quantile))
-            values["policy_weights"] = acted_on.astype(np.float64)
+            values["policy_weights"] = acted_on * values.get("policy_weights", np.ones(len(acted_on)))
         if stage.entropy_coef:
             values["entropy_weights"] = entropy_weights(lengths, updates, acted_on)
     tokens = {name: array.astype(np.float32) for name, array in values.items()}
@@ -166,15 +171,16 @@ def importance_correction(
     old: PerToken,
     sampled: PerToken,
     lengths: Indices,
-    level: CorrectionLevel,
-    mode: CorrectionMode,
+    level: str,
+    mode: str,
     lower: float | None = None,
     upper: float | None = 3.0,
 ) -> PerToken:
     """Factors that correct for tokens drawn from other probabilities than the model's: p(old) / p(sampled).
 
-    The ratio is that of a token or of its whole completion. Beyond the bounds it is set to the bound (truncate) or to 0
-    (mask). A token whose log-probability the sampler did not report, NaN, has ratio 1.
+    `level` is token or sequence: the ratio is that of a token or of its whole completion. `mode` is truncate or mask:
+    beyond the bounds the ratio is the bound, or 0. A token whose log-probability the sampler did not report, NaN, has
+    ratio 1.
     """
     difference = np.nan_to_num(np.asarray(old, np.float64) - sampled)
     if level == "sequence":

@@ -95,9 +95,15 @@ def online_arrays(recipe: Recipe) -> list[str]:
     if is_reused(recipe):
         names.append("old")
     if isinstance(stage, GrpoConfig):
-        names += ["reference_tokens"] * (stage.beta > 0) + ["policy_weights"] * (stage.top_entropy_quantile < 1)
-        names += ["entropy_weights"] * (stage.entropy_coef != 0)
-    return names
+        names += ["reference_tokens"] * (stage.beta > 0) + ["entropy_weights"] * (stage.entropy_coef != 0)
+    return names + ["policy_weights"] * has_policy_weights(recipe)
+
+
+def has_policy_weights(recipe: Recipe) -> bool:
+    """Whether tokens have weights in the policy's loss alone: an importance correction, or a mask by entropy."""
+    assert recipe.rollout is not None
+    masked = isinstance(recipe.stage, GrpoConfig) and recipe.stage.top_entropy_quantile < 1
+    return masked or recipe.rollout.correction is not None
 
 
 def is_reused(recipe: Recipe) -> bool:
@@ -110,6 +116,7 @@ def computed_values(recipe: Recipe) -> set[str]:
     """The values of completion tokens that advantages.rollout_tokens needs from passes over the rollout."""
     stage, reference = recipe.stage, getattr(recipe.stage, "beta", 0.0) > 0
     of_rewards = isinstance(stage, RlooConfig) and reference
-    entropies = isinstance(stage, GrpoConfig) and stage.top_entropy_quantile < 1
     names = {"reference_tokens"} if reference else set[str]()
-    return names | ({"old", "entropies"} if is_reused(recipe) or of_rewards or entropies else set[str]())
+    return names | (
+        {"old", "entropies"} if is_reused(recipe) or of_rewards or has_policy_weights(recipe) else set[str]()
+    )
