@@ -29,8 +29,8 @@ def mask(q_positions, kv_positions, q_segments, kv_segments, window, q_parents=N
         for j in range(is_visible.shape[1]):
             distance = q_positions[i] - kv_positions[j]
             in_window = window is None or distance < window
-            seen = (q_segments[i], *([] if q_parents is None else [q_parents[i]]))
-            is_visible[i, j] = kv_segments[j] != 0 and kv_segments[j] in seen and distance >= 0 and in_window
+            segments = (q_segments[i], *([] if q_parents is None else [q_parents[i]]))
+            is_visible[i, j] = kv_segments[j] != 0 and kv_segments[j] in segments and distance >= 0 and in_window
     return is_visible
 
 

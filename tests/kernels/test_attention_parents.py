@@ -81,11 +81,11 @@ def test_values_and_gradients_equal_torchs(backend, window, softcap, sinks):
     sink_scores = [np.linspace(-3, 3, 4).astype(np.float32)] if sinks else []
 
     def attend(q, k, v, *sinks):
-        given = {"sinks": sinks[0]} if sinks else {}
+        extra = {"sinks": sinks[0]} if sinks else {}
         if backend == "triton":
             request = request_for_gpu(q, k, options | {"sinks": bool(sinks), "parents": True})
-            return triton.run(AttentionInputs(q, k, v, **tokens, **given), request, interpret=True)
-        return attention(q, k, v, **tokens, **options, **given, backend=backend, aligned=True)
+            return triton.run(AttentionInputs(q, k, v, **tokens, **extra), request, interpret=True)
+        return attention(q, k, v, **tokens, **options, **extra, backend=backend, aligned=True)
 
     results = output_and_gradients(attend, q, k, v, g, *sink_scores)
     expected = torch_gradients(q, k, v, g, tokens, **options, sinks=sink_scores[0] if sinks else None)
@@ -107,20 +107,20 @@ def test_no_visible_block_is_skipped_and_no_block_is_visited_twice(window):
         )
         pairs = mask(positions[0], positions[0], segments[0], segments[0], window, parents[0])
         pairs = pairs.reshape(T // size, size, T // size, size).swapaxes(1, 2)
-        some, every = pairs.any((2, 3)), pairs.all((2, 3))
+        any_pair, all_pairs = pairs.any((2, 3)), pairs.all((2, 3))
         visible = np.asarray(blocks.any_visible(queries, keys, window))
-        assert not (some & ~visible).any()
+        assert not (any_pair & ~visible).any()
         for ranges, transpose in (
             (blocks.visible_key_ranges(queries, keys, window), False),
             (blocks.visible_query_ranges(queries, keys, window), True),
         ):
-            wanted, full_pairs = (some.T, every.T) if transpose else (some, every)
+            expected, full = (any_pair.T, all_pairs.T) if transpose else (any_pair, all_pairs)
             for row, numbers in enumerate(np.asarray(ranges)[0]):
                 visits = [n for start, _, _, stop in numbers.reshape(2, 4) for n in range(start, stop)]
                 unmasked = [n for _, first, last, _ in numbers.reshape(2, 4) for n in range(first, last)]
                 assert len(set(visits)) == len(visits)
-                assert set(np.flatnonzero(wanted[row])) <= set(visits)
-                assert all(full_pairs[row, n] for n in unmasked)
+                assert set(np.flatnonzero(expected[row])) <= set(visits)
+                assert all(full[row, n] for n in unmasked)
                 assert set(unmasked) <= set(visits)
 
 
@@ -159,8 +159,8 @@ def test_a_row_without_parents_runs_the_program_of_today():
 
     for backend in ("direct", "blockwise"):
 
-        def attend(q, k, v, backend=backend, **given):
-            return attention(q, k, v, **tokens, **given, scale=0.3, backend=backend, aligned=True)
+        def attend(q, k, v, backend=backend, **extra):
+            return attention(q, k, v, **tokens, **extra, scale=0.3, backend=backend, aligned=True)
 
         np.testing.assert_array_equal(attend(q, k, v), attend(q, k, v, q_parents=parents))
         text = str(jax.make_jaxpr(attend)(q, k, v))
