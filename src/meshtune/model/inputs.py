@@ -57,8 +57,9 @@ class SequenceInfo:
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:
     """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and rope_positions and parent_ids if
     there are any, all int32 [B, T]."""
-    optional = {name: batch.get(name) for name in ("rope_positions", "parent_ids")}
-    return Inputs(batch["tokens"], batch["positions"], batch["segment_ids"], **optional)
+    tokens, order, segments = (batch[name] for name in ("tokens", "positions", "segment_ids"))
+    turns, parents = batch.get("rope_positions"), batch.get("parent_ids")
+    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents)
 
 
 def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
