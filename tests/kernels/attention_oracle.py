@@ -22,14 +22,15 @@ def reference(q, k, v, q_positions, kv_positions, q_segments, kv_segments, *, sc
     return out
 
 
-def mask(q_positions, kv_positions, q_segments, kv_segments, window):
+def mask(q_positions, kv_positions, q_segments, kv_segments, window, q_parents=None):
     """bool [T,S] of one row, pair by pair."""
     is_visible = np.zeros((len(q_positions), len(kv_positions)), bool)
     for i in range(is_visible.shape[0]):
         for j in range(is_visible.shape[1]):
             distance = q_positions[i] - kv_positions[j]
             in_window = window is None or distance < window
-            is_visible[i, j] = q_segments[i] == kv_segments[j] != 0 and distance >= 0 and in_window
+            segments = (q_segments[i], *([] if q_parents is None else [q_parents[i]]))
+            is_visible[i, j] = kv_segments[j] != 0 and kv_segments[j] in segments and distance >= 0 and in_window
     return is_visible
 
 
@@ -64,9 +65,15 @@ def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap, sinks=None):
     inputs = [q, k, v] if sinks is None else [q, k, v, torch.tensor(sinks, dtype=torch.float64)]
     for x in inputs:
         x.requires_grad_()
-    names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
+    names = (
+        "q_positions",
+        "kv_positions",
+        "q_segments",
+        "kv_segments",
+        *(["q_parents"] if "q_parents" in tokens else []),
+    )
     rows = zip(*(tokens[name] for name in names), strict=True)
-    is_visible = torch.tensor(np.stack([mask(*row, window) for row in rows]))[:, None]
+    is_visible = torch.tensor(np.stack([mask(*row[:4], window, *row[4:]) for row in rows]))[:, None]
     sees_nothing = ~is_visible.any(-1, keepdim=True)
     # torch gives NaN for a row that sees nothing: let it see everything, and set its result to zero afterwards.
     allowed = is_visible | sees_nothing

@@ -25,6 +25,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    continued: bool = False  # whether all documents of a row continue its first one
     new: int | None = None  # if given, only these last tokens are queries, with a cache of T
 
     def arrays(self):
@@ -36,7 +37,8 @@ class Case:
             ends = np.cumsum(lengths)
             for n, (end, length) in enumerate(zip(ends, lengths, strict=True)):
                 segments[row, end - length : end] = n + 1
-                positions[row, end - length : end] = np.arange(length)
+                continued = lengths[0] if self.continued and n else 0
+                positions[row, end - length : end] = continued + np.arange(length)
         start = 0 if self.new is None else T - self.new
         return q[:, start:], k, v, g[:, start:], segments, positions, start
 
@@ -46,6 +48,7 @@ class Case:
             "kv_positions": positions,
             "q_segments": segments[:, start:],
             "kv_segments": segments,
+            **({"q_parents": (segments[:, start:] > 1).astype(np.int32)} if self.continued else {}),
         }
 
     @property
@@ -65,6 +68,8 @@ CASES = {
     "window": Case({"cp": 8}, [[256], [100, 150]], 256, window=40),
     "softcap": Case({"cp": 4}, [[100, 28]], 128, softcap=1.5),
     "sinks over dp, cp and tp": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256, window=40, sinks=True),
+    "one prompt over dp, cp and tp": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256, window=90, continued=True),
+    "one prompt, direct": Case({"dp": 2, "tp": 2}, [[20, 9, 30], []], 64, continued=True, backend="direct"),
     "sinks, no ring": Case({"dp": 2, "tp": 4}, PACKED, 256, H=8, K=2, sinks=True, backend="blockwise"),
     "sinks, direct": Case({"dp": 2, "tp": 2}, [[60], []], 64, sinks=True, backend="direct"),
     "window and softcap": Case({"cp": 4, "tp": 2}, PACKED, 256, window=19, softcap=2.0),

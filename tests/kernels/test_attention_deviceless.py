@@ -20,13 +20,13 @@ from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose
 B, T, H, K, h = sizes
 request = AttentionRequest(
     batch=B, q_length=T, kv_length=T, heads=H, kv_heads=K, head_dim=h, dtype=dtype, scale=h**-0.5, window=window,
-    softcap=softcap, aligned=True, platform=target.device.platform, chip=target.device.arch,
+    softcap=softcap, aligned=True, platform=target.device.platform, chip=target.device.arch, parents=parents,
 )
 implementation = choose_backend(request, backend)[0]
 result = implementation.name
 
 def forward_and_backward(q, k, v, g, positions, segments):
-    tokens = positions, positions, segments, segments
+    tokens = positions, positions, segments, segments, None, None, segments if parents else None
     out, vjp = jax.vjp(lambda q, k, v: implementation.run(AttentionInputs(q, k, v, *tokens), request), q, k, v)
     return out, *vjp(g)
 
@@ -35,9 +35,11 @@ f, args = jax.jit(forward_and_backward), (q, k, k, q, tokens, tokens)
 """
 
 
-def compile_attention(target, sizes, dtype="bfloat16", window=None, softcap=None, backend="auto", **options):
+def compile_attention(
+    target, sizes, dtype="bfloat16", window=None, softcap=None, backend="auto", parents=False, **options
+):
     values = {"sizes": sizes, "dtype": dtype, "window": window, "softcap": softcap, "backend": backend}
-    return compiled_for(target, SNIPPET, **values, **options)
+    return compiled_for(target, SNIPPET, **values, parents=parents, **options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
@@ -47,6 +49,11 @@ def test_triton_kernels_compile(target, head_dim):
     assert program["result"] == "triton"
     for kernel in ("attention_forward_kernel", "attention_query_grads", "attention_key_grads"):
         assert kernel in program["text"]
+
+
+@pytest.mark.parametrize("target", ["RTX4090", "H100", "MI300X"])
+def test_triton_kernels_compile_for_segments_that_continue_others(target):
+    assert compile_attention(target, (1, 1000, 4, 2, 128), window=300, parents=True)["result"] == "triton"
 
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])

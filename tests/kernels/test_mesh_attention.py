@@ -26,6 +26,7 @@ FAST = [
     "rows that dp does not divide",
     "one new token",
     "sinks over dp, cp and tp",
+    "one prompt over dp, cp and tp",
 ]
 SLOW = [name for name in CASES if name not in FAST]
 

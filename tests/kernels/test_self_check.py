@@ -57,6 +57,16 @@ def test_another_request_backend_or_source_is_checked_again(tmp_path, monkeypatc
     assert len(checked) == 5
 
 
+def test_a_kernel_that_does_not_see_the_continued_document_is_an_error(tmp_path):
+    request = dataclasses.replace(REQUEST, parents=True)
+    correct = self_check.self_check(request, kernel()[0], tmp_path)
+    assert correct is not None
+    assert correct.error < self_check.ALLOWED["bfloat16"] / 4
+    backend, _ = kernel(lambda inputs, request: (inputs._replace(q_parents=None), request))
+    with pytest.raises(UserError, match="wrong numbers"):
+        self_check.self_check(request, dataclasses.replace(backend, name="blind"), tmp_path)
+
+
 def with_segments(x, change):
     return x._replace(q_segments=change(x.q_segments), kv_segments=change(x.kv_segments))
 

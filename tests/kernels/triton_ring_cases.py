@@ -20,6 +20,7 @@ CASES = {
         {"cp": 2, "tp": 4}, [[41, 3], []], 64, H=8, K=2, softcap=1.5, **FORCED
     ),
     "sinks in a ring": Case({"cp": 2, "tp": 2}, [[41, 3], []], 64, sinks=True, **FORCED),
+    "one prompt in a ring": Case({"cp": 2}, [[41, 3, 15], [20, 30]], 64, continued=True, **FORCED),
     "no ring, replicated key heads": Case({"dp": 2, "tp": 2}, [[60], [20, 30]], 64, H=6, K=3, **FORCED),
 }
 

@@ -23,6 +23,7 @@ class BatchArray(NamedTuple):
 
 
 _TOKENS, _UNITS, _SEGMENTS = ("batch", "length"), ("batch", "units"), ("batch", "segments")
+# `parent_ids` are the segments that tokens' segments continue (0: none), in rows that hold a prompt once.
 # A unit is a group of neighbouring segments of a row that are trained on together, such as the two answers of a pair.
 BATCH_ARRAYS = {
     "tokens": BatchArray(np.int32, _TOKENS),
@@ -30,6 +31,7 @@ BATCH_ARRAYS = {
     "positions": BatchArray(np.int32, _TOKENS),
     "segment_ids": BatchArray(np.int32, _TOKENS),
     "weights": BatchArray(np.float32, _TOKENS),
+    "parent_ids": BatchArray(np.int32, _TOKENS),
     "rope_positions": BatchArray(np.int32, _TOKENS),
     "nll": BatchArray(np.float32, _TOKENS),
     "units": BatchArray(np.float32, _UNITS),

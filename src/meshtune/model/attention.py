@@ -70,9 +70,10 @@ def attend(
     kernels: scale, window, softcap, causal, slopes, sinks.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
-    q_segments = rows.segment_ids
+    q_segments, q_parents = rows.segment_ids, rows.parent_ids
     if chunk is not None:
         q_segments = chunked_segment_ids(rows.positions, q_segments, chunk)
+        q_parents = None if q_parents is None else chunked_segment_ids(rows.positions, q_parents, chunk)
         kv_segments = chunked_segment_ids(kv_positions, kv_segments, chunk)
     return attention(
         q,
@@ -82,6 +83,7 @@ def attend(
         kv_positions=kv_positions,
         q_segments=q_segments,
         kv_segments=kv_segments,
+        q_parents=q_parents,
         backend=compute.attention,
         aligned=past is None and scores.get("causal", True),
         sharding=None if compute.layout is None else compute.layout.attention_sharding(),
@@ -151,6 +153,7 @@ def kernel_request(
         platform=compute.platform or jax.default_backend(),
         chip=compute.chip,
         packed=compute.packed or chunk is not None,
+        parents=compute.shared_prompts,
         aligned=q_length == kv_length and scores.get("causal", True),
         **scores,
     )

@@ -37,7 +37,8 @@ class Compute:
     `dtype` is that of activations and matrix products; `loss_chunk` is in tokens of one row.
     `layout` says how activations lie on a mesh; None: on one device. `platform` is the JAX platform the program is for
     ("": the one here), `chip` the arch of its devices ("sm_90a", "gfx942"; "": that of the first one here).
-    `packed=False` promises that a row is one document and then padding.
+    `packed=False` promises that a row is one document and then padding; `shared_prompts` says that segments of a row
+    may continue another one (Inputs.parent_ids).
     `cache` "int8" holds the keys and values of earlier tokens as codes of 8 bits (coded_cache) where text is generated;
     None: in `dtype`.
     With `offload` "residual", remat is full or selective. Weights and optimizer state in the host's memory say so
@@ -52,6 +53,7 @@ class Compute:
     platform: str = ""
     chip: str = ""
     packed: bool = True
+    shared_prompts: bool = False
     cache: CacheName | None = None
     _: dataclasses.KW_ONLY
     attention: AttentionName = option(

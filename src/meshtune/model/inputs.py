@@ -23,6 +23,9 @@ from meshtune.model.rope import RopeSpec, angles
 class Inputs:
     """A batch of rows. Tokens see earlier tokens of their own segment only; segment 0 is padding.
 
+    With `parent_ids` they also see the earlier tokens of the segment that theirs continues (0: none), as completions of
+    a prompt that the row holds once: that segment is before theirs in the row, and positions count on from it.
+
     `positions` are the order of tokens in their document, which decides what they see and how long a document is.
     Rotary embeddings turn by `rope_positions`, where there are any, in place of them. `embeds` are used in place of the
     embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name. Both are differentiated.
@@ -34,6 +37,7 @@ class Inputs:
     embeds: Float[Array, "B T D"] | None = None
     side: Tree | None = None
     rope_positions: Int[Array, "B T"] | None = None
+    parent_ids: Int[Array, "B T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -47,20 +51,23 @@ class SequenceInfo:
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     angles: dict[RopeSpec, tuple[Array, Array]]
+    parent_ids: Int[Array, "B T"] | None = None
 
 
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:
-    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and rope_positions if there are any,
-    all int32 [B, T]."""
-    order = batch["positions"]
-    return Inputs(batch["tokens"], order, batch["segment_ids"], rope_positions=batch.get("rope_positions"))
+    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and rope_positions and parent_ids if
+    there are any, all int32 [B, T]."""
+    tokens, order, segments = (batch[name] for name in ("tokens", "positions", "segment_ids"))
+    turns, parents = batch.get("rope_positions"), batch.get("parent_ids")
+    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents)
 
 
 def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
     """The positions and segments of a batch, with the rotations of every rope in `ropes`."""
     order, segments = inputs.positions, inputs.segment_ids
     turns = order if inputs.rope_positions is None else inputs.rope_positions
-    return SequenceInfo(order, segments, {rope: angles(rope, turns, order, segments) for rope in ropes})
+    rotations = {rope: angles(rope, turns, order, segments) for rope in ropes}
+    return SequenceInfo(order, segments, rotations, inputs.parent_ids)
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:

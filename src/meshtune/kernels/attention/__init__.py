@@ -110,12 +110,14 @@ def attention(
     packed: bool = True,
     slopes: Float[Array, "H"] | None = None,
     sinks: Float[Array, "H"] | None = None,
+    q_parents: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows. A token that sees nothing gives 0, and no gradient.
 
-    Token i sees token j if and only if they share a segment other than 0 (padding), q_positions[i] >= kv_positions[j]
-    (unless `causal` is False), and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key
-    head n // (H // K). Scores are float32 (float64 for float64 inputs); the result has q's dtype.
+    Token i sees token j if and only if they share a segment other than 0 (padding) or kv_segments[j] is q_parents[i]
+    (other than 0), q_positions[i] >= kv_positions[j] (unless `causal` is False), and, with a window, q_positions[i] -
+    kv_positions[j] < window. Query head n reads key head n // (H // K). Scores are float32 (float64 for float64
+    inputs); the result has q's dtype.
 
     `softcap` squashes scaled scores by tanh. With `slopes` the score of head n loses slopes[n] for each position from
     query back to key (ALiBi); they get no gradient. `sinks` are scores in every token's softmax that have no value.
@@ -148,8 +150,9 @@ def attention(
         alibi=slopes is not None,
         sinks=sinks is not None,
         causal=causal,
+        parents=q_parents is not None,
     )
-    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks)
+    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks, q_parents)
     if sharding is None or sharding.mesh.size == 1:
         return choose_backend(request, backend)[0].run(inputs, request)
     sharding = sharding.fit(request)

@@ -13,7 +13,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.backend import NO_SINKS, ONLY_CAUSAL, AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.backend import (
+    NO_PARENTS,
+    NO_SINKS,
+    ONLY_CAUSAL,
+    AttentionInputs,
+    AttentionRequest,
+    Backend,
+)
 from meshtune.kernels.chips import chip_of
 from meshtune.translatable import Translatable
 
@@ -38,6 +45,8 @@ def supports(request: AttentionRequest) -> str | None:
         return Translatable("its bias is as large as all scores, so it would hold them (ALiBi)")
     if request.sinks:
         return NO_SINKS
+    if request.parents:
+        return NO_PARENTS
     return _jax_refusal(request)
 
 

@@ -32,6 +32,7 @@ from meshtune.kernels.attention.backend import (
 from meshtune.kernels.attention.blocks import (
     BlockMask,
     TokenBlocks,
+    Visits,
     add_to_block,
     from_kv_blocks,
     from_q_blocks,
@@ -39,7 +40,6 @@ from meshtune.kernels.attention.blocks import (
     kv_blocks,
     q_blocks,
     rows_of_heads,
-    true_range,
 )
 
 # Names for a rematerialisation policy: if both are saved, the forward pass is not run again.
@@ -69,14 +69,14 @@ def accumulate_keys(
     k: jax.Array,
     v: jax.Array,
     keys: TokenBlocks,
-    start: jax.Array,
-    stop: jax.Array,
+    visits: Visits,
     slopes: jax.Array | None = None,
 ) -> RunningSoftmax:
-    """Adds key blocks start..stop of k and v [m, B,K,block,h] to the softmax of one query block q_i [B,K,R,h]."""
+    """Adds the key blocks `visits` of k and v [m, B,K,block,h] to the softmax of one query block q_i [B,K,R,h]."""
 
-    def accumulate_block(j: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+    def accumulate_block(number: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
         maximum, total, values = running
+        j = visits.key_block(number)
         scores = _scores(request, "bkrh,bksh->bkrs", q_i, get_block(k, j))
         keys_j = get_block(keys, j)
         scores = alibi_biased(scores, slopes, tokens_i.positions, keys_j.positions)
@@ -88,7 +88,7 @@ def accumulate_keys(
         values = values * rescale[..., None] + _einsum("bkrs,bksh->bkrh", weights.astype(v.dtype), get_block(v, j))
         return RunningSoftmax(new_maximum, total, values)
 
-    return jax.lax.fori_loop(start, stop, accumulate_block, running)
+    return jax.lax.fori_loop(visits.start, visits.stop, accumulate_block, running)
 
 
 def finish(running: RunningSoftmax) -> tuple[jax.Array, jax.Array]:
@@ -106,12 +106,12 @@ def forward(
     q, k, v = q_blocks(request, q), kv_blocks(request, k), kv_blocks(request, v)
 
     def attend_block(_, xs):
-        q_i, tokens_i, start, stop = xs
-        running = accumulate_keys(request, empty_softmax(q_i), q_i, tokens_i, k, v, mask.keys, start, stop, mask.slopes)
+        q_i, tokens_i, visits = xs
+        running = accumulate_keys(request, empty_softmax(q_i), q_i, tokens_i, k, v, mask.keys, visits, mask.slopes)
         out, log_sum_exp = finish(running)
         return None, (out.astype(q.dtype), log_sum_exp)
 
-    _, (out, log_sum_exp) = jax.lax.scan(attend_block, None, (q, mask.queries, *true_range(mask.visible)))
+    _, (out, log_sum_exp) = jax.lax.scan(attend_block, None, (q, mask.queries, mask.visits))
     return from_q_blocks(request, out), log_sum_exp
 
 
@@ -163,10 +163,11 @@ def accumulate_grads(
     dtype = accumulator(q.dtype)
 
     def query_block_grads(d_keys, xs):
-        q_i, d_out_i, log_sum_exp_i, delta_i, tokens_i, dq_i, start, stop = xs
+        q_i, d_out_i, log_sum_exp_i, delta_i, tokens_i, dq_i, visits = xs
 
-        def key_block_grads(j, carry):
+        def key_block_grads(number, carry):
             dk, dv, dq_i = carry
+            j = visits.key_block(number)
             k_j, v_j = get_block(k, j), get_block(v, j)
             scores = _scores(request, "bksh,bkrh->bksr", k_j, q_i)
             keys_j = get_block(mask.keys, j)
@@ -183,11 +184,11 @@ def accumulate_grads(
             dk = add_to_block(dk, j, _einsum("bksr,bkrh->bksh", d_scores, q_i))
             return dk, dv, dq_i + _einsum("bksr,bksh->bkrh", d_scores, k_j)
 
-        dk, dv, dq_i = jax.lax.fori_loop(start, stop, key_block_grads, (*d_keys, dq_i))
+        dk, dv, dq_i = jax.lax.fori_loop(visits.start, visits.stop, key_block_grads, (*d_keys, dq_i))
         return (dk, dv), dq_i
 
     zeros = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
-    blocks = q, d_out, log_sum_exp, delta, mask.queries, dq, *true_range(mask.visible)
+    blocks = q, d_out, log_sum_exp, delta, mask.queries, dq, mask.visits
     (dk, dv), dq = jax.lax.scan(query_block_grads, zeros, blocks)
     return dq, (dk.astype(kv_dtype), dv.astype(kv_dtype))
 
@@ -221,7 +222,8 @@ def _row_sum(request: AttentionRequest, weights: jax.Array) -> jax.Array:
 
 def _visible(request: AttentionRequest, queries: TokenBlocks, keys: TokenBlocks) -> jax.Array:
     """Which query sees which key in one block of scores: bool [B,1,R,s]."""
-    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request)[:, None]
+    tokens = queries.positions, keys.positions, queries.segments, keys.segments
+    return visible(*tokens, request, queries.parents)[:, None]
 
 
 def in_blocks(

@@ -29,7 +29,6 @@ from meshtune.kernels.attention.blocks import (
     kv_token_blocks,
     q_blocks,
     q_token_blocks,
-    true_range,
 )
 from meshtune.kernels.attention.online_softmax import (
     LOG_SUM_EXP,
@@ -84,7 +83,7 @@ def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, res
     extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
     mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys, sharding.of_heads))
     dq, dk, dv, d_sinks = mapped(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None, None, d_sinks
+    return dq, dk, dv, None, None, None, None, None, d_sinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -114,12 +113,12 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, input
         mask = block_mask(request, queries, shard.tokens, inputs.slopes)
 
         def accumulate_query_block(_, xs):
-            running_i, q_i, tokens_i, start, stop = xs
+            running_i, q_i, tokens_i, visits = xs
             keys = shard.k, shard.v, mask.keys
-            return None, accumulate_keys(request, running_i, q_i, tokens_i, *keys, start, stop, mask.slopes)
+            return None, accumulate_keys(request, running_i, q_i, tokens_i, *keys, visits, mask.slopes)
 
         def accumulate(running: RunningSoftmax) -> RunningSoftmax:
-            return jax.lax.scan(accumulate_query_block, None, (running, q, mask.queries, *true_range(mask.visible)))[1]
+            return jax.lax.scan(accumulate_query_block, None, (running, q, mask.queries, mask.visits))[1]
 
         return jax.lax.cond(mask.visible.any(), accumulate, lambda running: running, running)
 

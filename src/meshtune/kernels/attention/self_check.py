@@ -1,7 +1,8 @@
 """Compares a kernel with direct attention before its first use on each kind of device.
 
 Kernels are compiled by drivers and compilers that our tests have never run. `direct`, which XLA compiles from ordinary
-matmuls, is the reference for values and gradients, on packed and padded rows, with a window if the request has one.
+matmuls, is the reference for values and gradients, on packed and padded rows, with a window if the request has one, and
+with documents that continue the first one of their row if the request has such.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def largest_error(request: AttentionRequest, backend: Backend) -> float:
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def forward_and_backward(backend: Backend, request: AttentionRequest, q, k, v, d_out, positions, segments):
         sinks = jnp.linspace(-1.0, 1.0, request.heads) if request.sinks else None
-        tokens = positions, positions, segments, segments, None, sinks
+        parents = jnp.where(segments > 1, 1, 0) if request.parents else None
+        tokens = positions, positions, segments, segments, None, sinks, parents
         q, k, v, d_out = (x.astype(request.dtype) for x in (q, k, v, d_out))
         out, vjp = jax.vjp(lambda q, k, v: backend.run(AttentionInputs(q, k, v, *tokens), request), q, k, v)
         return [x.astype(jnp.float32) for x in (out, *vjp(d_out))]
@@ -124,7 +126,8 @@ def _arrays(request: AttentionRequest) -> list[np.ndarray]:
         lengths, start = lengths if request.packed else (sum(lengths),), 0
         for segment, length in enumerate(lengths, start=1):
             segments[row, start : start + length] = segment
-            positions[row, start : start + length] = np.arange(length)
+            continued = lengths[0] if request.parents and segment > 1 else 0
+            positions[row, start : start + length] = continued + np.arange(length)
             start += length
     return [*(random.normal(size=shape).astype(jnp.dtype(request.dtype)) for shape in shapes), positions, segments]
 

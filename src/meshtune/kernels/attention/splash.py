@@ -15,6 +15,7 @@ import numpy as np
 
 from meshtune.kernels.attention.backend import (
     NO_ALIBI,
+    NO_PARENTS,
     NO_SINKS,
     ONLY_CAUSAL,
     AttentionInputs,
@@ -41,6 +42,8 @@ def supports(request: AttentionRequest) -> str | None:
         return NO_ALIBI
     if request.sinks:
         return NO_SINKS
+    if request.parents:
+        return NO_PARENTS
     if request.dtype != "bfloat16":
         return Translatable("it would round the factors of {dtype} products to bfloat16", dtype=request.dtype)
     if not request.aligned:

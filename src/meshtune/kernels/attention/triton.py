@@ -83,7 +83,7 @@ def _attend_backward(request: AttentionRequest, interpret: bool, residuals, d_ou
     dtypes = tuple(x.dtype for x in inputs[:3])
     d_sinks = online_softmax.grads_by_head(inputs.sinks, log_sum_exp, delta)
     grads = backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret)
-    return *grads, None, None, None, None, None, d_sinks
+    return *grads, None, None, None, None, None, d_sinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -51,13 +51,17 @@ class KernelConfig(NamedTuple):
 
 
 def forward_kernel(
-    cfg: KernelConfig, q_ref, k_ref, v_ref, q_pos, q_seg, kv_pos, kv_seg, ranges,
+    cfg: KernelConfig, q_ref, k_ref, v_ref, q_tokens, kv_tokens, ranges,
     out_ref, lse_ref,
 ) -> None:  # fmt: skip
-    """From q [bq,h] of one head and k, v [S,h]: the output [bq,h], and the log-sum-exp [bq], LOWEST if none is seen."""
+    """From q [bq,h] of one head and k, v [S,h]: the output [bq,h], and the log-sum-exp [bq], LOWEST if none is seen.
+
+    `q_tokens` are positions, segments and, if any, the segments that these continue; `kv_tokens` are positions and
+    segments.
+    """
     i = _query_block_index(cfg)
     q = _load(cfg, q_ref, i, cfg.block_q, cfg.q_length)
-    queries = q_pos[...][:, None], q_seg[...][:, None]
+    queries = [x[...][:, None] for x in q_tokens]
 
     def accumulate_block(j, carry, masked: bool):
         maximum, total, values = carry
@@ -65,8 +69,8 @@ def forward_kernel(
         k = _load(cfg, k_ref, j, cfg.block_kv, length, whole_row=True)
         scores = _scores(cfg, _dot(q, k, 1, 1)) * LOG2_E
         if masked:
-            keys = _tokens(cfg.block_kv, kv_pos, kv_seg, j)
-            scores = jnp.where(_visible(cfg, queries, [x[None, :] for x in keys]), scores, MASKED)
+            keys = [x[None, :] for x in _tokens(cfg.block_kv, kv_tokens, j)]
+            scores = jnp.where(_visible(cfg, queries, keys), scores, MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(1))
         weights = jnp.exp2(scores - new_maximum[:, None])
         rescale = jnp.exp2(maximum - new_maximum)
@@ -83,7 +87,7 @@ def forward_kernel(
 
 
 def query_grads(
-    cfg: KernelConfig, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, q_pos, q_seg, kv_pos, kv_seg, ranges,
+    cfg: KernelConfig, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, q_tokens, kv_tokens, ranges,
     dq_ref,
 ) -> None:  # fmt: skip
     """The gradient [bq,h] of a block of queries of one head."""
@@ -91,7 +95,7 @@ def query_grads(
     q = _load(cfg, q_ref, i, cfg.block_q, cfg.q_length)
     d_out = _load(cfg, d_out_ref, i, cfg.block_q, cfg.q_length)
     lse, delta = (lse_ref[...] * LOG2_E)[:, None], delta_ref[...][:, None]
-    queries = q_pos[...][:, None], q_seg[...][:, None]
+    queries = [x[...][:, None] for x in q_tokens]
 
     def accumulate_block(j, dq, masked: bool):
         length = cfg.kv_length if masked else None
@@ -100,8 +104,8 @@ def query_grads(
         scores = _scores(cfg, _dot(q, k, 1, 1))
         exponent = scores * LOG2_E - lse
         if masked:
-            keys = _tokens(cfg.block_kv, kv_pos, kv_seg, j)
-            exponent = jnp.where(_visible(cfg, queries, [x[None, :] for x in keys]), exponent, MASKED)
+            keys = [x[None, :] for x in _tokens(cfg.block_kv, kv_tokens, j)]
+            exponent = jnp.where(_visible(cfg, queries, keys), exponent, MASKED)
         d_scores = jnp.exp2(exponent) * (_dot(d_out, v, 1, 1) - delta)
         return dq + _dot(_softcap_grad(cfg, d_scores, scores).astype(k.dtype), k, 1, 0)
 
@@ -117,10 +121,8 @@ def key_grads(
     d_out_ref,
     lse_ref,
     delta_ref,
-    q_pos,
-    q_seg,
-    kv_pos,
-    kv_seg,
+    q_tokens,
+    kv_tokens,
     ranges,
     dk_ref,
     dv_ref,
@@ -129,7 +131,7 @@ def key_grads(
     j = pl.program_id(0)
     k = _load(cfg, k_ref, j, cfg.block_kv, cfg.kv_length)
     v = _load(cfg, v_ref, j, cfg.block_kv, cfg.kv_length)
-    keys = kv_pos[...][:, None], kv_seg[...][:, None]
+    keys = [x[...][:, None] for x in kv_tokens]
 
     def accumulate_head(g, carry):
         def accumulate_block(i, carry, masked: bool):
@@ -141,8 +143,8 @@ def key_grads(
             scores = _scores(cfg, _dot(k, q, 1, 1))
             exponent = scores * LOG2_E - (lse_ref[g, rows] * LOG2_E)[None, :]
             if masked:
-                queries = _tokens(cfg.block_q, q_pos, q_seg, i)
-                exponent = jnp.where(_visible(cfg, [x[None, :] for x in queries], keys), exponent, MASKED)
+                queries = [x[None, :] for x in _tokens(cfg.block_q, q_tokens, i)]
+                exponent = jnp.where(_visible(cfg, queries, keys), exponent, MASKED)
             weights = jnp.exp2(exponent)
             dv += _dot(weights.astype(d_out.dtype), d_out, 1, 0)
             d_scores = weights * (_dot(v, d_out, 1, 1) - delta_ref[g, rows][None, :])
@@ -164,10 +166,15 @@ def _query_block_index(cfg: KernelConfig) -> jax.Array:
 
 def _for_each_block(accumulate_block: Callable[[Any, Carry, bool], Carry], ranges, carry: Carry) -> Carry:
     """Calls `accumulate_block` for every visible block; masked unless the block is fully visible (see block_ranges)."""
-    start, full_start, full_stop, stop = (ranges[n] for n in range(4))
-    for first, last, masked in ((start, full_start, True), (full_start, full_stop, False), (full_stop, stop, True)):
-        carry = jax.lax.fori_loop(first, last, lambda n, c, masked=masked: accumulate_block(n, c, masked), carry)
-    return carry
+
+    def accumulate_range(n, carry):
+        start, full_start, full_stop, stop = (ranges[4 * n + bound] for bound in range(4))
+        for first, last, masked in ((start, full_start, True), (full_start, full_stop, False), (full_stop, stop, True)):
+            carry = jax.lax.fori_loop(first, last, lambda n, c, masked=masked: accumulate_block(n, c, masked), carry)
+        return carry
+
+    count = ranges.shape[0] // 4
+    return accumulate_range(0, carry) if count == 1 else jax.lax.fori_loop(0, count, accumulate_range, carry)
 
 
 def _load(cfg: KernelConfig, ref, block, size: int, length: int | None, whole_row: bool = False, head: Any = None):
@@ -197,16 +204,18 @@ def _mask(cfg: KernelConfig, width: int, block, size: int, length: int | None):
     return None if mask is None else jnp.broadcast_to(mask, (size, width))
 
 
-def _tokens(size: int, positions, segments, block):
-    rows = pl.ds(block * size, size)
-    return positions[rows], segments[rows]
+def _tokens(size: int, tokens, block):
+    return [x[pl.ds(block * size, size)] for x in tokens]
 
 
 def _visible(cfg: KernelConfig, queries, keys):
     """`visibility.visible` for tokens whose shapes already broadcast against each other."""
-    (q_positions, q_segments), (kv_positions, kv_segments) = queries, keys
+    (q_positions, q_segments, *q_parents), (kv_positions, kv_segments) = queries, keys
     distance = q_positions - kv_positions
-    causal = (q_segments == kv_segments) & (q_segments != 0) & (distance >= 0)
+    same_segment = (q_segments == kv_segments) & (q_segments != 0)
+    for parents in q_parents:
+        same_segment |= (parents == kv_segments) & (parents != 0)
+    causal = same_segment & (distance >= 0)
     return causal if cfg.window is None else causal & (distance < cfg.window)
 
 
@@ -307,7 +316,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(SMALLEST_SIZE, 1 << (head_dim - 1).bit_length())
 
 
-Operand = tuple[jax.Array, pl.BlockSpec]
+Operand = tuple[Any, Any]  # an array and its block spec, or a tuple of arrays and of theirs
 Result = tuple[jax.ShapeDtypeStruct, pl.BlockSpec]
 
 
@@ -409,26 +418,28 @@ class _KernelCall:
         self.kv_block = pl.BlockSpec((None, tile.kv, None, width), lambda j, n, b: (b, j, n, 0))
         self.all_queries = pl.BlockSpec((None, self.q_padded, group, width), lambda j, n, b: (b, 0, n, 0))
         self.all_q_scalars = pl.BlockSpec((None, group, self.q_padded), lambda j, n, b: (b, n, 0))
-        self._queries = _pad_tokens(inputs.q_positions, self.q_padded), _pad_tokens(inputs.q_segments, self.q_padded)
-        self._keys = _pad_tokens(inputs.kv_positions, self.kv_padded), _pad_tokens(inputs.kv_segments, self.kv_padded)
-        self._token_blocks = token_blocks(*self._queries, tile.q), token_blocks(*self._keys, tile.kv)
+        parents = () if inputs.q_parents is None else (inputs.q_parents,)
+        queries = inputs.q_positions, inputs.q_segments, *parents
+        self._queries = tuple(_pad_tokens(x, self.q_padded) for x in queries)
+        self._keys = tuple(_pad_tokens(x, self.kv_padded) for x in (inputs.kv_positions, inputs.kv_segments))
+        self._token_blocks = token_blocks(tile.q, *self._queries), token_blocks(tile.kv, *self._keys)
 
     def tokens_by_query_block(self) -> list[Operand]:
-        """Positions and segments of a query block and of all keys, then the ranges of key blocks that it visits."""
+        """The tokens of a query block and of all keys, then the ranges of key blocks that it visits."""
         last = self.q_blocks - 1
         block_spec = pl.BlockSpec((None, self.tile.q), lambda i, n, b: (b, last - i))
-        specs = [block_spec, block_spec, *[_whole_row(self.kv_padded)] * 2]
+        queries = self._queries, (block_spec,) * len(self._queries)
+        keys = self._keys, (_whole_row(self.kv_padded),) * len(self._keys)
         ranges = visible_key_ranges(*self._token_blocks, self.request.window)
-        ranges_spec = pl.BlockSpec((None, None, 4), lambda i, n, b: (b, last - i, 0))
-        return [*zip([*self._queries, *self._keys], specs, strict=True), (ranges, ranges_spec)]
+        return [queries, keys, (ranges, pl.BlockSpec((None, None, ranges.shape[-1]), lambda i, n, b: (b, last - i, 0)))]
 
     def tokens_by_key_block(self) -> list[Operand]:
-        """Positions and segments of all queries and of a key block, then the ranges of query blocks that it visits."""
+        """The tokens of all queries and of a key block, then the ranges of query blocks that it visits."""
         block_spec = pl.BlockSpec((None, self.tile.kv), lambda j, n, b: (b, j))
-        specs = [*[_whole_row(self.q_padded)] * 2, block_spec, block_spec]
+        queries = self._queries, (_whole_row(self.q_padded),) * len(self._queries)
+        keys = self._keys, (block_spec,) * len(self._keys)
         ranges = visible_query_ranges(*self._token_blocks, self.request.window)
-        ranges_spec = pl.BlockSpec((None, None, 4), lambda j, n, b: (b, j, 0))
-        return [*zip([*self._queries, *self._keys], specs, strict=True), (ranges, ranges_spec)]
+        return [queries, keys, (ranges, pl.BlockSpec((None, None, ranges.shape[-1]), lambda j, n, b: (b, j, 0)))]
 
     def __call__(
         self,
