@@ -42,7 +42,7 @@ BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 KEYS_TITLE = """\
 # Every key of a recipe
 
-`meshtune schema --markdown` prints this list. [Recipes](recipes.md) has the rules.
+`meshtune schema --markdown` prints this list. [Recipes](recipes.md) has the rules. Without a default here, it is null.
 """
 COMMANDS_TITLE = """\
 # The command line

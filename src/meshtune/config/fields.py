@@ -220,7 +220,8 @@ def markdown() -> str:
             lines += ["", f"## {section}", ""]
         allowed = key.allowed.removesuffix(" or null") if key.default == "null" else key.allowed
         default = key.default if key.default == "required" else f"default {key.default}"
-        lines.append(f"- `{key.name}` ({_escaped(allowed)}; {_escaped(default)}): {_escaped(key.description)}")
+        limits = [allowed] * (allowed != "true or false") + [default] * (default != "default null")
+        lines.append(f"- `{key.name}` ({_escaped('; '.join(limits))}): {_escaped(key.description)}")
     return "\n".join(lines).lstrip("\n")
 
 
