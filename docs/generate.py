@@ -145,7 +145,7 @@ def experts() -> str:
     lines = []
     for group in (*GROUPS, "composite"):
         entries = [
-            f"{entry['title']} (`{name}`)"
+            f"`{name}`"
             for name, entry in family_list.entries().items()
             if entry["group"] == group and "ep" in entry["mesh"]
         ]

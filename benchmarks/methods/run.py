@@ -131,16 +131,16 @@ def measure(arm: str, model: str, data: str) -> dict[str, Any]:
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """The results as a Markdown table, in MiB and seconds."""
     lines = [
-        "| arm | held-out loss | predicted memory | measured | step | checkpoint |",
+        "| arm | held-out loss | predicted memory, MiB | measured, MiB | step, s | checkpoint, MiB |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for arm, run in runs.items():
         predicted, measured, checkpoint = (
-            "-" if run[key] is None else f"{run[key] / MIB:,.0f} MiB"
+            "-" if run[key] is None else f"{run[key] / MIB:,.0f}"
             for key in ("predicted_bytes", "measured_bytes", "checkpoint_bytes")
         )
         loss, seconds = run["loss"], run["step_seconds"]
-        lines.append(f"| {arm} | {loss:.3f} | {predicted} | {measured} | {seconds:.2f} s | {checkpoint} |")
+        lines.append(f"| {arm} | {loss:.3f} | {predicted} | {measured} | {seconds:.2f} | {checkpoint} |")
     return "\n".join(lines) + "\n"
 
 
