@@ -4,7 +4,7 @@
     python benchmarks/methods/run.py                                only rewrite the table and the plot
 
 Rows, their order and the held-out records are the same for all arms. Each arm runs in a process of its own and is added
-to result.json beside this file. The table of docs/choosing.md and docs/images/methods.png are generated from it.
+to result.json beside this file. The table of RESULTS.md and docs/images/methods.png are generated from it.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def main() -> None:
         }
         RESULT.write_text(json.dumps(about | {"runs": runs, "notes": filed.get("notes", {})}, indent=1) + "\n")
     runs = {arm: runs[arm] for arm in ARMS if arm in runs}
-    page = DOCS / "choosing.md"
+    page = FOLDER / "RESULTS.md"
     before, after = page.read_text().split(BEGIN)
     page.write_text(before + BEGIN + table(runs) + END + after.split(END)[1])
     draw(runs)

@@ -83,7 +83,7 @@ def record(to: pathlib.Path, only: str, configs: pathlib.Path) -> None:
         arguments = target[1].split() if target else ["--target", _machine(text), "--tokens", "1e8"]
         if recipe.parent.name != "headline":
             arguments.insert(0, f"model.path={configs / _name(recipe)}")
-            small = {"kind: lora": "method.rank=4", "quantize:": "quantize.block_size=8"}  # of rows of 32 numbers
+            small = {"kind: lora": "method.rank=4", "quantize:": "quantize.block_size=8", "galore": "optimizer.rank=4"}
             arguments[1:1] = [override for key, override in small.items() if key in text]
         command = [sys.executable, "-m", "meshtune", "plan", str(recipe.relative_to(ROOT)), *arguments]
         start = _cpu_seconds()
