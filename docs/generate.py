@@ -42,7 +42,7 @@ BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 KEYS_TITLE = """\
 # Every key of a recipe
 
-`meshtune schema --markdown` prints this list. [Recipes](recipes.md) has the rules.
+`meshtune schema --markdown` prints this list. [Recipes](recipes.md) has the rules. Without a default here, it is null.
 """
 COMMANDS_TITLE = """\
 # The command line
@@ -145,7 +145,7 @@ def experts() -> str:
     lines = []
     for group in (*GROUPS, "composite"):
         entries = [
-            f"{entry['title']} (`{name}`)"
+            f"`{name}`"
             for name, entry in family_list.entries().items()
             if entry["group"] == group and "ep" in entry["mesh"]
         ]

@@ -1,8 +1,8 @@
 """One request to /v1/chat/completions through the ASGI application, to the first token of its stream; a small model.
 
-    python .../journey meshtune benchmarks/journeys/chat.py
+    python tests/test_journeys.py benchmarks/journeys/chat.py
 
-The tool runs this file, which answers one request so that the programs are compiled, and then traces `work()`: the
+That runs this file, which answers one request so that the programs are compiled, and then traces `work()`: the
 functions of Meshtune that the next request calls, in any thread.
 """
 

@@ -4,7 +4,7 @@
     python benchmarks/methods/run.py                                only rewrite the table and the plot
 
 Rows, their order and the held-out records are the same for all arms. Each arm runs in a process of its own and is added
-to result.json beside this file. The table of docs/choosing.md and docs/images/methods.png are generated from it.
+to result.json beside this file. The table of RESULTS.md and docs/images/methods.png are generated from it.
 """
 
 from __future__ import annotations
@@ -131,16 +131,16 @@ def measure(arm: str, model: str, data: str) -> dict[str, Any]:
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """The results as a Markdown table, in MiB and seconds."""
     lines = [
-        "| arm | held-out loss | predicted memory | measured | step | checkpoint |",
+        "| arm | held-out loss | predicted memory, MiB | measured, MiB | step, s | checkpoint, MiB |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for arm, run in runs.items():
         predicted, measured, checkpoint = (
-            "-" if run[key] is None else f"{run[key] / MIB:,.0f} MiB"
+            "-" if run[key] is None else f"{run[key] / MIB:,.0f}"
             for key in ("predicted_bytes", "measured_bytes", "checkpoint_bytes")
         )
         loss, seconds = run["loss"], run["step_seconds"]
-        lines.append(f"| {arm} | {loss:.3f} | {predicted} | {measured} | {seconds:.2f} s | {checkpoint} |")
+        lines.append(f"| {arm} | {loss:.3f} | {predicted} | {measured} | {seconds:.2f} | {checkpoint} |")
     return "\n".join(lines) + "\n"
 
 
@@ -233,7 +233,7 @@ def main() -> None:
         }
         RESULT.write_text(json.dumps(about | {"runs": runs, "notes": filed.get("notes", {})}, indent=1) + "\n")
     runs = {arm: runs[arm] for arm in ARMS if arm in runs}
-    page = DOCS / "choosing.md"
+    page = FOLDER / "RESULTS.md"
     before, after = page.read_text().split(BEGIN)
     page.write_text(before + BEGIN + table(runs) + END + after.split(END)[1])
     draw(runs)

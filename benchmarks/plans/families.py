@@ -36,21 +36,21 @@ def main() -> None:
         sizes = {model["name"]: sizes_of(folder_of(model, pathlib.Path(configs))) for model in LISTED}
     LISTED.sort(key=lambda model: min(sizes[model["name"]].values()))
     rows = [[name := model["name"], *(cell(sizes[name].get(method)) for method in METHODS)] for model in LISTED]
-    heads = ["model", *METHODS]
+    heads = ["model", *(f"{method}, GiB" for method in METHODS)]
     lines = [
         "# Memory of common models",
         "",
-        f"Made by `python benchmarks/plans/families.py`: a row of {TOKENS:,} tokens on one device, `remat: full`,",
-        "mixed precision; LoRA of rank 16 on every linear layer, all experts included; full tuning with AdamW and",
-        "float32 weights. Figures are those of `meshtune plan --estimate`, not of a compiler and not measured",
-        "([plan.md](plan.md)). In brackets is the smallest card of 16, 24, 48, 80, 141 and 192 GB that holds it",
-        "with 6% to spare, or how many of the largest would hold as many bytes. Settings that lower memory further are",
-        "in [memory.md](memory.md), and recipes for these models in [examples/headline](../examples/headline).",
+        f"`python benchmarks/plans/families.py` writes this page: a row of {TOKENS:,} tokens on one device, `remat:",
+        "full`, mixed precision; LoRA of rank 16 on every linear layer, experts included; full tuning with AdamW",
+        "and float32 weights. Figures are estimates (`meshtune plan --estimate`, [plan](plan.md)), not measured.",
+        "Brackets name the smallest card of 16, 24, 48, 80, 141 or 192 GB that holds it with 6% to spare, or how",
+        "many of the largest hold as many bytes. [Memory](memory.md) lists settings that need less; recipes are",
+        "in [examples/headline](../examples/headline).",
         "",
-        "The table is estimates. Some of these models were compiled ([plans](../benchmarks/plans/RESULTS.md)): Gemma 3",
-        "27B with QLoRA, and what can be on the host there, takes 17.8 GiB of an RTX 4090 by its compiler, where the",
-        "estimate says 16.0: XLA splits sums over its 262,208 tokens in sixteen, for which it pads a copy of the head.",
-        "gpt-oss is published as mxfp4 codes, over which LoRA trains: that is its QLoRA.",
+        "Some models were compiled too ([plans](../benchmarks/plans/RESULTS.md)). Gemma 3 27B with QLoRA and",
+        "offloading takes 17.8 GiB of an RTX 4090 by its compiler, and 16.0 by the estimate: XLA splits sums over",
+        "262,208 tokens in sixteen and pads a copy of the head. gpt-oss is published in mxfp4; LoRA over these",
+        "codes is its QLoRA.",
         "",
         f"| {' | '.join(heads)} |",
         f"| {' | '.join('---' for _ in heads)} |",
@@ -98,8 +98,8 @@ def cell(size: int | None) -> str:
     largest = find_target(CARDS[-1])
     for card in CARDS:
         if size <= 0.94 * find_target(card).device.memory:
-            return f"{size / GIB:,.1f} GiB ({card})"
-    return f"{size / GIB:,.0f} GiB ({-(-size // int(0.94 * largest.device.memory))} x {CARDS[-1]})"
+            return f"{size / GIB:,.1f} ({card})"
+    return f"{size / GIB:,.0f} ({-(-size // int(0.94 * largest.device.memory))}x{CARDS[-1]})"
 
 
 if __name__ == "__main__":

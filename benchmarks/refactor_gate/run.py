@@ -2,8 +2,9 @@
 
 python benchmarks/refactor_gate/run.py record --to before.json [--only PATTERN]   the tree that PYTHONPATH names
 python benchmarks/refactor_gate/run.py compare before.json after.json             exits 1 above 1e-6 relative
-python benchmarks/refactor_gate/run.py plans --to plans.json                      what `plan --estimate` says
-python benchmarks/refactor_gate/run.py compare-plans before.json after.json       exits 1 above 1% of the memory
+python benchmarks/refactor_gate/run.py configs --to configs                       models for `plans`, written once
+python benchmarks/refactor_gate/run.py plans --to plans.json --configs configs    what `plan --estimate` says
+python benchmarks/refactor_gate/run.py compare-plans before.json after.json       exits 1 above 1% of any number
 
 `record` uses the public interface alone (meshtune.train, meshtune.load, Model.generate, Model.logits, the files of a
 run), so that the same script runs over trees years apart. Beside FILE.json it writes FILE.npz with the arrays, from
@@ -257,12 +258,14 @@ def compare(before: pathlib.Path, after: pathlib.Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("record", "record-here", "plans"):
+    for verb in ("record", "record-here", "plans", "configs"):
         options = verbs.add_parser(verb)
         options.add_argument("--to", type=pathlib.Path, required=True)
         options.add_argument("--only", default="*", help="a pattern, such as 'llama, *'")
         if verb == "record-here":
             options.add_argument("--devices", type=int, required=True)
+        if verb == "plans":
+            options.add_argument("--configs", type=pathlib.Path, required=True)
     for verb in ("compare", "compare-plans"):
         options = verbs.add_parser(verb)
         options.add_argument("before", type=pathlib.Path)
@@ -274,7 +277,9 @@ def main() -> int:
         case "record-here":
             record_here(args.to, args.only, args.devices)
         case "plans":
-            plans_of_recipes.record(args.to, args.only)
+            plans_of_recipes.record(args.to, args.only, args.configs.resolve())
+        case "configs":
+            plans_of_recipes.write_configs(args.to)
         case "compare":
             return compare(args.before, args.after)
         case "compare-plans":

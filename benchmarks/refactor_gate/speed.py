@@ -1,11 +1,18 @@
-"""Is a refactoring slower? The same LoRA run by two source trees in turn: start-up, compiling, updates.
+"""Is a refactoring slower? The same work by two source trees in turn: start-up, a LoRA run, generation.
 
-    python benchmarks/refactor_gate/speed.py MODEL --tree before=../old/src --tree after=src [--rounds 3] [--json FILE]
+    python benchmarks/refactor_gate/speed.py MODEL --tree before=../old/src --tree after=src [--rounds 3]
+        [--only commands train decode] [--json FILE]
 
-Every measurement is a process: `meshtune train` of MODEL with rank 8 on every linear layer, four rows of 256 tokens an
-update, 12 updates. Reported are medians over the rounds, and the ratio of the last tree to the first, of: processor
-seconds of `import meshtune.train.run`, seconds of compiling the step, seconds of an update (the median of the last
-eight), and processor seconds of the whole run. Nothing else should run beside it.
+Every measurement is a process. Reported are medians over the rounds, and the ratio of the last tree to the first:
+
+- commands: processor seconds of `meshtune --help`, of `meshtune train` of a recipe with a wrong key, and of
+  `import meshtune.train.run`;
+- train: `meshtune train` of MODEL with rank 8 on every linear layer, four rows of 256 tokens an update, 12 updates:
+  seconds of compiling the step, seconds of an update (the median of the last eight), processor seconds of the run;
+- decode: the engine's greedy generation after eight prompts of 128 random tokens, float32: processor seconds of reading
+  them and the first token, and of a further token of all (the best of three times 32, once all is compiled).
+
+Nothing else should run beside it; where something does, processor seconds are the figures to compare.
 """
 
 from __future__ import annotations
@@ -24,8 +31,8 @@ import tempfile
 UPDATES, ROWS, LENGTH = 12, 4, 256
 
 
-def processor_seconds(command: list[str], source: pathlib.Path) -> tuple[float, str]:
-    """(user and system seconds of a process, what it printed)."""
+def processor_seconds(command: list[str], source: pathlib.Path, status: int = 0) -> tuple[float, str]:
+    """(user and system seconds of a process that exits with `status`, its output)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {
         "PYTHONPATH": str(source.resolve()),
@@ -36,13 +43,49 @@ def processor_seconds(command: list[str], source: pathlib.Path) -> tuple[float, 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-2000:]
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
-def measure(model: pathlib.Path, source: pathlib.Path) -> dict[str, float]:
+def measure_commands(model: pathlib.Path, source: pathlib.Path) -> dict[str, float]:
+    """Processor seconds of what only starts."""
+    meshtune = [sys.executable, "-m", "meshtune"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "recipe.yaml"
+        file.write_text(f"{{model: {model.resolve()}, data: none.jsonl, output: run, method: {{rnak: 8}}}}")
+        return {
+            "--help": processor_seconds([*meshtune, "--help"], source)[0],
+            "wrong key": processor_seconds([*meshtune, "train", str(file)], source, status=2)[0],
+            "import of train": processor_seconds([sys.executable, "-c", "import meshtune.train.run"], source)[0],
+        }
+
+
+DECODE = """
+import json, sys, time
+import numpy as np
+import meshtune
+engine = meshtune.load(sys.argv[1], dtype="float32").engine
+rng = np.random.default_rng(0)
+def seconds(new):
+    prompts = rng.integers(100, engine.spec.vocab, (8, 128)).tolist()
+    start = time.process_time()
+    engine.generate(prompts, max_tokens=new, stop_ids=[])
+    return time.process_time() - start
+seconds(33)
+pairs = [(seconds(1), seconds(33)) for _ in range(3)]
+first, all_ = (min(column) for column in zip(*pairs))
+print(json.dumps({"first token": first, "further token": (all_ - first) / 32}))
+"""
+
+
+def measure_decode(model: pathlib.Path, source: pathlib.Path) -> dict[str, float]:
+    """Processor seconds of generation by the engine."""
+    _, out = processor_seconds([sys.executable, "-c", DECODE, str(model.resolve())], source)
+    return json.loads(out.splitlines()[-1])
+
+
+def measure_train(model: pathlib.Path, source: pathlib.Path) -> dict[str, float]:
     """One run of one tree."""
-    start_up, _ = processor_seconds([sys.executable, "-c", "import meshtune.train.run"], source)
     with tempfile.TemporaryDirectory() as folder:
         data = pathlib.Path(folder) / "data.json"
         records = [{"instruction": f"Add {n} and 1.", "input": "", "output": f"{n + 1}. " * 30} for n in range(200)]
@@ -64,11 +107,13 @@ def measure(model: pathlib.Path, source: pathlib.Path) -> dict[str, float]:
     rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
     updates = [row["seconds"] for row in rows]
     return {
-        "start-up": start_up,
         "compiling": float(found[1]),
         "update": statistics.median(updates[-8:]),
         "whole run": whole,
     }
+
+
+MEASURES = {"commands": measure_commands, "train": measure_train, "decode": measure_decode}
 
 
 def main() -> None:
@@ -76,14 +121,17 @@ def main() -> None:
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--tree", action="append", required=True, metavar="NAME=SRC")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     trees = {name: pathlib.Path(path) for name, _, path in (tree.partition("=") for tree in options.tree)}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for _ in range(options.rounds):
         for name, source in trees.items():
-            rounds[name].append(measure(options.model, source))
-            print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
+            rounds[name].append({})
+            for measure in options.only:
+                rounds[name][-1] |= MEASURES[measure](options.model, source)
+            print(name, {key: round(value, 4) for key, value in rounds[name][-1].items()}, flush=True)
     medians = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in rounds.items()
     }

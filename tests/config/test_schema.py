@@ -50,5 +50,5 @@ def test_the_json_schema_is_json_and_closed():
 def test_the_reference_has_an_item_for_every_key():
     items = [line for line in markdown().splitlines() if line.startswith("- ")]
     assert [item.split("`")[1] for item in items] == [key.name for key in keys()]
-    assert "- `method.rank` (a whole number above 0; default 8): R, the adapters' inner dimension." in items
+    assert "- `method.rank` (integer > 0; default 8): R, the adapters' inner dimension." in items
     assert "- `output` (text; required): " in markdown()

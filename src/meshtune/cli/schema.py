@@ -45,37 +45,41 @@ SHARED = 3  # commands; a record of as many is explained once
 def commands(program: Any, name: str) -> str:
     """The records that several commands share, then a section for every command, its groups' commands included."""
     found = list(_commands(program, name))
-    counts = collections.Counter(record for _, _, _, records in found for record in records)
+    counts = collections.Counter(record for _, _, records in found for record in records)
     shared = [record for record, count in counts.items() if count >= SHARED]
     lines = ["## Arguments and options of several commands", "", *map(_item, shared), ""]
-    for title, description, usage, records in found:
-        lines += [f"## {title}", "", description, "", "```text", usage, "```", ""]
+    for title, description, records in found:
+        lines += [f"## {title}", "", description, ""]
         lines += [_item(record) for record in records if record not in shared]
-        above = [f"`{left}`" for left, right in records if (left, right) in shared]
+        above = [f"`{_name(left)}`" for left, right in records if (left, right) in shared]
         lines += [f"- as above: {', '.join(above)}"] * bool(above)
         lines.append("")
     return "\n".join(lines)
 
 
-def _commands(command: Any, name: str) -> Iterator[tuple[str, str, str, list[Record]]]:
-    """Yields the name, description, usage and records of every command."""
+def _commands(command: Any, name: str) -> Iterator[tuple[str, str, list[Record]]]:
+    """Yields the name, description and records of every command."""
     if isinstance(command, TyperGroup):
         for child in command.commands.values():
             if not child.hidden:
                 yield from _commands(child, f"{name} {child.name}")
         return
     context = typer.Context(command, info_name=name, terminal_width=10_000, max_content_width=10_000)
-    usage = " ".join([name, *command.collect_usage_pieces(context)])
     records = [
         (_line(record[0]), _line(record[1]))
         for parameter in command.get_params(context)
         if (record := parameter.get_help_record(context)) is not None
     ]
-    yield name, _line(command.help), usage, [record for record in records if not record[0].endswith("--help")]
+    yield name, _line(command.help), [record for record in records if not record[0].endswith("--help")]
 
 
 def _item(record: Record) -> str:
-    return f"- `{record[0]}`: {record[1]}"
+    return f"- `{record[0].replace(' range>', '>')}`: {record[1]}"
+
+
+def _name(signature: str) -> str:
+    """The name of an argument, or the first long name of an option."""
+    return next((part.strip(",") for part in signature.split() if part.startswith("--")), signature.rpartition(" <")[0])
 
 
 def _line(text: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -128,6 +129,11 @@ SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str:
 BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
 
 
+# In the list of all keys, whose reader looks for a key's values and not for a sentence.
+SHORT = {"a whole number": "integer", "a number": "number", "a list of": "list of", "a mapping of": "mapping of"}
+SHORT |= {"one of ": "", " of at least ": " >= ", " of at most ": " <= ", " above ": " > ", " below ": " < "}
+
+
 def _either(alternatives: list[str]) -> str:
     alternatives = list(dict.fromkeys(alternatives))
     *init, last = alternatives
@@ -220,7 +226,9 @@ def markdown() -> str:
             lines += ["", f"## {section}", ""]
         allowed = key.allowed.removesuffix(" or null") if key.default == "null" else key.allowed
         default = key.default if key.default == "required" else f"default {key.default}"
-        lines.append(f"- `{key.name}` ({_escaped(allowed)}; {_escaped(default)}): {_escaped(key.description)}")
+        allowed = functools.reduce(lambda text, short: text.replace(*short), SHORT.items(), allowed)
+        limits = [allowed] * (allowed != "true or false") + [default] * (default != "default null")
+        lines.append(f"- `{key.name}` ({_escaped('; '.join(limits))}): {_escaped(key.description)}")
     return "\n".join(lines).lstrip("\n")
 
 

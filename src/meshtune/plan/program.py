@@ -145,7 +145,7 @@ def _bytes_by_memory(tree: object) -> dict[str, int]:
     return sizes
 
 
-YES, NO = "●", "–"
+YES = "●"
 Overrides = Mapping[str, object]
 PARTS = get_args(OffloadName)
 
@@ -230,7 +230,7 @@ def table(rows: Mapping[str, Overrides], columns: Mapping[str, Overrides], notes
             reason = refusal(*under, row, column)
             if reason is not None and reason not in notes:
                 notes.append(reason)
-            cells.append(YES if reason is None else f"{NO} {notes.index(reason) + 1}")
+            cells.append(YES if reason is None else str(notes.index(reason) + 1))
         names.setdefault(tuple(cells), []).append(name)
     if list(names) == [(YES,) * len(columns)]:
         return f"Every pair works: {', '.join(rows)} with {', '.join(columns)}."
@@ -243,7 +243,7 @@ def page() -> str:
     notes: list[str] = []
     parts = [
         "# What goes with what",
-        f"{YES}: the pair works. {NO}: the pair is refused, for the reason with that number at the end of the page. "
+        f"{YES}: the pair works. A number: it is refused, for the reason with that number at the end of the page. "
         "`python -m meshtune.plan.program` prints this page: it builds the step of every pair for a small model.",
         "## Stage and method",
         table(METHODS, STAGE_OF, notes),
