@@ -13,7 +13,7 @@ from typing import Any
 
 from meshtune.config.load import load_recipe
 from meshtune.costs.hardware import find_target
-from meshtune.setup.search import score, workload_of
+from meshtune.setup.search import predict_candidate, workload_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIB = 2**30
@@ -88,7 +88,7 @@ def size_of(folder: pathlib.Path, method: dict[str, Any]) -> int:
     fields |= {"train": {"epochs": 1, "batch_size": 1}, "mesh": {"dp": 1}}
     recipe = load_recipe(fields | {"compute": {"precision": "mixed", "remat": "full"}})
     largest = find_target(CARDS[-1])
-    return score(recipe, largest, workload_of(recipe, largest.device.backend)).estimate.device_bytes
+    return predict_candidate(recipe, largest, workload_of(recipe, largest.device.backend)).estimate.device_bytes
 
 
 def cell(size: int | None) -> str:

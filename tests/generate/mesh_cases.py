@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtune.cli.main import main
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.score import ScoredText
+from meshtune.generate.target_log_probs import TargetText
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.runs.sources import find
 
@@ -74,7 +74,7 @@ def adapters_share_a_batch(base: str, adapters: dict[str, str], mesh: dict[str, 
 def one_adapter_over_a_quantised_base(base: str, adapters: dict[str, str], mesh: dict[str, int]) -> None:
     """An adapter in a separate batch over nf4 and int8, its logits, and the loss of texts."""
     name, path = next(iter(adapters.items()))
-    texts = [ScoredText(tuple(range(5, 30)), 1), ScoredText((*range(5, 20), 40, 41, 42), 10)]
+    texts = [TargetText(tuple(range(5, 30)), 1), TargetText((*range(5, 20), 40, 41, 42), 10)]
     for quantize in ("nf4", "int8"):
         config = QuantizeConfig(quantize, modules={"down_proj": "none"})  # whose rows no block divides
         expected = alone(base, name, path, 0, quantize=config)
@@ -83,7 +83,7 @@ def one_adapter_over_a_quantised_base(base: str, adapters: dict[str, str], mesh:
         single = load_variants({name: find(base, path)}, dtype="float32", quantize=config)[name]
         ids = list(range(5, 30))
         np.testing.assert_allclose(model.logits(ids), single.logits(ids), atol=1e-3)
-        for ours, theirs in zip(model.score(texts), single.score(texts), strict=True):
+        for ours, theirs in zip(model.target_log_probs(texts), single.target_log_probs(texts), strict=True):
             np.testing.assert_allclose(ours.log_probabilities, theirs.log_probabilities, atol=1e-4)
 
 

@@ -105,7 +105,7 @@ def test_estimates_are_given_their_error():
     """A run is refused only where more than the estimate's error is lacking; the compiler's figure decides later."""
     expected = check(0).before_loading()
     assert expected is not None
-    needed = check(1 << 50)._score(check(1 << 50).resolved)
+    needed = check(1 << 50)._predict(check(1 << 50).resolved)
     assert needed is not None
     size = needed.estimate.device_bytes
     assert check(int(size * (1 - ESTIMATE_ERROR)) + 1).before_loading() is None
@@ -128,9 +128,9 @@ def test_the_compiled_step_is_checked_with_the_compilers_number():
         check_compiled(memory, arguments=1 << 20, temporary=1 << 50, job=job)
     assert "the compiled step needs 1048576 GiB of memory on each device" in caught.value.what
     assert "1048576 GiB of them beside what is loaded" in caught.value.what
-    scored = memory._score(memory.resolved)
-    assert scored is not None
-    size = scored.estimate.device_bytes
+    predicted = memory._predict(memory.resolved)
+    assert predicted is not None
+    size = predicted.estimate.device_bytes
     tight = check(size, "compute.remat=full")
     alone, corrected = tight.micro_batch(size), tight.micro_batch(2 * size)
     assert alone == 48

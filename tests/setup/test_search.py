@@ -36,9 +36,9 @@ def test_a_search_takes_seconds(tmp_path):
 
 def test_candidates_that_fit_come_first_by_time(tmp_path):
     candidates = search(llama(tmp_path, "70B"), "8xA100-80")
-    fitting = [scored.fits for scored in candidates]
+    fitting = [predicted.fits for predicted in candidates]
     assert fitting == sorted(fitting, reverse=True)
-    times = [scored.roofline.seconds for scored in candidates if scored.fits]
+    times = [predicted.roofline.seconds for predicted in candidates if predicted.fits]
     assert all(later > 0.97 * earlier for earlier, later in itertools.pairwise(times))
 
 
@@ -46,7 +46,7 @@ def test_keys_that_the_recipe_sets_are_not_changed(tmp_path):
     recipe = llama(tmp_path, "8B", "mesh.tp=8", "compute.remat=full", "train.micro_batch=4")
     candidates = search(recipe, "8xH100")
     assert {(s.mesh.tp, s.candidate.remat, s.candidate.rows) for s in candidates} == {(8, "full", 4)}
-    assert all(set(scored.overrides) <= {"compute.offload", "quantize"} for scored in candidates)
+    assert all(set(predicted.overrides) <= {"compute.offload", "quantize"} for predicted in candidates)
 
 
 def test_a_base_is_quantised_only_where_nothing_else_fits(tmp_path):
@@ -57,7 +57,7 @@ def test_a_base_is_quantised_only_where_nothing_else_fits(tmp_path):
     no_offload = search(llama(tmp_path, "405B", "compute.offload=[]", "compute.remat=full"), "8xH100")
     assert no_offload[0].overrides["quantize"] == "nf4"
     full = search(llama(tmp_path, "8B", "method=full"), "8xH100")
-    assert all("quantize" not in scored.overrides for scored in full)
+    assert all("quantize" not in predicted.overrides for predicted in full)
 
 
 def test_auto_in_a_recipe_is_resolved_by_the_search(tmp_path):
@@ -92,12 +92,12 @@ def test_remedies_are_tried_from_the_cheapest_until_the_run_fits(tmp_path):
     assert not start.fits
     remedies = try_remedies(start, recipe)
     assert remedies[0].name == "recompute layers"
-    refused = {remedy.name: remedy.refusal for remedy in remedies if remedy.scored is None}
+    refused = {remedy.name: remedy.refusal for remedy in remedies if remedy.predicted is None}
     assert refused.get("another mesh", "the recipe sets mesh") == "the recipe sets mesh"
     assert remedies[-1].fits
-    sizes = [remedy.scored.estimate.device_bytes for remedy in remedies[:-1] if remedy.scored]
+    sizes = [remedy.predicted.estimate.device_bytes for remedy in remedies[:-1] if remedy.predicted]
     assert sizes == sorted(sizes, reverse=True)
-    assert remedies[-1].scored.estimate.device_bytes <= remedies[-1].scored.memory_limit
+    assert remedies[-1].predicted.estimate.device_bytes <= remedies[-1].predicted.memory_limit
 
 
 def test_the_smallest_machine_holds_the_model_and_no_smaller_one_does(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.objectives.answers import Score
+from meshtune.objectives.answers import LossSums
 from meshtune.train.evaluation.evaluate import evaluate
 from model_specs import llama_layer, llama_spec
 
@@ -14,7 +14,7 @@ DENSE = llama_spec(8, 8, llama_layer(8, 2, 2, 4), 1)
 
 def score(trainable, frozen, batch):
     weights = batch["weights"]
-    return Score(jnp.sum(batch["loss"] * weights), jnp.sum(weights), {"accuracy": jnp.sum(weights)})
+    return LossSums(jnp.sum(batch["loss"] * weights), jnp.sum(weights), {"accuracy": jnp.sum(weights)})
 
 
 def test_the_mean_is_over_weights_not_over_batches():

@@ -18,7 +18,7 @@ STEP = """
     import jax, numpy as np
     from meshtune.config.load import load_recipe
     from meshtune.plan.program import step_of
-    from meshtune.setup.search import score
+    from meshtune.setup.search import predict_candidate
     from meshtune.setup.search import workload_of
     from meshtune.costs.hardware import find_target
     from meshtune.train.report.banner import high_water_bytes, predict, reset_high_water_mark, resident_bytes
@@ -37,7 +37,7 @@ STEP = """
     state, metrics = compiled(state, frozen, batch, seed)
     jax.block_until_ready((state, metrics))
     measured = prediction.argument_bytes + high_water_bytes() - before
-    estimated = score(recipe, target, workload_of(recipe, "cpu")).estimate.device_bytes
+    estimated = predict_candidate(recipe, target, workload_of(recipe, "cpu")).estimate.device_bytes
     print(json.dumps([prediction.device_bytes, measured, estimated]))
 """
 CONFIG = {

@@ -63,7 +63,7 @@ class Method:
 
     def choose(self, modules: Modules) -> Selection:
         """Chooses the parameters that the method trains. Raises UserError for modules that the model does not have."""
-        raise NotImplementedError
+        raise AssertionError(f"method {self.kind} chooses no parameters: its class has no `choose`")
 
     def with_token_rows(self, rows: tuple[int, ...]) -> Method:
         """The method that also trains these rows of the embedding and of an untied head."""

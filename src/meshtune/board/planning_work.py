@@ -15,7 +15,7 @@ from meshtune.errors import UserError
 from meshtune.plan.report import PlanReport, Updates, compiler_for, report_for, to_json, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
-from meshtune.setup.search import memory_limit, score, workload_of
+from meshtune.setup.search import memory_limit, predict_candidate, workload_of
 from meshtune.translatable import Translatable, template_of
 
 
@@ -39,7 +39,7 @@ def _stated_updates(recipe: Recipe) -> Updates:
 
 def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
     """Resolves every key that the recipe leaves open on the target of a plan, with the reason."""
-    scored, candidate = report.best.scored, report.best.scored.candidate
+    predicted, candidate = report.best.predicted, report.best.predicted.candidate
     work, device = candidate.workload, report.target.device
     precision = work.precision
     explicit = recipe.compute.precision != "auto"
@@ -58,7 +58,7 @@ def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
         why = Translatable("asked for") if recipe.train.epochs else Translatable("the default")
         yield Decision("train.epochs", f"{epochs:g}", why)
     if recipe.mesh == "auto":
-        value = str(scored.mesh) if scored.mesh.devices > 1 else Translatable("1 device")
+        value = str(predicted.mesh) if predicted.mesh.devices > 1 else Translatable("1 device")
         yield Decision("mesh", value, Translatable("auto: what is fastest and fits"))
     if recipe.train.micro_batch in ("auto", None):
         yield Decision(
@@ -67,7 +67,7 @@ def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
     devices = Machine(device.platform, (), device.arch)
     try:
         _, decisions = compute_of(
-            scored.recipe, work.spec, precision, candidate.rows, candidate.length, candidate.layout, devices
+            predicted.recipe, work.spec, precision, candidate.rows, candidate.length, candidate.layout, devices
         )
     except UserError as error:
         decisions = [Decision("warning", error.what, error.fix or "")]
@@ -116,7 +116,9 @@ def methods(request: dict[str, Any]) -> dict[str, Any]:
         content |= {"compute": {"precision": "mixed", "remat": "full"}}
         try:
             recipe = load_recipe(content, notify=silent)
-            sizes[name] = score(recipe, target, workload_of(recipe, target.device.backend)).estimate.device_bytes
+            sizes[name] = predict_candidate(
+                recipe, target, workload_of(recipe, target.device.backend)
+            ).estimate.device_bytes
         except UserError as error:
             sizes[name] = error.what
     return {"bytes": sizes, **machine({})}

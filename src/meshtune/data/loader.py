@@ -8,7 +8,7 @@ Orders come from splitmix64 keys, not from a library's generator, so that they d
 decreasing (Johnson 1973) within windows of the shuffled order keeps rows full and the order random.
 
 Neighbouring documents of a store are a unit; in a packed row they are neighbouring segments. Properties of units are
-further arrays of a batch (see objectives.score.Batch).
+further arrays of a batch (see objectives.answers.Batch).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from meshtune.evaluate.folder import show_progress
 from meshtune.evaluate.predict import ROWS, Prompt, answers
 from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
-from meshtune.generate.score import ScoredText
+from meshtune.generate.target_log_probs import TargetText
 from meshtune.generate.text import chat_template
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # of a task's generation_kwargs
@@ -128,11 +128,11 @@ class EngineLM(TemplateLM):
             ids = (*context, *continuation)
             self.cut += len(ids) > self.max_length + 1
             ids = ids[-(self.max_length + 1) :]
-            texts.append(ScoredText(ids, len(ids) - len(continuation)))
+            texts.append(TargetText(ids, len(ids) - len(continuation)))
         model = self.model
         with show_progress(self._console, "log-likelihoods") as progress:
-            scores = model.score(texts, progress)
-        results = [(float(np.sum(score.log_probabilities)), bool(score.likeliest.all())) for score in scores]
+            targets = model.target_log_probs(texts, progress)
+        results = [(float(np.sum(target.log_probabilities)), bool(target.likeliest.all())) for target in targets]
         if cached:
             for (names, _, _), result in zip(requests, results, strict=True):
                 self.cache_hook.add_partial("loglikelihood", names, result)

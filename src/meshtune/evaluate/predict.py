@@ -36,7 +36,7 @@ from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS
 from meshtune.generate.request import Generation, GenerationRequest
-from meshtune.generate.score import ScoredText
+from meshtune.generate.target_log_probs import TargetText
 from meshtune.generate.text import Detokenizer, StopStrings, chat_template, continuation_ids, turn_end
 
 if TYPE_CHECKING:
@@ -214,13 +214,13 @@ def held_out_loss(
             where=records[0].origin.partition(", record")[0],
             fix="see `meshtune data inspect`, or leave the loss out: --no-loss",
         )
-    texts = [ScoredText(tuple(example.ids.tolist()), _first(example)) for example in usable]
-    scores = iter(model.score(texts, progress))
+    texts = [TargetText(tuple(example.ids.tolist()), _first(example)) for example in usable]
+    targets = iter(model.target_log_probs(texts, progress))
     sums, weights = np.zeros(len(examples)), np.zeros(len(examples))
     for number, example in enumerate(examples):
         if example is not None:
             weight = example.weights[_first(example) :].astype(np.float64)
-            sums[number] = -float(np.sum(weight * next(scores).log_probabilities))
+            sums[number] = -float(np.sum(weight * next(targets).log_probabilities))
             weights[number] = weight.sum()
     losses = [float(total / weight) if weight else None for total, weight in zip(sums, weights, strict=True)]
     tokens = [0 if example is None else int(np.count_nonzero(example.weights[1:])) for example in examples]

@@ -25,7 +25,13 @@ from meshtune.generate.driver import BatchCaches, Driver, driver_for
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS, every_logit, token_rows
 from meshtune.generate.request import Token
-from meshtune.generate.score import Progress, ScoredText, Scores, score_texts, token_log_probabilities
+from meshtune.generate.target_log_probs import (
+    Progress,
+    TargetLogProbs,
+    TargetText,
+    target_log_probs,
+    token_log_probabilities,
+)
 from meshtune.generate.text import chat_ids, continuation_ids, pieces, text_end, turn_end
 from meshtune.generate.weights import Weights
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
@@ -282,10 +288,10 @@ class Model:
         with self.engine.computing("logits", token_ids=ids):
             return every_logit(self.params, self.spec, self.compute, ids)
 
-    def score(self, texts: Sequence[ScoredText], progress: Progress | None = None) -> list[Scores]:
+    def target_log_probs(self, texts: Sequence[TargetText], progress: Progress | None = None) -> list[TargetLogProbs]:
         """The log-probabilities of tokens of many texts; a beginning that several share is read once."""
-        with self.engine.computing("score", texts=list(texts)):
-            return score_texts(self.params, self.spec, self.compute, texts, progress)
+        with self.engine.computing("target_log_probs", texts=list(texts)):
+            return target_log_probs(self.params, self.spec, self.compute, texts, progress)
 
     def token_log_probabilities(self, ids: list[int], alternatives: int = 0) -> list[Token]:
         """Every token of one text but the first, with its log-probability and the likeliest tokens in its place."""
@@ -298,7 +304,7 @@ class Model:
 
     def repeat(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Computes what process 0 announced; see generate.driver."""
-        repeated = (self.logits, self.score, self.token_log_probabilities, self.engine.weights.replace)
+        repeated = (self.logits, self.target_log_probs, self.token_log_probabilities, self.engine.weights.replace)
         {method.__name__: method for method in repeated}[call](**arguments)
 
     @overload

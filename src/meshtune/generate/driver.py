@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from meshtune.arrays.tree import Tree
 from meshtune.generate import programs
 from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Switches, by_long_factors
-from meshtune.generate.score import ScoredText
+from meshtune.generate.target_log_probs import TargetText
 from meshtune.generate.weights import Weights
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
@@ -35,7 +35,7 @@ from meshtune.model.spec import ModelSpec
 
 TAG = "generation"
 FOREVER = 1e9  # seconds: a server may wait for its next request as long as it likes
-RECORDS: dict[str, type] = {kind.__name__: kind for kind in (Feed, Knobs, ScoredText, Switches)}
+RECORDS: dict[str, type] = {kind.__name__: kind for kind in (Feed, Knobs, TargetText, Switches)}
 Numbers = Int[np.ndarray, "n"]
 R = TypeVar("R")
 

@@ -156,32 +156,32 @@ def process_logits(
     logits: Float[Array, "B V"], counts: Counts, switches: Switches, knobs: Knobs
 ) -> Float[Array, "B V"]:
     """The logits to draw from: float32, minus infinity where a token is ruled out."""
-    scores = logits.astype(jnp.float32)
+    logits = logits.astype(jnp.float32)
     if switches.constrained:
-        scores = jnp.where(_unpack_mask(knobs.allowed, scores.shape[1]), scores, -jnp.inf)
+        logits = jnp.where(_unpack_mask(knobs.allowed, logits.shape[1]), logits, -jnp.inf)
     if switches.bias:
-        rows = jnp.arange(scores.shape[0])[:, None]
-        scores = scores.at[rows, jnp.where(knobs.biased < 0, scores.shape[1], knobs.biased)].add(
+        rows = jnp.arange(logits.shape[0])[:, None]
+        logits = logits.at[rows, jnp.where(knobs.biased < 0, logits.shape[1], knobs.biased)].add(
             knobs.bias, mode="drop"
         )
     if switches.repetition:
-        # https://arxiv.org/abs/1909.05858, section 4.1; dividing a negative score would favour it.
+        # https://arxiv.org/abs/1909.05858, section 4.1; dividing a negative logit would favour it.
         penalty = knobs.repetition[:, None]
         occurred = counts.prompted | (counts.generated > 0)
-        scores = jnp.where(occurred, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+        logits = jnp.where(occurred, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
     if switches.frequency:
-        scores -= knobs.frequency[:, None] * counts.generated
-        scores -= knobs.presence[:, None] * (counts.generated > 0)
+        logits -= knobs.frequency[:, None] * counts.generated
+        logits -= knobs.presence[:, None] * (counts.generated > 0)
     if not switches.drawn:
-        return scores
-    scores = scores / jnp.where(knobs.temperature > 0, jnp.maximum(knobs.temperature, COLDEST), 1)[:, None]
+        return logits
+    logits = logits / jnp.where(knobs.temperature > 0, jnp.maximum(knobs.temperature, COLDEST), 1)[:, None]
     if switches.top_k:
-        scores = _top_k(scores, knobs.top_k)
+        logits = _top_k(logits, knobs.top_k)
     if switches.top_p:
-        scores = _top_p(scores, knobs.top_p)
+        logits = _top_p(logits, knobs.top_p)
     if switches.min_p:
-        scores = _min_p(scores, knobs.min_p)
-    return scores
+        logits = _min_p(logits, knobs.min_p)
+    return logits
 
 
 def next_token(
@@ -196,17 +196,17 @@ def next_token(
 
 
 def draw_token(
-    scores: Float[Array, "B V"], positions: Int[Array, "B"], switches: Switches, knobs: Knobs
+    logits: Float[Array, "B V"], positions: Int[Array, "B"], switches: Switches, knobs: Knobs
 ) -> Int[Array, "B"]:
     """One token a row from processed logits."""
-    likeliest = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if not switches.drawn:
         return likeliest
 
     def draw(seed: Array, position: Array, row: Array) -> Array:
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
-    tokens = jax.vmap(draw)(knobs.seeds, positions, scores).astype(jnp.int32)
+    tokens = jax.vmap(draw)(knobs.seeds, positions, logits).astype(jnp.int32)
     return jnp.where(knobs.temperature > 0, tokens, likeliest)
 
 
@@ -221,9 +221,9 @@ class Probabilities(NamedTuple):
 
 def log_probabilities(logits: Float[Array, "B V"], tokens: Int[Array, "B"], alternatives: int) -> Probabilities:
     """The log-probability of each row's token, and of the `alternatives` likeliest tokens."""
-    scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
-    likeliest, ids = jax.lax.top_k(scores, alternatives)
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
+    likeliest, ids = jax.lax.top_k(log_probs, alternatives)
     return Probabilities(chosen, ids.astype(jnp.int32), likeliest)
 
 
@@ -233,42 +233,42 @@ def _unpack_mask(packed: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]
     return bits.reshape(packed.shape[0], -1)[:, :vocab] == 1
 
 
-def _top_k(scores: Float[Array, "B V"], k: Int[Array, "B"]) -> Float[Array, "B V"]:
+def _top_k(logits: Float[Array, "B V"], k: Int[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps the k greatest, and all that equal the k-th; all where k is 0."""
-    keys = _ordered_bits(scores)
-    count = jnp.where(k > 0, jnp.minimum(k, scores.shape[-1]), scores.shape[-1])
-    least = _greatest(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= count, scores.shape[0])
-    return jnp.where(keys < least[:, None], -jnp.inf, scores)
+    keys = _ordered_bits(logits)
+    count = jnp.where(k > 0, jnp.minimum(k, logits.shape[-1]), logits.shape[-1])
+    least = _greatest(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= count, logits.shape[0])
+    return jnp.where(keys < least[:, None], -jnp.inf, logits)
 
 
-def _top_p(scores: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
+def _top_p(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps the smallest set of likeliest tokens whose probability reaches p (https://arxiv.org/abs/1904.09751)."""
-    keys, probabilities = _ordered_bits(scores), jax.nn.softmax(scores, axis=-1)
+    keys, probabilities = _ordered_bits(logits), jax.nn.softmax(logits, axis=-1)
 
     def ruled_out(key: Array) -> Array:
         return jnp.sum(jnp.where(keys < key[:, None], probabilities, 0), axis=-1) <= 1 - p
 
     # The likeliest stays even where rounding leaves the whole row's sum at or below 1 - p.
-    least = jnp.minimum(_greatest(ruled_out, scores.shape[0]), keys.max(-1))
-    return jnp.where((keys < least[:, None]) & (p < 1)[:, None], -jnp.inf, scores)
+    least = jnp.minimum(_greatest(ruled_out, logits.shape[0]), keys.max(-1))
+    return jnp.where((keys < least[:, None]) & (p < 1)[:, None], -jnp.inf, logits)
 
 
-def _min_p(scores: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
+def _min_p(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps tokens at least p times as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
-    probabilities = jax.nn.softmax(scores, axis=-1)
-    return jnp.where(probabilities < p[:, None] * probabilities.max(-1, keepdims=True), -jnp.inf, scores)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    return jnp.where(probabilities < p[:, None] * probabilities.max(-1, keepdims=True), -jnp.inf, logits)
 
 
-def _ordered_bits(scores: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+def _ordered_bits(logits: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
     """Whole numbers in the same order as the floats (their bits, with the negative half turned over)."""
-    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _greatest(holds: Callable[[Array], Array], rows: int) -> UInt32[Array, "B"]:
     """The greatest number of 32 bits for which `holds`, which holds below it and not above; 0 if it never does.
 
-    A cut in a row of scores is found so, bit by bit in 32 passes, because sorting 50,000 of them takes XLA on a CPU as
+    A cut in a row of logits is found so, bit by bit in 32 passes, because sorting 50,000 of them takes XLA on a CPU as
     long as half a decode step of a 135M model.
     """
 
@@ -445,10 +445,12 @@ def decode(
         inputs = Inputs(feed.token[:, None], feed.length[:, None], alive.astype(jnp.int32)[:, None])
         hidden, cache, _ = forward(params, spec, compute, inputs, cache=Cache(layers, feed.length))
         assert cache is not None
-        scores = logits(params, spec, hidden)[:, 0]
-        processed = process_logits(scores, counts, switches, knobs)
+        token_logits = logits(params, spec, hidden)[:, 0]
+        processed = process_logits(token_logits, counts, switches, knobs)
         token = draw_token(processed, feed.length + 1, switches, knobs)
-        decoded = _note_step(decoded, i, alive, scores, token, processed if switches.reports_drawn else scores)
+        decoded = _note_step(
+            decoded, i, alive, token_logits, token, processed if switches.reports_drawn else token_logits
+        )
         stopped = (token[:, None] == feed.stop_ids).any(-1)
         remaining = jnp.where(alive & ~stopped, feed.remaining - 1, 0)
         feed = dataclasses.replace(feed, token=token, length=cache.lengths, remaining=remaining)
@@ -477,14 +479,14 @@ def _note_step(
     decoded: Decoded,
     step: Array,
     alive: Bool[Array, "B"],
-    scores: Float[Array, "B V"],
+    logits: Float[Array, "B V"],
     token: Int[Array, "B"],
     reported: Float[Array, "B V"],
 ) -> Decoded:
     """With what step number `step` generated; log-probabilities are those of the logits `reported`."""
     tokens = decoded.tokens.at[:, step].set(jnp.where(alive, token, -1))
     # A row that is not alive sees nothing, so what it computes does not matter.
-    finite = decoded.finite & (~alive | jnp.isfinite(scores).all(-1))
+    finite = decoded.finite & (~alive | jnp.isfinite(logits).all(-1))
     probabilities = decoded.probabilities
     if probabilities is not None:
         new = log_probabilities(reported, token, probabilities.tokens.shape[-1])
@@ -531,8 +533,8 @@ def _logits(params: Tree, tokens: jax.Array, length: jax.Array, *, spec: ModelSp
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     real = positions < length
     inputs = Inputs(tokens, jnp.where(real, positions, 0), real.astype(jnp.int32))
-    scores = logits(params, spec, forward(params, spec, compute, inputs).hidden)
-    return constrain(scores, compute.layout, *("whole",) * scores.ndim)
+    token_logits = logits(params, spec, forward(params, spec, compute, inputs).hidden)
+    return constrain(token_logits, compute.layout, *("whole",) * token_logits.ndim)
 
 
 def token_rows(token_ids: ArrayLike | Sequence[object], vocab: int) -> np.ndarray:

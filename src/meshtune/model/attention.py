@@ -62,12 +62,12 @@ def attend(
     compute: Compute,
     *,
     chunk: int | None = None,
-    **scores: Any,
+    **options: Any,
 ) -> Float[Array, "B T H h"]:
     """Attention of the tokens `rows` to those of `past`, None for themselves.
 
-    With `chunk` a token sees only its own part of its document, each of that many tokens. `scores` are arguments of the
-    kernels: scale, window, softcap, causal, slopes, sinks.
+    With `chunk` a token sees only its own part of its document, each of that many tokens. `options` are arguments of
+    the kernels: scale, window, softcap, causal, slopes, sinks.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
     q_segments, q_parents = rows.segment_ids, rows.parent_ids
@@ -85,12 +85,12 @@ def attend(
         kv_segments=kv_segments,
         q_parents=q_parents,
         backend=compute.attention,
-        aligned=past is None and scores.get("causal", True),
+        aligned=past is None and options.get("causal", True),
         sharding=None if compute.layout is None else compute.layout.attention_sharding(),
         platform=compute.platform,
         chip=compute.chip,
         packed=compute.packed or chunk is not None,
-        **scores,
+        **options,
     )
 
 
@@ -133,12 +133,12 @@ def kernel_request(
     compute: Compute,
     *,
     chunk: int | None = None,
-    **scores: Any,
+    **options: Any,
 ) -> AttentionRequest:
     """The kernels' request for `rows` (their number, tokens that attend and tokens that are attended to in each) with
     `heads` (of queries, of keys and values, numbers in each).
 
-    `chunk` is that of `attend`; `scores` are fields of AttentionRequest.
+    `chunk` is that of `attend`; `options` are fields of AttentionRequest.
     """
     batch, q_length, kv_length = rows
     count, kv_heads, head_dim = heads
@@ -154,8 +154,8 @@ def kernel_request(
         chip=compute.chip,
         packed=compute.packed or chunk is not None,
         parents=compute.shared_prompts,
-        aligned=q_length == kv_length and scores.get("causal", True),
-        **scores,
+        aligned=q_length == kv_length and options.get("causal", True),
+        **options,
     )
 
 

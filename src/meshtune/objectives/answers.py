@@ -1,4 +1,4 @@
-"""Scores of batches, and log-probabilities of the answers in packed rows.
+"""Summed losses of batches, and log-probabilities of the answers in packed rows.
 
 A row of T positions holds segments 1, 2, ...; values per segment are an array [B, S]. The reductions are written as
 sums over comparisons rather than as a scatter, so that a mesh that splits rows or positions can compute partial sums
@@ -52,7 +52,7 @@ class WeightedMetric(NamedTuple):
 NO_SUMS: Sums = {}
 
 
-class Score(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over a batch, as float32 scalars.
 
     The loss to report and to differentiate is `loss / weight`, divided once after all micro-batches, devices and
@@ -67,9 +67,11 @@ class Score(NamedTuple):
 
 
 class Objective(Protocol):
-    """Computes the Score of one micro-batch. `rng` is None where nothing is random, as in evaluation."""
+    """Computes the LossSums of one micro-batch. `rng` is None where nothing is random, as in evaluation."""
 
-    def __call__(self, params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score: ...
+    def __call__(
+        self, params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None
+    ) -> LossSums: ...
 
 
 @functools.cache
@@ -79,27 +81,27 @@ def logits_of(spec: ModelSpec, temperature: float = 1.0) -> Callable[[Tree, Arra
     return function if temperature == 1.0 else lambda head, hidden: function(head, hidden) / temperature
 
 
-def with_layers(spec: ModelSpec, score: Score) -> Score:
-    """The score with what its layers' sums add to the mean loss, the metric `aux_loss`, and the layers' own metrics."""
-    if not score.layers:
-        return score
-    result = layers_result(spec, score.layers)
-    metrics = {**score.metrics, **{name: WeightedMetric(*metric) for name, metric in result.metrics.items()}}
+def with_layers(spec: ModelSpec, loss_sums: LossSums) -> LossSums:
+    """The sums with what its layers' sums add to the mean loss, the metric `aux_loss`, and the layers' own metrics."""
+    if not loss_sums.layers:
+        return loss_sums
+    result = layers_result(spec, loss_sums.layers)
+    metrics = {**loss_sums.metrics, **{name: WeightedMetric(*metric) for name, metric in result.metrics.items()}}
     if result.loss is None:
-        return Score(score.loss, score.weight, metrics)
-    loss = result.loss * score.weight
-    return Score(score.loss + loss, score.weight, {**metrics, "aux_loss": jax.lax.stop_gradient(loss)})
+        return LossSums(loss_sums.loss, loss_sums.weight, metrics)
+    loss = result.loss * loss_sums.weight
+    return LossSums(loss_sums.loss + loss, loss_sums.weight, {**metrics, "aux_loss": jax.lax.stop_gradient(loss)})
 
 
-def metric_means(score: Score) -> dict[str, Float[Array, ""]]:
-    """Every metric of summed scores as a mean; 0 where its weight is 0."""
+def metric_means(loss_sums: LossSums) -> dict[str, Float[Array, ""]]:
+    """Every metric of summed losses as a mean; 0 where its weight is 0."""
 
     def mean(total: Array, weight: Array) -> Array:
         return total / jnp.where(weight > 0, weight, 1.0)
 
     return {
-        name: mean(*metric) if isinstance(metric, WeightedMetric) else mean(metric, score.weight)
-        for name, metric in score.metrics.items()
+        name: mean(*metric) if isinstance(metric, WeightedMetric) else mean(metric, loss_sums.weight)
+        for name, metric in loss_sums.metrics.items()
     }
 
 
@@ -168,7 +170,7 @@ class AnswerLogProbs(NamedTuple):
 
     `first` and `second` [B, U] are the log-probabilities of the answers, `lengths` a pair of [B, U] with the answers'
     lengths in tokens, `unit_mask` [B, U] is 1 where a unit exists. `nll` is the batch's weighted cross-entropy (see
-    score.Batch), summed. `layers` are the layers' sums.
+    data.loader), summed. `layers` are the layers' sums.
     """
 
     first: Float[Array, "B U"]

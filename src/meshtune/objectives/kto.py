@@ -9,7 +9,14 @@ from jaxtyping import Array
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import Batch, Objective, Score, WeightedMetric, answer_log_probs, reference_log_probs
+from meshtune.objectives.answers import (
+    Batch,
+    LossSums,
+    Objective,
+    WeightedMetric,
+    answer_log_probs,
+    reference_log_probs,
+)
 from meshtune.objectives.config import KtoConfig
 from meshtune.objectives.preference import masked_sum
 
@@ -23,7 +30,7 @@ def make(config: KtoConfig) -> Objective:
     """
     beta = config.beta
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         answers = answer_log_probs(params, spec, compute, batch, rng)
         reference = reference_log_probs(params, spec, compute, batch)
         unit_mask, good = answers.unit_mask, batch["values"] > 0
@@ -49,6 +56,6 @@ def make(config: KtoConfig) -> Objective:
             "logps/rejected": mean_over(~good, answers.first),
             "kl": kl * count,
         }
-        return Score(masked_sum(losses, unit_mask), count, metrics, answers.layers)
+        return LossSums(masked_sum(losses, unit_mask), count, metrics, answers.layers)
 
     return objective

@@ -21,8 +21,8 @@ from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import (
     Batch,
+    LossSums,
     Objective,
-    Score,
     WeightedMetric,
     max_segments,
     segment_sum,
@@ -64,7 +64,7 @@ def grpo(config: GrpoConfig, temperature: float = 1.0) -> Objective:
     every ratio is 1; without `reference_tokens` the reference is the model without its adapters.
     """
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         completions = _completions(params, spec, compute, batch, rng, temperature)
         mask, advantages = completions.mask, batch["advantages"]
         log_weights = completions.log_ratio
@@ -89,7 +89,7 @@ def grpo(config: GrpoConfig, temperature: float = 1.0) -> Objective:
         loss = _masked_sum(losses, batch["weights"])
         if config.entropy_coef:
             loss = loss - config.entropy_coef * _masked_sum(completions.entropies, batch["entropy_weights"])
-        return Score(loss, jnp.sum(batch["units"]), metrics, completions.layers)
+        return LossSums(loss, jnp.sum(batch["units"]), metrics, completions.layers)
 
     return objective
 
@@ -100,14 +100,14 @@ def rloo(config: RlooConfig, temperature: float = 1.0) -> Objective:
     The KL divergence from the reference is in the rewards. `temperature` and `old` as for `grpo`.
     """
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         completions = _completions(params, spec, compute, batch, rng, temperature)
         ratio = jnp.exp(completions.sum_over_completion(completions.log_ratio))
         losses = _ppo_losses(ratio, batch["advantages"], 1 - config.epsilon, 1 + config.upper_epsilon)
         if "policy_weights" in batch:
             losses = losses * batch["policy_weights"]
         metrics = _metrics(config, completions, ratio, completions.mask / completions.length, batch)
-        return Score(_masked_sum(losses, batch["weights"]), jnp.sum(batch["units"]), metrics, completions.layers)
+        return LossSums(_masked_sum(losses, batch["weights"]), jnp.sum(batch["units"]), metrics, completions.layers)
 
     return objective
 

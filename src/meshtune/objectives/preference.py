@@ -9,7 +9,14 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import AnswerLogProbs, Batch, Objective, Score, answer_log_probs, reference_log_probs
+from meshtune.objectives.answers import (
+    AnswerLogProbs,
+    Batch,
+    LossSums,
+    Objective,
+    answer_log_probs,
+    reference_log_probs,
+)
 from meshtune.objectives.config import CpoConfig, DpoConfig, OrpoConfig, SimpoConfig
 
 PerPair = Float[Array, "*pairs"]
@@ -69,7 +76,7 @@ def preference_score(
     rewards: tuple[PerPair, PerPair],
     sft_weight: float = 0.0,
     **metrics: PerPair,
-) -> Score:
+) -> LossSums:
     """Sums `losses` and the metrics of a preference stage over the pairs that exist.
 
     `rewards` are those of the chosen and the rejected answers. With `sft_weight` that many times the cross-entropy of
@@ -87,7 +94,7 @@ def preference_score(
     if sft_weight:
         loss = loss + sft_weight * answers.nll
         sums["nll"] = jax.lax.stop_gradient(answers.nll)
-    return Score(loss, jnp.sum(answers.unit_mask), sums, answers.layers)
+    return LossSums(loss, jnp.sum(answers.unit_mask), sums, answers.layers)
 
 
 def dpo(config: DpoConfig) -> Objective:
@@ -97,7 +104,7 @@ def dpo(config: DpoConfig) -> Objective:
     """
     beta, smoothing = config.beta, config.label_smoothing
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         answers = answer_log_probs(params, spec, compute, batch, rng, tail=config.ld_alpha)
         reference = reference_log_probs(params, spec, compute, batch, tail=config.ld_alpha)
         chosen, rejected = answers.first - reference[0], answers.second - reference[1]
@@ -123,7 +130,7 @@ def cpo(config: CpoConfig) -> Objective:
     """
     beta = config.beta
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         answers = answer_log_probs(params, spec, compute, batch, rng)
         if config.loss == "ipo":
             per_token = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
@@ -147,7 +154,7 @@ def orpo(config: OrpoConfig) -> Objective:
     The chosen answers' cross-entropy per token, plus -beta log sigmoid(log odds ratio) per pair.
     """
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         answers = answer_log_probs(params, spec, compute, batch, rng)
         chosen, rejected = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
         odds = log_odds(chosen, rejected)
@@ -166,7 +173,7 @@ def simpo(config: SimpoConfig) -> Objective:
     """
     beta = config.beta
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         answers = answer_log_probs(params, spec, compute, batch, rng)
         chosen, rejected = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
         answers = answers._replace(first=chosen, second=rejected)

@@ -15,7 +15,7 @@ from meshtune.model.gather import to_device
 from meshtune.model.inputs import inputs_of
 from meshtune.model.linear import linear
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import Batch, Objective, Score, by_side, max_segments, segment_sum
+from meshtune.objectives.answers import Batch, LossSums, Objective, by_side, max_segments, segment_sum
 from meshtune.objectives.config import RmConfig
 from meshtune.objectives.preference import masked_sum, reward_metrics
 
@@ -27,7 +27,7 @@ def make(config: RmConfig) -> Objective:
     (https://arxiv.org/abs/2307.09288), or 0.
     """
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         values, layers = segment_scores(params, spec, compute, batch, rng)
         chosen, rejected = by_side(values)
         unit_mask = batch["units"]
@@ -36,7 +36,7 @@ def make(config: RmConfig) -> Objective:
             losses = losses + config.centre * (chosen + rejected) ** 2
         per_pair = reward_metrics(*map(jax.lax.stop_gradient, (chosen, rejected)))
         metrics = {name: masked_sum(values, unit_mask) for name, values in per_pair.items()}
-        return Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics, layers)
+        return LossSums(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics, layers)
 
     return objective
 

@@ -15,7 +15,7 @@ from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import Batch, Objective, Score, logits_of, max_segments, segment_sum, to_tokens
+from meshtune.objectives.answers import Batch, LossSums, Objective, logits_of, max_segments, segment_sum, to_tokens
 from meshtune.objectives.config import SftConfig
 
 
@@ -25,7 +25,7 @@ def make(config: SftConfig) -> Objective:
     The metric `accuracy` is the weight of targets that are the model's most likely token.
     """
 
-    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
         perturb = None
         if config.neftune_alpha is not None and rng is not None:
             perturb = _embedding_noise(config.neftune_alpha, batch, jax.random.fold_in(rng, _NEFTUNE))
@@ -45,7 +45,7 @@ def make(config: SftConfig) -> Objective:
             smoothing=config.label_smoothing,
             by_probability=config.loss == "dft",
         )
-        return Score(loss, jnp.sum(weights), {"accuracy": correct}, sums)
+        return LossSums(loss, jnp.sum(weights), {"accuracy": correct}, sums)
 
     return objective
 

@@ -1,7 +1,7 @@
 """The stages of training: the objective of each, and what data it is computed from.
 
-An objective is a function (params, spec, compute, batch, rng) -> Score. Adding one takes a dataclass of its options in
-objectives/config.py, a module with `make(options) -> Objective`, a line in STAGES, and a line in config/sections.py,
+An objective is a function (params, spec, compute, batch, rng) -> LossSums. Adding one takes a dataclass of its options
+in objectives/config.py, a module with `make(options) -> Objective`, a line in STAGES, and a line in config/sections.py,
 which makes the options recipe keys.
 """
 

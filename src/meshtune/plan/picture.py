@@ -62,7 +62,7 @@ def _memory(axes: Axes, reports: Sequence[PlanReport]) -> None:
         verdict = "fits" if report.best.fits else "does not fit"
         label = f"{used:.1f} GiB, {verdict}" + ("" if report.best.compiled else " (estimated)")
         axes.text(0, position + 0.32, label, color=INK, fontsize=9, va="bottom")
-    axes.set_yticks(positions, [f"{report.target}\n{report.best.scored.mesh}" for report in reports])
+    axes.set_yticks(positions, [f"{report.target}\n{report.best.predicted.mesh}" for report in reports])
     axes.set_ylim(-0.6, len(reports) - 0.3)
     axes.set_xlim(0, 1.05 * max([*start, *(report.target.device.memory / GIB for report in reports)]))
     axes.set_title("memory per device (GiB)", loc="left", color=INK, fontsize=11, pad=12)

@@ -137,11 +137,11 @@ def _times(report: PlanReport) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    candidate = best.scored.candidate
+    candidate = best.predicted.candidate
     micro = f" in {candidate.accumulation} micro-batches" if candidate.accumulation > 1 else ""
     rows = candidate.rows * candidate.accumulation
     batch = f"{rows} x {candidate.length} tokens per update{micro}"
-    table.add_row("\nmesh", f"\n{best.scored.mesh}, {batch}, remat {candidate.remat}")
+    table.add_row("\nmesh", f"\n{best.predicted.mesh}, {batch}, remat {candidate.remat}")
     exposed = 100 * times.exposed / times.seconds
     waiting = f", {exposed:.0f}% of it waiting for transfers" if exposed > 1 else ""
     table.add_row("an update", f"{format_duration(times.seconds)}, bound by {RESOURCES[times.bound_by]}{waiting}")
@@ -180,13 +180,13 @@ def _remedies(report: PlanReport) -> Table:
     for heading in ("", "remedy", "costs", "per device", ""):
         table.add_column(heading, justify="right" if heading == "per device" else "left", overflow="fold")
     for remedy in report.remedies:
-        if remedy.scored is None:
+        if remedy.predicted is None:
             table.add_row("-", remedy.name, remedy.cost, "", remedy.refusal, style="dim")
         elif remedy.redundant:
             table.add_row("", remedy.name, remedy.cost, "", "not needed in the end", style="dim")
         else:
             mark = "[green]fits[/]" if remedy.fits else "[red]no[/]"
-            size = size_in_words(remedy.scored.estimate.device_bytes)
+            size = size_in_words(remedy.predicted.estimate.device_bytes)
             table.add_row(mark, remedy.name, remedy.cost, size, "")
     return table
 
@@ -199,11 +199,11 @@ def _candidates(report: PlanReport) -> Table:
         wraps = heading in ("mesh", "host, base")
         table.add_column(heading, justify="right" if heading in numeric else "left", no_wrap=not wraps)
     for rank, plan in enumerate(report.table, 1):
-        candidate, times = plan.scored.candidate, plan.roofline
-        base = plan.scored.overrides.get("quantize")
+        candidate, times = plan.predicted.candidate, plan.roofline
+        base = plan.predicted.overrides.get("quantize")
         table.add_row(
             (str(rank) if plan.fits else "[red]-[/]") + ("[green]*[/]" if plan.compiled else ""),
-            str(MeshConfig(**plan.scored.mesh.sizes)),
+            str(MeshConfig(**plan.predicted.mesh.sizes)),
             str(candidate.rows),
             candidate.remat,
             ", ".join([*candidate.offload, *([str(base)] if base else [])]),
@@ -219,7 +219,7 @@ def _candidates(report: PlanReport) -> Table:
 def _next_command(report: PlanReport, arguments: Sequence[str]) -> Text:
     best = report.best
     if best.fits:
-        command = " ".join(["meshtune train", *arguments, *override_arguments(best.scored.shown_overrides)])
+        command = " ".join(["meshtune train", *arguments, *override_arguments(best.predicted.shown_overrides)])
         return Text.assemble(("\nrun it with  ", "bold"), (command, "cyan"))
     if report.smallest is not None:
         return Text.assemble(("\nthe smallest machine that would hold it  ", "bold"), (str(report.smallest), "cyan"))

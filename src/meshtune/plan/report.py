@@ -26,7 +26,15 @@ from meshtune.plan.compilers.process import Progress
 from meshtune.setup.choices import Decision
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.fit import Remedy, smallest_machine, try_remedies
-from meshtune.setup.search import RESERVE, ScoredCandidate, memory_limit, open_keys, rank_candidates, score, workload_of
+from meshtune.setup.search import (
+    RESERVE,
+    PredictedCandidate,
+    memory_limit,
+    open_keys,
+    predict_candidate,
+    rank_candidates,
+    workload_of,
+)
 
 CompileStep = Callable[[Recipe, Target], Compiled]
 
@@ -111,7 +119,7 @@ SHOWN_CANDIDATES = 12
 class StepPlan:
     """The memory and time of a step on one target. Bytes are per device; `compiled` is None if they are estimated."""
 
-    scored: ScoredCandidate
+    predicted: PredictedCandidate
     compiled: Compiled | None
     breakdown: dict[str, int]
     host: dict[str, int]
@@ -190,11 +198,11 @@ def report_for(
     if keys:
         ranked = rank_candidates(recipe, target, keys)
     else:
-        ranked = [score(recipe, target, workload_of(recipe, target.device.backend))]
+        ranked = [predict_candidate(recipe, target, workload_of(recipe, target.device.backend))]
     wanted_fits = COMPILED_CANDIDATES if search else 1
     table: list[StepPlan] = []
-    for scored in ranked[: 2 * wanted_fits]:
-        table.append(plan_step(scored, compile_step, reserve))
+    for predicted in ranked[: 2 * wanted_fits]:
+        table.append(plan_step(predicted, compile_step, reserve))
         if sum(plan.fits for plan in table) >= wanted_fits:
             break
     if search:
@@ -206,8 +214,10 @@ def report_for(
         remedies, remedied = _apply_remedies(best, recipe, compile_step, reserve)
         if remedied is None:
             smallest = smallest_machine(recipe, target)
-    workload = best.scored.candidate.workload
-    estimated = [plan_step(scored, None, reserve) for scored in ranked[len(table) : SHOWN_CANDIDATES]] if search else []
+    workload = best.predicted.candidate.workload
+    estimated = (
+        [plan_step(predicted, None, reserve) for predicted in ranked[len(table) : SHOWN_CANDIDATES]] if search else []
+    )
     return PlanReport(
         target,
         best,
@@ -224,40 +234,40 @@ def report_for(
     )
 
 
-def plan_step(scored: ScoredCandidate, compile_step: CompileStep | None, reserve: float = RESERVE) -> StepPlan:
+def plan_step(predicted: PredictedCandidate, compile_step: CompileStep | None, reserve: float = RESERVE) -> StepPlan:
     """The plan of one candidate with the compiler's figures, or with the estimate where there is no compiler."""
-    candidate = scored.candidate
+    candidate = predicted.candidate
     target, limit = candidate.target, memory_limit(candidate.target, reserve)
     if compile_step is None:
-        estimated, collectives = scored.estimate, estimated_collectives(candidate)
+        estimated, collectives = predicted.estimate, estimated_collectives(candidate)
         return StepPlan(
-            scored,
+            predicted,
             None,
             estimated.breakdown,
             estimated.host,
             estimated.device_bytes,
-            scored.roofline,
+            predicted.roofline,
             collectives,
             limit,
         )
-    compiled = compile_step(scored.recipe, target)
+    compiled = compile_step(predicted.recipe, target)
     if compiled.collectives is None:
         collectives = estimated_collectives(candidate)
     else:
         collectives = [_collective(record) for record in compiled.collectives]
     dtype = candidate.workload.precision.compute
     times = roofline(work_of(candidate), collectives, target, dtype=dtype, trip_count=candidate.loss_chunks)
-    breakdown, host = split_by_role(scored, compiled)
-    return StepPlan(scored, compiled, breakdown, host, compiled.device_bytes, times, collectives, limit)
+    breakdown, host = split_by_role(predicted, compiled)
+    return StepPlan(predicted, compiled, breakdown, host, compiled.device_bytes, times, collectives, limit)
 
 
-def split_by_role(scored: ScoredCandidate, compiled: Compiled) -> tuple[dict[str, int], dict[str, int]]:
+def split_by_role(predicted: PredictedCandidate, compiled: Compiled) -> tuple[dict[str, int], dict[str, int]]:
     """The compiler's bytes by role, of the device and of the host.
 
     Arguments are split by their shapes. Of the temporaries, gradients are what their shapes would take and activations
     are the remainder.
     """
-    estimated = scored.estimate.breakdown
+    estimated = predicted.estimate.breakdown
     device = {role: sizes.get("device", 0) for role, sizes in compiled.breakdown.items()}
     trained, adapters = device.get("trained", 0), estimated["adapters"]
     trained_in_full = max(0, trained - adapters)
@@ -289,8 +299,8 @@ def _apply_remedies(
     best: StepPlan, recipe: Recipe, compile_step: CompileStep | None, reserve: float
 ) -> tuple[list[Remedy], StepPlan | None]:
     """The remedies tried, and the plan with all of them if the compiler (or the estimate) says that it fits."""
-    remedies = try_remedies(best.scored, recipe)
-    last = next((remedy.scored for remedy in reversed(remedies) if remedy.scored is not None), None)
+    remedies = try_remedies(best.predicted, recipe)
+    last = next((remedy.predicted for remedy in reversed(remedies) if remedy.predicted is not None), None)
     if last is None or not last.fits:
         return remedies, None
     plan = plan_step(last, compile_step, reserve)
@@ -300,7 +310,7 @@ def _apply_remedies(
 def to_json(report: PlanReport) -> dict[str, object]:
     """The JSON form of a report, as `meshtune plan --json` prints it; docs/plan.md describes the keys."""
     best, times = report.best, report.best.roofline
-    compiled, candidate = best.compiled, best.scored.candidate
+    compiled, candidate = best.compiled, best.predicted.candidate
     return {
         "target": str(report.target),
         "fits": best.fits,
@@ -314,7 +324,7 @@ def to_json(report: PlanReport) -> dict[str, object]:
         "breakdown": best.breakdown,
         "host_breakdown": best.host,
         "compile_seconds": compiled.lower_seconds + compiled.compile_seconds if compiled else None,
-        "mesh": best.scored.mesh.sizes,
+        "mesh": best.predicted.mesh.sizes,
         "rows": candidate.rows,
         "row_length": candidate.length,
         "accumulation": candidate.accumulation,
@@ -339,7 +349,7 @@ def to_json(report: PlanReport) -> dict[str, object]:
         "run_seconds": report.run_seconds,
         "cost": report.cost,
         "notes": [choice.text for choice in report.coverage],
-        "recipe_overrides": best.scored.shown_overrides,
+        "recipe_overrides": best.predicted.shown_overrides,
         "remedies": [_remedy_to_json(remedy) for remedy in report.remedies],
         "smallest_machine": str(report.smallest) if report.smallest else None,
         "candidates": [_candidate_to_json(plan) for plan in report.table],
@@ -351,7 +361,7 @@ def _remedy_to_json(remedy: Remedy) -> dict[str, object]:
         "remedy": remedy.name,
         "cost": remedy.cost,
         "fits": remedy.fits,
-        "device_bytes": remedy.scored.estimate.device_bytes if remedy.scored else None,
+        "device_bytes": remedy.predicted.estimate.device_bytes if remedy.predicted else None,
         "refused": remedy.refusal or None,
         "overrides": remedy.overrides,
     }
@@ -359,7 +369,7 @@ def _remedy_to_json(remedy: Remedy) -> dict[str, object]:
 
 def _candidate_to_json(plan: StepPlan) -> dict[str, object]:
     return {
-        "recipe_overrides": plan.scored.shown_overrides,
+        "recipe_overrides": plan.predicted.shown_overrides,
         "fits": plan.fits,
         "estimated": plan.compiled is None,
         "device_bytes": plan.device_bytes,

@@ -31,6 +31,7 @@ class Scorer:
         def score(params: Tree, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             mask = batch["completion"] > 0
             scores = token_log_probs(params, spec, compute, dict(batch), mask, None, temperature, entropies=True)
+            assert scores.entropies is not None
             return scores.log_probs, scores.entropies
 
         self._score = jax.jit(score, out_shardings=whole, compiler_options=options)

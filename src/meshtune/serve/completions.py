@@ -22,7 +22,7 @@ class TextCompletion:
     request: CompletionRequest
     served: Served
     choices: Sequence[ChoiceRequest]
-    scored: dict[tuple[int, ...], list[Token]] = dataclasses.field(default_factory=dict)  # prompts
+    prompts: dict[tuple[int, ...], list[Token]] = dataclasses.field(default_factory=dict)  # with log-probabilities
 
     @property
     def head(self) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class TextCompletion:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether prompts are scored."""
+        """Whether prompts' log-probabilities are asked for."""
         return self.request.echo and self.request.logprobs is not None
 
     def choice(self, request: ChoiceRequest, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
@@ -39,9 +39,9 @@ class TextCompletion:
         text = "".join(delta.text for delta in deltas)
         tokens = [token for delta in deltas for token in delta.tokens]
         if self.request.echo:
-            before, scored = self._echo(request.request.prompt)
+            before, prompt_tokens = self._echo(request.request.prompt)
             text = before + text
-            tokens = scored + [
+            tokens = prompt_tokens + [
                 PlacedToken(token, place._replace(offset=place.offset + len(before))) for token, place in tokens
             ]
         return self._choice(request.index, text, tokens, deltas[-1].finish_reason)
@@ -65,13 +65,13 @@ class TextCompletion:
         served, decoder = self.served, Detokenizer(self.served.model.tokenizer)
         if self.request.logprobs is None:
             return decoder.push(prompt) + decoder.finish(), []
-        if prompt not in self.scored:
-            scored = served.model.token_log_probabilities(list(prompt), self.request.logprobs)
-            self.scored[prompt] = [Token(prompt[0]), *scored]
+        if prompt not in self.prompts:
+            tokens = served.model.token_log_probabilities(list(prompt), self.request.logprobs)
+            self.prompts[prompt] = [Token(prompt[0]), *tokens]
         alignment = Alignment(decoder, served.token_bytes, served.special_ids, continued=False)
         parts = [*(alignment.push(id_) for id_ in prompt), alignment.finish()]
         places: list[Place] = [place for _, several in parts for place in several]
-        return "".join(text for text, _ in parts), list(map(PlacedToken, self.scored[prompt], places))
+        return "".join(text for text, _ in parts), list(map(PlacedToken, self.prompts[prompt], places))
 
 
 def prepare_completion(request: CompletionRequest, served: Served, client: str, seed: int) -> TextCompletion:

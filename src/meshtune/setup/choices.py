@@ -206,7 +206,7 @@ def compute_of(
     options = recipe.compute
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
-    remat, why = _remat_of(recipe, attention_chunk)
+    remat, why = _remat_of(recipe)
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
     chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
     tokens = Decision("loss_chunk", Translatable("{count} tokens", count=chunk * rows), reason)
@@ -236,17 +236,13 @@ def compute_of(
     return compute, decisions
 
 
-def _remat_of(recipe: Recipe, attention_chunk: int | None) -> tuple[RematName, str]:
-    """Decides remat where no search has: setup.search, which `train` and `plan` run first, compares the possible ones
-    unless the optimizer fixes it."""
-    remat, offload = recipe.compute.remat, recipe.compute.offload
+def _remat_of(recipe: Recipe) -> tuple[RematName, str]:
+    """The remat that a recipe asks for; setup.search has decided `auto`, but for optimizers that fix it."""
+    remat = recipe.compute.remat
     if remat != "auto":
         return remat, Translatable("asked for")
-    if recipe.optimizer.layerwise:
-        return "full", Translatable("auto: each layer is made again when its update comes")
-    if attention_chunk or "residual" in offload:
-        return "full", Translatable("auto: what would be kept is far more than the residual stream")
-    return "selective", Translatable("auto: products are kept")
+    assert recipe.optimizer.layerwise, "setup.search decides compute.remat: auto"
+    return "full", Translatable("auto: each layer is made again when its update comes")
 
 
 def _block_decisions(compute: Compute, spec: ModelSpec) -> list[Decision]:

@@ -20,14 +20,14 @@ from meshtune.setup.search import (
     REMAT,
     Overrides,
     OverrideValue,
-    ScoredCandidate,
+    PredictedCandidate,
     apply_overrides,
     autotune,
     memory_limit,
     open_keys,
     override_arguments,
+    predict_candidate,
     rank_candidates,
-    score,
     workload_of,
 )
 from meshtune.setup.shortage import MemoryShortage, size_in_words
@@ -48,19 +48,19 @@ class Remedy:
 
     name: str
     cost: str
-    scored: ScoredCandidate | None
+    predicted: PredictedCandidate | None
     refusal: str = ""
     changes: Overrides = dataclasses.field(default_factory=dict)
     redundant: bool = False
 
     @property
     def fits(self) -> bool:
-        return self.scored is not None and self.scored.fits
+        return self.predicted is not None and self.predicted.fits
 
     @property
     def overrides(self) -> Overrides:
         """All overrides of the candidate, those of earlier remedies included."""
-        return {} if self.scored is None else self.scored.overrides
+        return {} if self.predicted is None else self.predicted.overrides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Proposal:
     fixed: str | None
 
 
-def try_remedies(start: ScoredCandidate, recipe: Recipe) -> list[Remedy]:
+def try_remedies(start: PredictedCandidate, recipe: Recipe) -> list[Remedy]:
     """Applies remedies, each on top of those before it, until the run fits. Keys that `recipe` sets are not changed."""
     remedies: list[Remedy] = []
     best = start
@@ -97,21 +97,21 @@ def try_remedies(start: ScoredCandidate, recipe: Recipe) -> list[Remedy]:
     return remedies
 
 
-def _without_redundant(remedies: list[Remedy], start: ScoredCandidate) -> list[Remedy]:
+def _without_redundant(remedies: list[Remedy], start: PredictedCandidate) -> list[Remedy]:
     """Marks the remedies that the last one makes unnecessary, and removes their overrides from its candidate."""
     last = remedies[-1]
-    assert last.scored is not None
-    best = last.scored
+    assert last.predicted is not None
+    best = last.predicted
     for remedy in remedies[:-1]:
         fewer = {key: value for key, value in best.overrides.items() if remedy.changes.get(key) != value}
-        if remedy.scored is None or len(fewer) == len(best.overrides):
+        if remedy.predicted is None or len(fewer) == len(best.overrides):
             continue
         restored = {key: start.overrides[key] for key in remedy.changes if key in start.overrides}
         reduced = _best_alternative(start, [{**fewer, **restored}])
         if not isinstance(reduced, str) and reduced.fits:
             best = reduced
     needed = set(best.overrides)
-    remedies = [*remedies[:-1], dataclasses.replace(last, scored=best)]
+    remedies = [*remedies[:-1], dataclasses.replace(last, predicted=best)]
     return [dataclasses.replace(remedy, redundant=not set(remedy.changes) <= needed) for remedy in remedies]
 
 
@@ -151,30 +151,30 @@ def _can_fit(recipe: Recipe, machine: Target) -> bool:
         for rows in sizes:
             overrides = {**lean, MESH: mesh, **({MICRO: rows} if MICRO in keys else {})}
             try:
-                if score(apply_overrides(recipe, overrides), machine, workload).fits:
+                if predict_candidate(apply_overrides(recipe, overrides), machine, workload).fits:
                     return True
             except UserError:
                 continue
     return False
 
 
-def _best_alternative(start: ScoredCandidate, alternatives: Sequence[Overrides]) -> ScoredCandidate | str:
+def _best_alternative(start: PredictedCandidate, alternatives: Sequence[Overrides]) -> PredictedCandidate | str:
     """The first alternative that fits, else the one that needs least memory, or the reason why none is possible."""
-    possible: list[ScoredCandidate] = []
+    possible: list[PredictedCandidate] = []
     target, reason = start.candidate.target, Translatable("it does not apply to this recipe")
     for overrides in alternatives:
         recipe = apply_overrides(start.recipe, overrides)
         try:
             quantised = QUANTIZE in overrides
             workload = workload_of(recipe, target.device.backend) if quantised else start.candidate.workload
-            scored = score(recipe, target, workload, {**start.overrides, **overrides})
+            predicted = predict_candidate(recipe, target, workload, {**start.overrides, **overrides})
         except UserError as error:
             reason = error.what
             continue
-        if scored.fits:
-            return scored
-        possible.append(scored)
-    return min(possible, key=lambda scored: scored.estimate.device_bytes) if possible else reason
+        if predicted.fits:
+            return predicted
+        possible.append(predicted)
+    return min(possible, key=lambda predicted: predicted.estimate.device_bytes) if possible else reason
 
 
 def _proposals(recipe: Recipe, candidate: Candidate) -> Iterator[_Proposal]:
@@ -259,10 +259,10 @@ class MemoryCheck:
 
     def before_loading(self) -> MemoryShortage | None:
         """The shortage that the estimate expects; None where it expects none, or knows nothing of the device."""
-        scored = self._score(self.resolved)
-        if scored is None:
+        predicted = self._predict(self.resolved)
+        if predicted is None:
             return None
-        estimated, free = scored.estimate, self.free
+        estimated, free = predicted.estimate, self.free
         on_device = estimated.device_bytes + (estimated.host_bytes if free.shared else 0)
         for needed, available, where in (
             (on_device, free.device, "on each device"),
@@ -292,38 +292,38 @@ class MemoryCheck:
     def micro_batch(self, compiled: int | None = None) -> int | None:
         """The largest smaller micro-batch that is expected to fit without any other change; None if none
         is."""
-        current = self._score(self.resolved)
+        current = self._predict(self.resolved)
         if current is None or self.recipe.optimizer.in_backward:
             return None
         smaller = (apply_overrides(self.resolved, {MICRO: rows}) for rows in self._smaller(current))
-        scored = (self._score(recipe) for recipe in smaller)
+        predicted = (self._predict(recipe) for recipe in smaller)
         room = self._room(current, compiled)
-        return next((fit.candidate.rows for fit in scored if fit is not None and self._bytes(fit) <= room), None)
+        return next((fit.candidate.rows for fit in predicted if fit is not None and self._bytes(fit) <= room), None)
 
     def changes(self, compiled: int | None = None) -> tuple[Overrides, int]:
         """(new values by key with which the run is expected to fit, the bytes per device that it then needs); {} if
         there are none."""
-        current = self._score(self.resolved)
+        current = self._predict(self.resolved)
         if current is None:
             return {}, 0
         room = self._room(current, compiled)
         for changes in self._proposals(current):
-            scored = self._score(self._resolve(changes))
-            if scored is not None and self._bytes(scored) <= room:
-                return changes, self._bytes(scored) * memory_limit(self._target) // room
+            predicted = self._predict(self._resolve(changes))
+            if predicted is not None and self._bytes(predicted) <= room:
+                return changes, self._bytes(predicted) * memory_limit(self._target) // room
         return {}, 0
 
-    def _room(self, current: ScoredCandidate, compiled: int | None) -> int:
+    def _room(self, current: PredictedCandidate, compiled: int | None) -> int:
         """The largest estimate that counts as fitting, in bytes per device. The compiler's figure for `current`
         corrects the estimates of the others."""
         factor = 1.0 if compiled is None else max(1.0, compiled / self._bytes(current))
         return max(1, int(memory_limit(self._target) / factor))
 
-    def _smaller(self, current: ScoredCandidate) -> list[int]:
+    def _smaller(self, current: PredictedCandidate) -> list[int]:
         """Smaller micro-batches, largest first."""
         return [n for n in range(current.candidate.rows - 1, 0, -1) if self.resolved.train.batch_size % n == 0]
 
-    def _proposals(self, current: ScoredCandidate) -> Iterator[Overrides]:
+    def _proposals(self, current: PredictedCandidate) -> Iterator[Overrides]:
         """Changes from the mildest to the strongest: fewer rows at once, with what else is open, then remedies."""
         keys = open_keys(self.recipe)
         in_backward = self.recipe.optimizer.in_backward
@@ -334,17 +334,21 @@ class MemoryCheck:
             )
         except UserError:
             ranked = []
-        fitting = [] if in_backward else [scored for scored in ranked if scored.fits and scored.candidate.rows < rows]
-        fitting.sort(key=lambda scored: -scored.candidate.rows)
-        yield from ({MICRO: n} for n in dict.fromkeys(scored.candidate.rows for scored in fitting))
-        yield from (scored.shown_overrides for scored in fitting)
+        fitting = (
+            []
+            if in_backward
+            else [predicted for predicted in ranked if predicted.fits and predicted.candidate.rows < rows]
+        )
+        fitting.sort(key=lambda predicted: -predicted.candidate.rows)
+        yield from ({MICRO: n} for n in dict.fromkeys(predicted.candidate.rows for predicted in fitting))
+        yield from (predicted.shown_overrides for predicted in fitting)
         if in_backward:
             yield from ({"train.batch_size": n} for n in range(rows - 1, 0, -1) if n & (n - 1) == 0)
-        start = min(ranked, key=lambda scored: scored.estimate.device_bytes, default=current)
+        start = min(ranked, key=lambda predicted: predicted.estimate.device_bytes, default=current)
         last = next((remedy for remedy in reversed(try_remedies(start, self.recipe)) if remedy.fits), None)
         if last is not None:
-            assert last.scored is not None
-            yield last.scored.shown_overrides
+            assert last.predicted is not None
+            yield last.predicted.shown_overrides
 
     @property
     def _target(self) -> Target:
@@ -355,16 +359,18 @@ class MemoryCheck:
         """The recipe with changes, its open keys chosen as a run would choose them."""
         return autotune(apply_overrides(self.recipe, changes), self.target)[0]
 
-    def _score(self, recipe: Recipe) -> ScoredCandidate | None:
+    def _predict(self, recipe: Recipe) -> PredictedCandidate | None:
         if not isinstance(recipe.mesh, MeshConfig):
             mesh: Mapping[str, int] = {} if self.layout is None else self.layout.mesh.shape
             recipe = apply_overrides(recipe, {MESH: {axis: n for axis, n in mesh.items() if n > 1} or {"fsdp": 1}})
         if recipe.train.micro_batch == "auto":
             recipe = apply_overrides(recipe, {MICRO: recipe.train.batch_size})
         try:
-            return score(recipe, self.target, workload_of(recipe, self.target.device.backend), length=self.length)
+            return predict_candidate(
+                recipe, self.target, workload_of(recipe, self.target.device.backend), length=self.length
+            )
         except UserError:
             return None
 
-    def _bytes(self, scored: ScoredCandidate) -> int:
-        return scored.estimate.device_bytes + (scored.estimate.host_bytes if self.free.shared else 0)
+    def _bytes(self, predicted: PredictedCandidate) -> int:
+        return predicted.estimate.device_bytes + (predicted.estimate.host_bytes if self.free.shared else 0)

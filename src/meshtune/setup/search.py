@@ -47,7 +47,7 @@ Overrides = Mapping[str, OverrideValue]  # new values by recipe key, with at mos
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredCandidate:
+class PredictedCandidate:
     """A candidate with what the analytic models predict. `overrides` are the keys in which its recipe was changed."""
 
     recipe: Recipe
@@ -105,13 +105,13 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
 
 def rank_candidates(
     recipe: Recipe, target: Target, keys: frozenset[str], *, length: int | None = None
-) -> list[ScoredCandidate]:
+) -> list[PredictedCandidate]:
     """All candidates that model and batch allow, best first: those that fit by time, then the others by memory.
 
     A quantised base changes results, so it is tried only if no candidate fits without. Rows have `length` tokens, by
     default data.max_length. Raises: UserError, that of the first candidate, if none is possible.
     """
-    candidates: list[ScoredCandidate] = []
+    candidates: list[PredictedCandidate] = []
     errors: list[UserError] = []
     for quantised in FORMATS if QUANTIZE in keys else (None,):
         variant = apply_overrides(recipe, {QUANTIZE: quantised}) if quantised else recipe
@@ -120,7 +120,7 @@ def rank_candidates(
             if quantised:
                 overrides = {**overrides, QUANTIZE: quantised}
             try:
-                candidates.append(score(candidate, target, workload, overrides, length=length))
+                candidates.append(predict_candidate(candidate, target, workload, overrides, length=length))
             except UserError as error:
                 errors.append(error)
         if any(candidate.fits for candidate in candidates):
@@ -142,13 +142,13 @@ def _nothing_possible(recipe: Recipe, target: Target, keys: frozenset[str], erro
     )
 
 
-def _rank(scored: ScoredCandidate) -> tuple[float, ...]:
+def _rank(predicted: PredictedCandidate) -> tuple[float, ...]:
     """Sort key: those that fit by time; with equal times, less offloading and fewer splits come first."""
-    sizes = scored.mesh.sizes
-    simplicity = (len(scored.candidate.offload), sizes["cp"], sizes["tp"], scored.candidate.accumulation)
-    if scored.fits:
-        return 0, round(math.log(scored.roofline.seconds) / math.log(EQUAL_TIME_FACTOR)), *simplicity
-    return 1, scored.estimate.device_bytes, *simplicity
+    sizes = predicted.mesh.sizes
+    simplicity = (len(predicted.candidate.offload), sizes["cp"], sizes["tp"], predicted.candidate.accumulation)
+    if predicted.fits:
+        return 0, round(math.log(predicted.roofline.seconds) / math.log(EQUAL_TIME_FACTOR)), *simplicity
+    return 1, predicted.estimate.device_bytes, *simplicity
 
 
 def workload_of(recipe: Recipe, backend: str) -> Workload:
@@ -163,9 +163,9 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
 
 
-def score(
+def predict_candidate(
     recipe: Recipe, target: Target, workload: Workload, overrides: Overrides | None = None, *, length: int | None = None
-) -> ScoredCandidate:
+) -> PredictedCandidate:
     """Estimates memory and time of a recipe without open keys.
 
     Raises: UserError for a mesh or batch that the model does not allow.
@@ -173,11 +173,11 @@ def score(
     candidate = candidate_of(recipe, target, workload, length=length)
     collectives = estimated_collectives(candidate)
     times = roofline(work_of(candidate), collectives, target, dtype=workload.precision.compute)
-    return ScoredCandidate(recipe, overrides or {}, candidate, estimate(candidate), times)
+    return PredictedCandidate(recipe, overrides or {}, candidate, estimate(candidate), times)
 
 
 def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: int | None = None) -> Candidate:
-    """The candidate of a recipe without open keys. Raises: UserError as `score` does."""
+    """The candidate of a recipe without open keys. Raises: UserError as `predict_candidate` does."""
     assert isinstance(recipe.mesh, MeshConfig)
     assert recipe.train.micro_batch != "auto"
     config = recipe.mesh
@@ -307,12 +307,12 @@ def merge_decisions(autotuned: Sequence[Decision], decisions: Sequence[Decision]
     return merged + [choice for choice in autotuned if choice.name not in names]
 
 
-def _value(key: str, best: ScoredCandidate) -> str:
+def _value(key: str, best: PredictedCandidate) -> str:
     candidate = best.candidate
     return {MESH: str(best.mesh), MICRO: amount(candidate.rows, "row"), REMAT: candidate.remat}[key]
 
 
-def _reason(key: str, best: ScoredCandidate, ranked: list[ScoredCandidate]) -> str:
+def _reason(key: str, best: PredictedCandidate, ranked: list[PredictedCandidate]) -> str:
     if key == MESH and best.mesh.devices == 1:
         return "auto: one device"
     memory = f"about {size_in_words(best.estimate.device_bytes)} per device"

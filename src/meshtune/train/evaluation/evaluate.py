@@ -13,7 +13,7 @@ import numpy as np
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import Batch, Score, WeightedMetric, with_layers
+from meshtune.objectives.answers import Batch, LossSums, WeightedMetric, with_layers
 from meshtune.train.checkpoint.checkpoints import Best
 
 
@@ -27,7 +27,7 @@ class Evaluation:
 
 
 def evaluate(
-    step: Callable[[Tree, Tree, Batch], Score],
+    step: Callable[[Tree, Tree, Batch], LossSums],
     spec: ModelSpec,
     trainable: Tree,
     frozen: Tree,
@@ -43,12 +43,12 @@ def evaluate(
 
     Raises: UserError if the validation data contain no supervised token.
     """
-    total: Score | None = None
+    total: LossSums | None = None
     for arrays in batches:
         for number in range(arrays["tokens"].shape[0]):
             placed = place({name: array[number] for name, array in arrays.items()})
-            score = jax.tree.map(np.float64, jax.device_get(step(trainable, frozen, placed)))
-            total = score if total is None else jax.tree.map(np.add, total, score)
+            loss_sums = jax.tree.map(np.float64, jax.device_get(step(trainable, frozen, placed)))
+            total = loss_sums if total is None else jax.tree.map(np.add, total, loss_sums)
     weight = 0.0 if total is None else float(total.weight)
     if total is None or not weight:
         raise UserError("there is nothing to learn anywhere in the validation data", where="data.validation")

@@ -19,7 +19,7 @@ from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.gather import is_any_offloaded
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
-from meshtune.objectives.answers import Batch, Objective, Score, metric_means, with_layers
+from meshtune.objectives.answers import Batch, LossSums, Objective, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer, add_updates
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
 
@@ -58,24 +58,26 @@ def mean_gradient(
     pass over all of them comes first, for its derivative by these sums.
     """
 
-    def score_of(trained: Tree, index: Array, micro: Batch) -> Score:
+    def loss_sums_of(trained: Tree, index: Array, micro: Batch) -> LossSums:
         key = None if rng is None else jax.random.fold_in(rng, index)
         return objective(all_params(trained), spec, compute, micro, key)
 
     has_sums, by_sums = bool(no_sums(spec.stacks)), None
     if has_sums and batch["tokens"].shape[0] > 1:
-        by_sums = _gradient_by_sums(lambda *micro: score_of(trained, *micro), spec, batch)
+        by_sums = _gradient_by_sums(lambda *micro: loss_sums_of(trained, *micro), spec, batch)
 
-    def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, Score]:
-        score = score_of(trained, index, micro)
+    def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
+        loss_sums = loss_sums_of(trained, index, micro)
         if by_sums is not None:
-            return score.loss + sum(jnp.sum(by_sums[name] * value) for name, value in score.layers.items()), score
-        return (with_layers(spec, score) if has_sums else score).loss, score
+            return loss_sums.loss + sum(
+                jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items()
+            ), loss_sums
+        return (with_layers(spec, loss_sums) if has_sums else loss_sums).loss, loss_sums
 
-    def micro_batch(index: Array, micro: Batch) -> tuple[Score, Tree, Array]:
-        (_, score), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
+    def micro_batch(index: Array, micro: Batch) -> tuple[LossSums, Tree, Array]:
+        (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
         gradient = place(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
-        return score, gradient, jnp.isfinite(score.loss) & jnp.isfinite(optax.global_norm(gradient))
+        return loss_sums, gradient, jnp.isfinite(loss_sums.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
     sums, total = total.layers, with_layers(spec, total) if has_sums else total
@@ -88,18 +90,18 @@ def mean_gradient(
 
 
 def _accumulate(
-    micro_batch: Callable[[Array, Batch], tuple[Score, Tree, Array]], batch: Batch
-) -> tuple[Score, Tree, Float[Array, "A"]]:
-    """(summed scores, summed gradients, finite flag of each micro-batch)."""
+    micro_batch: Callable[[Array, Batch], tuple[LossSums, Tree, Array]], batch: Batch
+) -> tuple[LossSums, Tree, Float[Array, "A"]]:
+    """(summed losses, summed gradients, finite flag of each micro-batch)."""
     indices, first = jnp.arange(batch["tokens"].shape[0]), jax.tree.map(lambda x: x[0], batch)
     if len(indices) == 1:
-        score, gradient, finite = micro_batch(jnp.int32(0), first)
-        return score, gradient, finite[None]
+        loss_sums, gradient, finite = micro_batch(jnp.int32(0), first)
+        return loss_sums, gradient, finite[None]
 
-    def add(carry: tuple[Score, Tree], x: tuple[Array, Batch]) -> tuple[tuple[Score, Tree], Array]:
-        def compute() -> tuple[tuple[Score, Tree], Array]:
-            score, gradient, finite = micro_batch(*x)
-            return jax.tree.map(jnp.add, carry, (score, gradient)), finite
+    def add(carry: tuple[LossSums, Tree], x: tuple[Array, Batch]) -> tuple[tuple[LossSums, Tree], Array]:
+        def compute() -> tuple[tuple[LossSums, Tree], Array]:
+            loss_sums, gradient, finite = micro_batch(*x)
+            return jax.tree.map(jnp.add, carry, (loss_sums, gradient)), finite
 
         if "completion" not in batch:
             return compute()
@@ -108,19 +110,19 @@ def _accumulate(
 
     shapes = jax.eval_shape(micro_batch, indices[0], first)[:2]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (score, gradient), finite = lax.scan(add, zeros, (indices, batch))
-    return score, gradient, finite
+    (loss_sums, gradient), finite = lax.scan(add, zeros, (indices, batch))
+    return loss_sums, gradient, finite
 
 
-def _gradient_by_sums(score_of: Callable[[Array, Batch], Score], spec: ModelSpec, batch: Batch) -> Sums | None:
+def _gradient_by_sums(loss_sums_of: Callable[[Array, Batch], LossSums], spec: ModelSpec, batch: Batch) -> Sums | None:
     """The derivative of the layers' part of the summed loss by their sums over all micro-batches; None where the layers
     have no such part."""
     if jax.eval_shape(lambda: layers_loss(spec, no_sums(spec.stacks))) is None:
         return None
 
     def add(total: tuple[Sums, Array], x: tuple[Array, Batch]) -> tuple[tuple[Sums, Array], None]:
-        score = score_of(*x)
-        return jax.tree.map(jnp.add, total, (dict(score.layers), score.weight)), None
+        loss_sums = loss_sums_of(*x)
+        return jax.tree.map(jnp.add, total, (dict(loss_sums.layers), loss_sums.weight)), None
 
     indices = jnp.arange(batch["tokens"].shape[0])
     (sums, weight), _ = lax.scan(add, (no_sums(spec.stacks), jnp.zeros(())), (indices, batch))
@@ -202,11 +204,11 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
 
 
-def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
-    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout and without the loss of
-    its layers' sums (objectives.score.with_layers): that is a function of the sums over all batches."""
+def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], LossSums]:
+    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> LossSums, without dropout and without the loss of
+    its layers' sums (objectives.answers.with_layers): that is a function of the sums over all batches."""
 
-    def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
+    def step(trainable: Tree, frozen: Tree, batch: Batch) -> LossSums:
         return objective(merge(trainable, frozen), spec, compute, batch, None)
 
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)

@@ -26,7 +26,7 @@ from meshtune.model.inputs import SequenceInfo
 from meshtune.model.reverse import Layer, layer_functions
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import no_sums
-from meshtune.objectives.answers import Batch, Objective, Score, metric_means, with_layers
+from meshtune.objectives.answers import Batch, LossSums, Objective, metric_means, with_layers
 from meshtune.optim.optimizer import COUNT, PARAM_STATE, Optimizer
 from meshtune.train.step.block_coordinate import placed_as
 from meshtune.train.step.host_state import updated_at_once
@@ -88,8 +88,8 @@ def layerwise_step(
         updates = LayerUpdates(layer_functions(spec, compute), spec, compute, optimizer, abstract, count, rows)
         stacks = state.trainable["layers"], frozen.get("layers", {})
         x, sums, layer_inputs, side = updates.forward(*stacks, x, side, through=bool(cut.trained_before))
-        loss, leave, score = jax.vjp(cut.after, to_device(cut.trained_after), x, sums, has_aux=True)
-        weight = jnp.where(score.weight > 0, score.weight, 1.0)
+        loss, leave, loss_sums = jax.vjp(cut.after, to_device(cut.trained_after), x, sums, has_aux=True)
+        weight = jnp.where(loss_sums.weight > 0, loss_sums.weight, 1.0)
         gradient, d_x, d_sums = leave(1 / weight)
         # Of a tied embedding: its gradient as a head waits for its gradient as an embedding.
         tied = {name: gradient.pop(name) for name in list(gradient) if name in cut.trained_before}
@@ -103,9 +103,9 @@ def layerwise_step(
             (gradient,) = enter((d_x, without_memories(d_side)))
             gradient |= {name: jax.tree.map(jnp.add, gradient[name], node) for name, node in tied.items()}
             norm = outer_updates.update(gradient, norm)
-        metrics = metric_means(score) | {
+        metrics = metric_means(loss_sums) | {
             "loss": loss / weight,
-            "weight": score.weight,
+            "weight": loss_sums.weight,
             "grad_norm": jnp.sqrt(norm.square),
             "finite": norm.finite,
             "finite_micro": norm.finite[None],
@@ -144,7 +144,7 @@ class _CutModel:
             )
         frozen_outer = {name: node for name, node in frozen.items() if name != "layers"}
 
-        def run(trained: Tree, boundary: LayerBoundary) -> Score:
+        def run(trained: Tree, boundary: LayerBoundary) -> LossSums:
             params = merge(to_device(self.outer) | trained, frozen_outer) | {"layers": boundary}
             return with_layers(spec, objective(params, spec, compute, micro, rng))
 
@@ -158,10 +158,10 @@ class _CutModel:
         x, rows, side = boundary.captured
         return (x, side), rows
 
-    def after(self, trained: Tree, x: Hidden, sums: Sums) -> tuple[Array, Score]:
-        """(the summed loss, the score) from what leaves the layers."""
-        score = self._run(trained, LayerBoundary((x, sums)))
-        return score.loss, score
+    def after(self, trained: Tree, x: Hidden, sums: Sums) -> tuple[Array, LossSums]:
+        """(the summed loss, all sums) from what leaves the layers."""
+        loss_sums = self._run(trained, LayerBoundary((x, sums)))
+        return loss_sums.loss, loss_sums
 
 
 class _OuterUpdates:

@@ -44,10 +44,10 @@ class _WideScheme:
         return None
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError("a GGUF tensor has no codes of a quantised weight")
+        raise AssertionError("a tensor without a form is decoded while it is read, and has no codes")
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError("a GGUF tensor has no scales of a quantised weight")
+        raise AssertionError("a tensor without a form is decoded while it is read, and has no scales")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import meshtune
-from meshtune.generate.score import (
+from meshtune.generate.target_log_probs import (
     SMALLEST_SAVING,
     Node,
     Planner,
     Run,
-    ScoredText,
+    TargetText,
     bucket,
     floor_bucket,
     prefix_tree,
-    score_texts,
+    target_log_probs,
 )
 
 
@@ -26,7 +26,7 @@ def nodes(roots: list[Node]) -> list[Node]:
     return [node for root in roots for node in [root, *nodes(root.children)]]
 
 
-def random_texts(seed: int) -> list[ScoredText]:
+def random_texts(seed: int) -> list[TargetText]:
     """Questions after one preamble with several choices each, one that begins another, and texts that share nothing."""
     draw = np.random.default_rng(seed)
     preamble = draw.integers(3, 500, 40).tolist()
@@ -34,9 +34,9 @@ def random_texts(seed: int) -> list[ScoredText]:
     for _ in range(4):
         question = preamble + draw.integers(3, 500, int(draw.integers(12, 30))).tolist()
         for length in (1, 1, 3, 7):
-            texts.append(ScoredText((*question, *draw.integers(3, 500, length).tolist()), len(question)))
-    texts.append(ScoredText((*texts[-1].ids, 5, 6), len(texts[-1].ids) - 3))
-    texts += [ScoredText(tuple(draw.integers(3, 500, length).tolist())) for length in (2, 9, 30, 100)]
+            texts.append(TargetText((*question, *draw.integers(3, 500, length).tolist()), len(question)))
+    texts.append(TargetText((*texts[-1].ids, 5, 6), len(texts[-1].ids) - 3))
+    texts += [TargetText(tuple(draw.integers(3, 500, length).tolist())) for length in (2, 9, 30, 100)]
     texts.append(texts[0])
     return texts
 
@@ -48,7 +48,7 @@ def model(stories260k):
 
 def test_scores_equal_those_of_each_text_alone(model):
     texts = random_texts(0)
-    scores = score_texts(model.params, model.spec, model.compute, texts)
+    scores = target_log_probs(model.params, model.spec, model.compute, texts)
     rows = np.zeros((len(texts), 128), np.int64)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text.ids)] = text.ids
@@ -97,13 +97,13 @@ def test_every_token_is_scored_once_after_the_tokens_before_it():
 
 def test_texts_that_each_begin_the_next_need_no_deep_recursion():
     ids = tuple(itertools.islice(itertools.cycle(range(3, 500)), 3000))
-    roots = prefix_tree([ScoredText(ids[:n], n - 1) for n in range(2, 3000)])
+    roots = prefix_tree([TargetText(ids[:n], n - 1) for n in range(2, 3000)])
     assert sum(len(node.tokens) for node in nodes(roots)) < 200_000
 
 
 def test_progress_ends_at_the_total(model):
     reports: list[tuple[int, int]] = []
-    score_texts(
+    target_log_probs(
         model.params, model.spec, model.compute, random_texts(0), lambda done, total: reports.append((done, total))
     )
     assert reports[-1][0] == reports[-1][1]

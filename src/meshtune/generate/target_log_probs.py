@@ -3,7 +3,7 @@
 The unit of cost is the computation of one token through the layers.
 
 Of many texts what several begin with is read once, into a cache from which they go on (`prefix_tree`); texts that share
-nothing are packed into rows. Logits exist only where a token is scored.
+nothing are packed into rows. Logits exist only where a log-probability is asked for.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ SMALLEST_SAVING = 24  # tokens that a shared node must save: each one is one mor
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredText:
-    """A text as token ids; those from index `first` on are scored. The first token has no score."""
+class TargetText:
+    """A text as token ids; those from index `first` on are its targets. The first token cannot be one."""
 
     ids: tuple[int, ...]
     first: int = 1
 
     def __post_init__(self):
-        assert 0 < self.first < len(self.ids), f"{len(self.ids)} tokens, scored from {self.first}"
+        assert 0 < self.first < len(self.ids), f"{len(self.ids)} tokens, targets from {self.first}"
 
 
 @dataclasses.dataclass
 class Query:
-    """Tokens to score after `positions` [n] of a node: `targets` [n], those of text number `text` from `offset` on."""
+    """Targets after `positions` [n] of a node: `targets` [n], tokens of text number `text` from `offset` on."""
 
     text: int
     offset: int
@@ -87,7 +87,7 @@ class _Branch:
     path: tuple[Node, ...]
 
 
-def prefix_tree(texts: Sequence[ScoredText], *, shared: bool = True) -> list[Node]:
+def prefix_tree(texts: Sequence[TargetText], *, shared: bool = True) -> list[Node]:
     """The roots of the tree of `texts`. The last token of a text is no part of it, for nothing follows.
 
     A node with children saves at least SMALLEST_SAVING tokens; `shared=False` gives every distinct text a root.
@@ -151,7 +151,7 @@ def _add_node(roots: list[Node], branch: _Branch, tokens: tuple[int, ...]) -> No
 
 def _leaf(
     roots: list[Node],
-    texts: Sequence[ScoredText],
+    texts: Sequence[TargetText],
     by_input: dict[tuple[int, ...], list[int]],
     sequence: tuple[int, ...],
     branch: _Branch,
@@ -161,8 +161,8 @@ def _leaf(
     _ask(texts, by_input[sequence], (*branch.path, node))
 
 
-def _ask(texts: Sequence[ScoredText], numbers: list[int], path: tuple[Node, ...]) -> None:
-    """Puts the scored tokens of texts to the nodes that hold the tokens before them."""
+def _ask(texts: Sequence[TargetText], numbers: list[int], path: tuple[Node, ...]) -> None:
+    """Puts the targets of texts to the nodes that hold the tokens before them."""
     for number in numbers:
         text = texts[number]
         for node in path:
@@ -302,7 +302,7 @@ CHUNK = 128  # tokens whose logits exist at once
 ROW = 512  # tokens of a packed row, at least
 TOKENS = {"cpu": 2048}  # computed at once
 OTHER_TOKENS = 16384
-TARGETS = 4  # tokens that are scored at once after one position
+TARGETS = 4  # targets at once after one position
 BY_LENGTH = ("dynamic", "ntk", "longrope")  # rotations that depend on a text's length: no two texts begin alike
 
 Progress = Callable[[int, int], None]
@@ -310,8 +310,8 @@ Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """The scored tokens of a text: float32 log-probabilities [n], and whether each was the likeliest, bool [n]."""
+class TargetLogProbs:
+    """The targets of a text: float32 log-probabilities [n], and whether each was the likeliest, bool [n]."""
 
     log_probabilities: np.ndarray
     likeliest: np.ndarray
@@ -324,29 +324,31 @@ def token_log_probabilities(
     padded = -(-length_bucket(len(ids)) // CHUNK) * CHUNK
     tokens = np.zeros(padded, np.int32)
     tokens[: len(ids)] = ids
-    scored = _score_tokens(params, tokens, np.int32(len(ids)), spec=spec, compute=compute, alternatives=alternatives)
-    chosen, likeliest, values = (np.asarray(part)[: len(ids) - 1].tolist() for part in scored)
+    log_probs = _token_log_probs(
+        params, tokens, np.int32(len(ids)), spec=spec, compute=compute, alternatives=alternatives
+    )
+    chosen, likeliest, values = (np.asarray(part)[: len(ids) - 1].tolist() for part in log_probs)
     return [
-        Token(id_, probability, tuple(zip(ids_likely, scores, strict=True)))
-        for id_, probability, ids_likely, scores in zip(ids[1:], chosen, likeliest, values, strict=True)
+        Token(id_, probability, tuple(zip(ids_likely, log_probs, strict=True)))
+        for id_, probability, ids_likely, log_probs in zip(ids[1:], chosen, likeliest, values, strict=True)
     ]
 
 
-def score_texts(
+def target_log_probs(
     params: Tree,
     spec: ModelSpec,
     compute: Compute,
-    texts: Sequence[ScoredText],
+    texts: Sequence[TargetText],
     progress: Progress | None = None,
-) -> list[Scores]:
-    """The scores of every text, in their order; never over a cache in codes, whatever `compute` says of answers."""
+) -> list[TargetLogProbs]:
+    """The log-probabilities of every text's targets, in order; never over a cache in codes, whatever `compute` says."""
     compute = dataclasses.replace(compute, cache=None)
     shared = not any(rope.kind in BY_LENGTH for rope in spec.ropes)
     roots = prefix_tree(texts, shared=shared)
-    scorer = _Scorer(params, spec, compute, texts, progress or (lambda done, total: None), _size(roots))
-    scorer.packed([node for node in roots if not node.children])
-    scorer.branches([node for node in roots if node.children])
-    return scorer.scores
+    tree_pass = _TreePass(params, spec, compute, texts, progress or (lambda done, total: None), _size(roots))
+    tree_pass.packed([node for node in roots if not node.children])
+    tree_pass.branches([node for node in roots if node.children])
+    return tree_pass.results
 
 
 def _size(nodes: Sequence[Node]) -> int:
@@ -368,15 +370,15 @@ class _Parents:
     row_of: dict[Node, int]
 
 
-class _Scorer:
-    """A pass over a tree; `scores` is filled node by node."""
+class _TreePass:
+    """A pass over a tree; `results` are filled node by node."""
 
     def __init__(
         self,
         params: Tree,
         spec: ModelSpec,
         compute: Compute,
-        texts: Sequence[ScoredText],
+        texts: Sequence[TargetText],
         progress: Progress,
         total: int,
     ):
@@ -386,10 +388,10 @@ class _Scorer:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
         self._planner = Planner.of(jax.default_backend(), parameters, self._at_once, total)
         lengths = [len(text.ids) - text.first for text in texts]
-        self.scores = [Scores(np.zeros(n, np.float32), np.zeros(n, bool)) for n in lengths]
+        self.results = [TargetLogProbs(np.zeros(n, np.float32), np.zeros(n, bool)) for n in lengths]
 
     def packed(self, nodes: Sequence[Node]) -> None:
-        """Scores nodes that are whole texts, several in a row, each a segment."""
+        """Computes nodes that are whole texts, several in a row, each a segment."""
         if not nodes:
             return
         lengths = np.asarray([len(node.tokens) for node in nodes])
@@ -417,7 +419,7 @@ class _Scorer:
             self._count(sum(len(nodes[number].tokens) for members in group for number in members))
 
     def branches(self, nodes: Sequence[Node], parents: _Parents | None = None) -> None:
-        """Scores nodes that go on from rows of a cache (None: from nothing), and all below them."""
+        """Computes nodes that go on from rows of a cache (None: from nothing), and all below them."""
         row_of = parents.row_of if parents else {}
         runs = [Run(len(node.tokens), node.end) for node in nodes]
         for members, shape in self._planner.groups(runs, parents.slots if parents else 32):
@@ -447,13 +449,13 @@ class _Scorer:
             return
         places = np.concatenate([base + query.positions for base, query in queries])
         targets = np.concatenate([query.targets for _, query in queries])
-        scored, likeliest = self._heads(hidden, places, targets)
+        log_probs, likeliest = self._heads(hidden, places, targets)
         at = 0
         for _, query in queries:
             end = at + len(query.targets)
-            scores = self.scores[query.text]
+            result = self.results[query.text]
             span = slice(query.offset, query.offset + len(query.targets))
-            scores.log_probabilities[span], scores.likeliest[span] = scored[at:end], likeliest[at:end]
+            result.log_probabilities[span], result.likeliest[span] = log_probs[at:end], likeliest[at:end]
             at = end
 
     def _heads(self, hidden: Array, places: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -470,7 +472,7 @@ class _Scorer:
         place, several = np.zeros(padded, np.int32), np.zeros((padded, TARGETS), np.int32)
         place[entry], several[entry, within % TARGETS] = ordered, targets[order]
         parts = [
-            _target_scores(
+            _log_probs_of_targets(
                 self._params,
                 hidden,
                 place[n : n + size],
@@ -480,11 +482,11 @@ class _Scorer:
             )
             for n in range(0, padded, size)
         ]
-        scored, likeliest = np.empty(len(order), np.float32), np.empty(len(order), bool)
+        log_probs, likeliest = np.empty(len(order), np.float32), np.empty(len(order), bool)
         values, greedy = (np.concatenate([np.asarray(part[n]) for part in parts]) for n in (0, 1))
-        scored[order] = values[entry, within % TARGETS]
+        log_probs[order] = values[entry, within % TARGETS]
         likeliest[order] = greedy[entry, within % TARGETS]
-        return scored, likeliest
+        return log_probs, likeliest
 
     def _count(self, tokens: int) -> None:
         self._done += tokens
@@ -522,7 +524,7 @@ def _read(
 
 
 @partial(jax.jit, static_argnames=("spec", "layout"))
-def _target_scores(
+def _log_probs_of_targets(
     params: Tree,
     hidden: Array,
     places: Int[Array, "n"],
@@ -541,7 +543,7 @@ def _target_scores(
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "alternatives"))
-def _score_tokens(
+def _token_log_probs(
     params: Tree,
     tokens: Int[Array, "T"],
     length: Int[Array, ""],
