@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_cross_entropy import CLOSE, case, float_sizes, head
 
-from meshtune.kernels.cross_entropy import cross_entropy, log_probs
+from meshtune.kernels.cross_entropy import cross_entropy, log_probs, log_probs_and_entropies
 
 
 def torch_log_probs(params, hidden, targets):
@@ -95,3 +95,49 @@ def test_a_loss_by_probability_equals_dynamic_fine_tunings():
     np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
     np.testing.assert_allclose(gradients[0]["bias"], bias.grad, **CLOSE)
     np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("chunk", [8, 1000])
+@pytest.mark.parametrize("weights", ["half", "none"])
+def test_entropies_and_the_gradients_of_both_equal_torchs_in_float64(weights, chunk):
+    params, hidden, targets, weights = case(weights)
+    factors = np.random.default_rng(5).normal(size=weights.shape).astype(np.float32)
+
+    def loss_of(params, hidden):
+        results, entropies = log_probs_and_entropies(head, params, hidden, targets, weights > 0, chunk=chunk)
+        return jnp.sum(jnp.tanh(results.sum(1) / 40)) + jnp.sum(factors * entropies**2), (results, entropies)
+
+    (value, (results, entropies)), gradients = jax.jit(jax.value_and_grad(loss_of, (0, 1), has_aux=True))(
+        params, hidden
+    )
+    expected, (weight, bias, states) = torch_log_probs(params, hidden, targets)
+    mask = torch.tensor(weights > 0)
+    distributions = torch.distributions.Categorical(logits=states @ weight.T + bias)
+    expected_entropies = distributions.entropy() * mask
+    loss = torch.tanh((expected * mask).sum(1) / 40).sum() + (torch.tensor(factors) * expected_entropies**2).sum()
+    loss.backward()
+    np.testing.assert_array_equal(results, log_probs(head, params, hidden, targets, weights > 0, chunk=chunk))
+    np.testing.assert_allclose(entropies, expected_entropies.detach(), **CLOSE)
+    np.testing.assert_allclose(value, loss.item(), **CLOSE)
+    np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
+    np.testing.assert_allclose(gradients[0]["bias"], bias.grad, **CLOSE)
+    np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)
+
+
+def test_entropies_of_infinite_logits_are_finite_and_those_without_a_gradient_cost_none():
+    params, hidden, targets, weights = case("all")
+    params = {**params, "bias": params["bias"].copy()}
+    params["bias"][3] = -np.inf
+    targets = np.where(targets == 3, 4, targets)
+
+    def loss_of(hidden, stop):
+        results, entropies = log_probs_and_entropies(head, params, hidden, targets, weights > 0, chunk=8)
+        return results.sum() + (jax.lax.stop_gradient(entropies) if stop else entropies).sum()
+
+    assert np.isfinite(jax.grad(loss_of)(hidden, False)).all()
+    programs = [jax.make_jaxpr(jax.grad(loss_of), static_argnums=1)(hidden, stop) for stop in (True, False)]
+    stopped, differentiated = (str(program).count(" log ") for program in programs)
+    plain = jax.make_jaxpr(
+        jax.grad(lambda hidden: log_probs(head, params, hidden, targets, weights > 0, chunk=8).sum())
+    )(hidden)
+    assert differentiated > stopped > str(plain).count(" log ")

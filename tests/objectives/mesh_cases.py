@@ -14,6 +14,7 @@ from units_of import loader_of, random_pairs
 from families.cases import BY_NAME
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract, prepare
+from meshtune.arrays.batch import TOKEN_ARRAYS
 from meshtune.arrays.tree import merge
 from meshtune.families import model_spec, scored_spec
 from meshtune.kernels.attention import zigzag_order
@@ -40,6 +41,16 @@ def case(stage: str, options: dict) -> list[dict]:
     loader = loader_of(documents, tempfile.mkdtemp(), packing=True, rows=4, max_length=32, nll="answer")
     arrays = {name: array[0] for name, array in loader.batch(0).arrays.items()}
     assert arrays["units"].sum() == 8
+    if STAGES[stage].dataset_type == "prompts":  # the answers of the pairs as completions
+        rng, trained = np.random.default_rng(0), arrays["weights"] > 0
+        values = {name: rng.normal(size=trained.shape) for name in ("advantages", "sampled")}
+        values |= {
+            "old": np.log(rng.uniform(0.005, 0.02, trained.shape)),
+            "policy_weights": rng.integers(0, 2, trained.shape),
+        }
+        values["entropy_weights"] = arrays["weights"]
+        tokens = {name: np.where(trained, array, 0).astype(np.float32) for name, array in values.items()}
+        arrays = {name: arrays[name] for name in TOKEN_ARRAYS} | tokens | {"units": arrays["units"].repeat(2, axis=1)}
     results = []
     for axes in (None, *MESHES):
         prepared = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))

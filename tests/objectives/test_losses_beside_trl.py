@@ -43,7 +43,11 @@ def case(tmp_path, monkeypatch):
     log_probs, reference = (
         np.where(learned, -rng.gamma(2.0, 0.6, learned.shape), 0).astype(np.float32) for _ in range(2)
     )
-    monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: (jnp.asarray(params["log_probs"]), NO_LAYERS))
+    monkeypatch.setattr(
+        answers_module,
+        "token_log_probs",
+        lambda params, *_: answers_module.TokenLogProbs(jnp.asarray(params["log_probs"]), None, NO_LAYERS),
+    )
 
     def pad_rows(per_token, dtype=np.float32):
         """[2 * pairs, T]: the chosen answers, then the rejected ones, each from its own beginning."""

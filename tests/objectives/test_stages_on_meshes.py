@@ -1,4 +1,4 @@
-"""Stages of pairs and labels on four simulated devices equal one device: rows, positions and vocabulary split."""
+"""Stages of pairs, labels and completions on four simulated devices equal one device: all axes split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-STAGES = {"dpo": {"ld_alpha": 0.3, "sft_weight": 0.5}, "kto": {}, "rm": {"centre": 0.1}}
+STAGES = {
+    "dpo": {"ld_alpha": 0.3, "sft_weight": 0.5},
+    "kto": {},
+    "rm": {"centre": 0.1},
+    "grpo": {"loss": "grpo", "ratio": "sequence", "beta": 0.1, "entropy_coef": 0.3},
+}
 
 
 @pytest.mark.slow

@@ -35,6 +35,13 @@ BATCH_ARRAYS = {
     "units": BatchArray(np.float32, _UNITS),
     "values": BatchArray(np.float32, _UNITS),
     "reference": BatchArray(np.float32, _SEGMENTS),
+    "advantages": BatchArray(np.float32, _TOKENS),
+    "completion": BatchArray(np.float32, _TOKENS),
+    "policy_weights": BatchArray(np.float32, _TOKENS),
+    "entropy_weights": BatchArray(np.float32, _TOKENS),
+    "old": BatchArray(np.float32, _TOKENS),
+    "sampled": BatchArray(np.float32, _TOKENS),
+    "reference_tokens": BatchArray(np.float32, _TOKENS),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 

@@ -21,6 +21,7 @@ from meshtune.cli import (
     import_recipe,
     launch,
     plan,
+    rollouts,
     schema,
     serve,
     shard,
@@ -44,6 +45,8 @@ app = typer.Typer(
 VERBS = {
     "quickstart": train.quickstart,
     "train": train.train,
+    "rewards": rollouts.rewards,
+    "rollouts": rollouts.rollouts,
     "generate": generate.generate,
     "chat": generate.chat,
     "serve": serve.serve,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshtune.config.sections import LOW_RANK
+from meshtune.errors import UserError
 from meshtune.objectives.config import ONLINE_STAGES
 
 if TYPE_CHECKING:
@@ -157,16 +158,27 @@ def _check_answers(recipe: Recipe) -> None:
         )
 
 
+def require_online(recipe: Recipe, problem: str) -> None:
+    """Raises UserError for a stage that does not generate what it trains on."""
+    if recipe.stage.kind not in ONLINE_STAGES:
+        fix = f"set stage to one of {', '.join(sorted(ONLINE_STAGES))}, with rollout and rewards"
+        raise UserError(f"stage {recipe.stage.kind} {problem}", where="stage", fix=fix)
+
+
 def _check_online(recipe: Recipe) -> None:
     """Rules for stages that train on completions of their own."""
     stage, rollout, online = recipe.stage.kind, recipe.rollout, recipe.stage.kind in ONLINE_STAGES
     if not online:
         for section, given in (("rollout", rollout is not None), ("rewards", bool(recipe.rewards))):
             if given:
-                raise ValueError(f"{section} is read by online stages only, such as grpo, and stage is {stage}: remove it")
+                raise ValueError(
+                    f"{section} is read by online stages only, such as grpo, and stage is {stage}: remove it"
+                )
         return
     if rollout is None:
-        raise ValueError(f"stage {stage} trains on completions that it generates: give rollout, such as {{max_tokens: 256}}")
+        raise ValueError(
+            f"stage {stage} trains on completions that it generates: give rollout, such as {{max_tokens: 256}}"
+        )
     if not recipe.rewards:
         raise ValueError(f"stage {stage} needs rewards: give a list, such as rewards: [reward.py:score]")
     if rollout.samples < 2:

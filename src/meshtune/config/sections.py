@@ -10,13 +10,16 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraOptions
 from meshtune.config.data_options import FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
+from meshtune.config.rewards import rewards_written_out
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.objectives.config import (
     CpoConfig,
     DpoConfig,
+    GrpoConfig,
     KtoConfig,
     OrpoConfig,
     PtConfig,
+    RlooConfig,
     RmConfig,
     SftConfig,
     SimpoConfig,
@@ -93,13 +96,22 @@ class ModelSection(Section):
         return bool(self.merge_adapters or self.new_tokens or self.new_special_tokens or self.pad_vocab_to)
 
 
+# Stages known by names of their own, and the options of a stage that they stand for.
+STAGE_PRESETS: dict[str, dict[str, object]] = {
+    "dr_grpo": {"kind": "grpo", "loss": "dr_grpo", "scale": "none"},
+    "dapo": {"kind": "grpo", "loss": "dapo", "epsilon_high": 0.28},
+    "gspo": {"kind": "grpo", "loss": "grpo", "ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "reinforce++": {"kind": "grpo", "loss": "dapo", "baseline": "none", "scale": "tokens"},
+}
+
+
 def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
-    lora; `stage: dpo` is `stage: {kind: dpo}`, and a stage without a kind is sft; `quantize: nf4` is
-    `quantize: {format: nf4}`; `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
-    mappings.
+    lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
+    of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
+    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings. Those of `rewards`: config.rewards.rewards_written_out.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):
@@ -110,6 +122,10 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
             raw[key] = {"kind": value}
         elif isinstance(value, dict) and "kind" not in value:
             raw[key] = {"kind": default, **value}
+    if isinstance(stage := raw.get("stage"), dict) and (preset := STAGE_PRESETS.get(str(stage["kind"]))):
+        raw["stage"] = {**preset, **stage, "kind": preset["kind"]}
+    if "rewards" in raw:
+        raw["rewards"] = rewards_written_out(raw["rewards"])
     if isinstance(raw.get("quantize"), str):
         raw["quantize"] = {"format": raw["quantize"]}
     if isinstance(raw.get("data"), str | list):
@@ -238,8 +254,11 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, gt=0, le=100, description="Divides the logits, in the loss too.")
     top_k: int = Field(default=0, ge=0, description="Draw from the k likeliest tokens only; 0: from all.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the likeliest tokens up to this probability.")
-    min_p: float = Field(default=0.0, ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest.")
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest."
+    )
     rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
+    eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
         default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."
     )
@@ -376,7 +395,7 @@ class KtoStage(KtoConfig):
     reference: Reference = "auto"
 
 
-STAGES = (SftConfig, PtConfig, RmConfig, DpoStage, OrpoConfig, SimpoConfig, CpoConfig, KtoStage)
+STAGES = (SftConfig, PtConfig, RmConfig, DpoStage, OrpoConfig, SimpoConfig, CpoConfig, KtoStage, GrpoConfig, RlooConfig)
 StageSection = Annotated[
     Annotated[SftConfig, refuse_truth_values(SftConfig)]
     | Annotated[PtConfig, refuse_truth_values(PtConfig)]
@@ -385,7 +404,9 @@ StageSection = Annotated[
     | Annotated[OrpoConfig, refuse_truth_values(OrpoConfig)]
     | Annotated[SimpoConfig, refuse_truth_values(SimpoConfig)]
     | Annotated[CpoConfig, refuse_truth_values(CpoConfig)]
-    | Annotated[KtoStage, refuse_truth_values(KtoStage)],
+    | Annotated[KtoStage, refuse_truth_values(KtoStage)]
+    | Annotated[GrpoConfig, refuse_truth_values(GrpoConfig)]
+    | Annotated[RlooConfig, refuse_truth_values(RlooConfig)],
     Field(discriminator="kind"),
 ]
 

@@ -297,13 +297,16 @@ class HostBatch:
 
     `arrays` are those of arrays.batch.TOKEN_ARRAYS, each [A, B, T] (micro-batches, rows, positions), and with units
     those of units.Units.arrays. `origins[a][b]` lists the records of a row, segment 1 first, one for each unit; it is
-    empty for a padding row.
+    empty for a padding row. The rest is of batches that are generated (train.loop.TrainBatch).
     """
 
     arrays: dict[str, np.ndarray]
     origins: list[list[list[Origin]]]
     step: int
     epoch: int
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    rollout_rows: Sequence[Mapping[str, object]] = ()
 
 
 class Loader:

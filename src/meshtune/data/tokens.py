@@ -267,7 +267,9 @@ class Tokenize:
             self.counts.examples += 1
             self.counts.tokens += len(ids)
             extra = json.dumps({"prompt": written, "columns": json.loads(sample.columns)}, ensure_ascii=False)
-            yield Example(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sample.origin, extra=extra.encode())
+            yield Example(
+                np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sample.origin, extra=extra.encode()
+            )
 
     def _prompt_ids(self, document: Document) -> tuple[list[int], str | list[dict[str, object]]]:
         """The ids of a prompt, and the prompt as rewards get it: text or messages."""

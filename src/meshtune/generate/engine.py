@@ -95,6 +95,7 @@ class Engine:
         client: str = "",
         grammar: Grammar | None = None,
         content_keys: Mapping[int, bytes] | None = None,
+        reports_drawn: bool = False,
         where: str | None = None,
     ) -> GenerationRequest:
         """A request that this model can answer.
@@ -118,6 +119,7 @@ class Engine:
             grammar,
             self.adapter,
             content_keys or {},
+            reports_drawn,
         )
 
     def run(

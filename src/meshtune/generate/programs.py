@@ -63,6 +63,7 @@ class Switches:
     frequency: bool = False
     bias: bool = False
     constrained: bool = False
+    reports_drawn: bool = False  # log-probabilities are those of the processed logits
 
     @property
     def counts(self) -> bool:
@@ -191,7 +192,13 @@ def next_token(
     knobs: Knobs,
 ) -> Int[Array, "B"]:
     """One token a row. `positions` are those that the tokens will have; they and the seeds are all the randomness."""
-    scores = process_logits(logits, counts, switches, knobs)
+    return draw_token(process_logits(logits, counts, switches, knobs), positions, switches, knobs)
+
+
+def draw_token(
+    scores: Float[Array, "B V"], positions: Int[Array, "B"], switches: Switches, knobs: Knobs
+) -> Int[Array, "B"]:
+    """One token a row from processed logits."""
     likeliest = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if not switches.drawn:
         return likeliest
@@ -204,8 +211,8 @@ def next_token(
 
 
 class Probabilities(NamedTuple):
-    """float32 log-probabilities of the model itself, before any processor: of the chosen token [B], and the likeliest
-    tokens with theirs [B, n]."""
+    """float32 log-probabilities of the model itself, before any processor, or of the distribution that was drawn from:
+    of the chosen token [B], and the likeliest tokens with theirs [B, n]."""
 
     chosen: Float[Array, "B"]
     tokens: Int[Array, "B n"]
@@ -439,8 +446,9 @@ def decode(
         hidden, cache, _ = forward(params, spec, compute, inputs, cache=Cache(layers, feed.length))
         assert cache is not None
         scores = logits(params, spec, hidden)[:, 0]
-        token = next_token(scores, counts, feed.length + 1, switches, knobs)
-        decoded = _note_step(decoded, i, alive, scores, token)
+        processed = process_logits(scores, counts, switches, knobs)
+        token = draw_token(processed, feed.length + 1, switches, knobs)
+        decoded = _note_step(decoded, i, alive, scores, token, processed if switches.reports_drawn else scores)
         stopped = (token[:, None] == feed.stop_ids).any(-1)
         remaining = jnp.where(alive & ~stopped, feed.remaining - 1, 0)
         feed = dataclasses.replace(feed, token=token, length=cache.lengths, remaining=remaining)
@@ -466,15 +474,20 @@ def _empty_decoded(rows: int, alternatives: int | None) -> Decoded:
 
 
 def _note_step(
-    decoded: Decoded, step: Array, alive: Bool[Array, "B"], scores: Float[Array, "B V"], token: Int[Array, "B"]
+    decoded: Decoded,
+    step: Array,
+    alive: Bool[Array, "B"],
+    scores: Float[Array, "B V"],
+    token: Int[Array, "B"],
+    reported: Float[Array, "B V"],
 ) -> Decoded:
-    """With what step number `step` generated."""
+    """With what step number `step` generated; log-probabilities are those of the logits `reported`."""
     tokens = decoded.tokens.at[:, step].set(jnp.where(alive, token, -1))
     # A row that is not alive sees nothing, so what it computes does not matter.
     finite = decoded.finite & (~alive | jnp.isfinite(scores).all(-1))
     probabilities = decoded.probabilities
     if probabilities is not None:
-        new = log_probabilities(scores, token, probabilities.tokens.shape[-1])
+        new = log_probabilities(reported, token, probabilities.tokens.shape[-1])
         probabilities = jax.tree.map(lambda all_, value: all_.at[:, step].set(value), probabilities, new)
     return Decoded(tokens, probabilities, finite)
 

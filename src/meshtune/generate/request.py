@@ -69,7 +69,8 @@ class GenerationRequest:
     satisfied, or by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where
     several share a batch (None: the base only). `content_keys` has a digest for each position whose token stands for
     something else, such as the first token of a picture: the cache of another request is reused up to a position where
-    they differ.
+    they differ. With `reports_drawn`, which all requests of a scheduler must agree on, log-probabilities are those of
+    the distribution that the token was drawn from, after temperature and cuts.
     """
 
     prompt: tuple[int, ...]
@@ -81,6 +82,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
     adapter: int | None = None
     content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict, hash=False)
+    reports_drawn: bool = False
 
     def with_seed_of(self, row: int) -> GenerationRequest:
         """The same request as number `row` of several, which draws with another seed."""

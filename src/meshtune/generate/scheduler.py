@@ -463,6 +463,9 @@ class Scheduler:
             self._rows.resize(len(rows), longest)
             assert all(row is self._rows.rows[n] for n, row in live), "rows that decode stay where they are"
         switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests], masks)
+        reports = {request.reports_drawn for request in requests if request is not None}
+        assert len(reports) == 1, "requests of one scheduler report different log-probabilities"
+        switches = dataclasses.replace(switches, reports_drawn=reports.pop())
         asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
         counts = self._caches.counts

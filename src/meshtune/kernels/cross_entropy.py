@@ -25,8 +25,8 @@ Head = Callable[[PyTree, jax.Array], jax.Array]
 class ChunkSchedule(NamedTuple):
     """The order in which positions are computed: those with weight 0 last, so that only `count` chunks have any weight.
 
-    order int32 and sorted_weights are [n * chunk]; entries past the last position have position 0 and weight 0. count
-    is an int32 scalar, at most n.
+    order int32 is [n * chunk] and sorted_weights [n * chunk, ..]; entries past the last position have position 0 and
+    weight 0. count is an int32 scalar, at most n.
     """
 
     order: jax.Array
@@ -35,14 +35,15 @@ class ChunkSchedule(NamedTuple):
 
     @staticmethod
     def of(weights: jax.Array, chunk: int) -> ChunkSchedule:
-        """The schedule for weights [positions], in chunks of `chunk` positions."""
-        is_zero = weights == 0.0
+        """The schedule for weights [positions, ..], in chunks of `chunk` positions; those that are all 0 come last."""
+        is_zero = weights == 0.0 if weights.ndim == 1 else (weights == 0.0).all(-1)
         order = jnp.argsort(is_zero, stable=True)
-        padding = (0, -order.shape[0] % chunk)
-        return ChunkSchedule(jnp.pad(order, padding), jnp.pad(weights[order], padding), -(-(~is_zero).sum() // chunk))
+        padding = [(0, -order.shape[0] % chunk), *[(0, 0)] * (weights.ndim - 1)]
+        sorted_weights = jnp.pad(weights[order], padding)
+        return ChunkSchedule(jnp.pad(order, padding[0]), sorted_weights, -(-(~is_zero).sum() // chunk))
 
     def chunk(self, c: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """The positions of chunk c and their weights, [size] each."""
+        """The positions [size] of chunk c and their weights [size, ..]."""
         start = c * size
         return (
             jax.lax.dynamic_slice_in_dim(self.order, start, size),
@@ -63,8 +64,8 @@ class TargetScores(NamedTuple):
     """-log p(target) [..] of a chunk of logits [..,V], with the values it was computed from.
 
     `correct` [..] says whether the target is the first of the largest logits. `exponentials` [..,V] are
-    exp(logits - maximum) and `total` [..,1] their sum over the whole vocabulary. `sum_over_vocab` sums over the devices
-    that share the vocabulary, whose size is `vocab_size`.
+    exp(logits - maximum), with the largest logit `maximum` [..,1], and `total` [..,1] is their sum over the whole
+    vocabulary. `sum_over_vocab` sums over the devices that share the vocabulary, whose size is `vocab_size`.
     """
 
     losses: jax.Array
@@ -72,9 +73,18 @@ class TargetScores(NamedTuple):
     correct: jax.Array
     is_target: jax.Array
     exponentials: jax.Array
+    maximum: jax.Array
     total: jax.Array
     sum_over_vocab: Callable[[jax.Array], jax.Array]
     vocab_size: int
+
+    def entropies(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The entropies [..] in nats of the distributions p that `logits` [..,V] give, and log p [..,V].
+
+        log p is 0 where p is 0 in float32, so that products with p are 0 even for a logit of minus infinity.
+        """
+        log_p = jnp.where(self.exponentials > 0, logits - self.maximum - jnp.log(self.total), 0.0)
+        return -self.sum_over_vocab((self.exponentials / self.total * log_p).sum(-1)), log_p
 
 
 def score_targets(logits: jax.Array, targets: jax.Array, vocab_axis: str | None) -> TargetScores:
@@ -97,7 +107,9 @@ def score_targets(logits: jax.Array, targets: jax.Array, vocab_axis: str | None)
     largest_before = max_over_vocab(jnp.where(ids < targets[..., None], logits, -jnp.inf).max(-1))
     correct = (target_logits == maximum[..., 0]) & (largest_before < target_logits)
     vocab_size = shards * logits.shape[-1]
-    return TargetScores(losses, target_logits, correct, is_target, exponentials, total, sum_over_vocab, vocab_size)
+    return TargetScores(
+        losses, target_logits, correct, is_target, exponentials, maximum, total, sum_over_vocab, vocab_size
+    )
 
 
 # What a result is: "sum" (a scalar), "token" (a number per position), "hidden" (like the hidden states), or ("head", n)
@@ -187,6 +199,7 @@ def cross_entropy(
     sharding: LossSharding | None = None,
     smoothing: float = 0.0,
     by_probability: bool = False,
+    entropy_weights: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sums of -log p(target) and of correct predictions: float32 scalars, to be divided by sum(weights).
 
@@ -198,18 +211,25 @@ def cross_entropy(
 
     With `smoothing` e the loss of a position is (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
     (label smoothing, arXiv:1512.00567). With `by_probability` it is multiplied by p(target), through which no gradient
-    flows (dynamic fine-tuning, arXiv:2508.05629).
+    flows (dynamic fine-tuning, arXiv:2508.05629). With `entropy_weights` the weighted sum of the entropies of the
+    predicted distributions is added to the loss.
     Raises: ValueError if the weights are differentiated.
     """
-    terms = Terms(smoothing, by_probability)
+    terms = Terms(smoothing, by_probability, entropies=entropy_weights is not None)
+    if entropy_weights is not None:
+        weights = jnp.stack([weights, entropy_weights], axis=-1)
     return _cross_entropy(head, min(chunk, hidden.shape[1]), sharding, terms, head_params, hidden, targets, weights)
 
 
 class Terms(NamedTuple):
-    """Terms of the loss of a position other than -log p(target)."""
+    """Terms of the loss of a position other than -log p(target).
+
+    With `entropies` a position has two weights [..,2]: of its loss, and of its entropy.
+    """
 
     smoothing: float
     by_probability: bool
+    entropies: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -307,6 +327,12 @@ def _chunk_sums(
     to the logits [..,V], whose vocabulary may be sharded over `vocab_axis`."""
     scores = score_targets(logits, targets, vocab_axis)
     losses, d_logits = scores.losses, scores.exponentials / scores.total
+    entropy_loss, d_entropy_loss = jnp.float32(0.0), None
+    if terms.entropies:
+        weights, entropy_weights = weights[..., 0], weights[..., 1]
+        entropies, log_p = scores.entropies(logits)
+        entropy_loss = jnp.where(entropy_weights != 0.0, entropies * entropy_weights, 0.0).sum()
+        d_entropy_loss = -d_logits * (log_p + entropies[..., None]) * entropy_weights[..., None]
     correct = (weights * scores.correct).sum()
     if terms.by_probability:
         weights = weights * jnp.exp(-losses)
@@ -318,7 +344,10 @@ def _chunk_sums(
         d_logits = jnp.where(scores.is_target, d_logits - 1.0, d_logits)
     # A product alone would turn an infinite loss of weight 0 into NaN.
     loss = jnp.where(weights != 0.0, losses * weights, 0.0).sum()
-    return loss, correct, d_logits * weights[..., None]
+    d_loss = d_logits * weights[..., None]
+    return (
+        (loss, correct, d_loss) if d_entropy_loss is None else (loss + entropy_loss, correct, d_loss + d_entropy_loss)
+    )
 
 
 def log_probs(
@@ -337,11 +366,35 @@ def log_probs(
     gradients; none is computed for the other leaves, nor for positions whose cotangent is 0.
     """
     mask = jnp.asarray(mask, jnp.float32)
-    return _log_probs(head, min(chunk, hidden.shape[1]), sharding, head_params, hidden, targets, mask)
+    return _log_probs(head, min(chunk, hidden.shape[1]), sharding, False, head_params, hidden, targets, mask)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _log_probs(head: Head, chunk: int, sharding: LossSharding | None, head_params, hidden, targets, mask):
+def log_probs_and_entropies(
+    head: Head,
+    head_params: PyTree,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    chunk: int,
+    sharding: LossSharding | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`log_probs`, and the entropies in nats of the distributions over the whole vocabulary, of the same logits.
+
+    Entropies that are used only under stop_gradient cost nothing in the backward pass.
+    """
+    mask = jnp.asarray(mask, jnp.float32)
+    size = min(chunk, hidden.shape[1])
+    results, entropies = _log_probs(head, size, sharding, True, head_params, hidden, targets, mask)
+    assert entropies is not None
+    return results, entropies
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _log_probs(
+    head: Head, chunk: int, sharding: LossSharding | None, with_entropies: bool, head_params, hidden, targets, mask
+):
+    """(log-probabilities, entropies or None)."""
     leaves, treedef = jax.tree.flatten(head_params)
 
     def local_log_probs(vocab_axis, leaves, hidden, targets, mask):
@@ -351,36 +404,49 @@ def _log_probs(head: Head, chunk: int, sharding: LossSharding | None, head_param
 
         def add_chunk(c, results):
             positions, chunk_mask = schedule.chunk(c, size)
-            losses = score_targets(head(params, hidden[positions]), targets[positions], vocab_axis).losses
-            chunk_results = jnp.where(chunk_mask != 0, -losses, 0.0)
-            return jax.lax.dynamic_update_slice_in_dim(results, chunk_results, c * size, axis=0)
+            logits = head(params, hidden[positions])
+            scores = score_targets(logits, targets[positions], vocab_axis)
+            values = (-scores.losses, scores.entropies(logits)[0] if with_entropies else None)
+            chunk_results = jax.tree.map(lambda value: jnp.where(chunk_mask != 0, value, 0.0), values)
+            return jax.tree.map(
+                lambda result, part: jax.lax.dynamic_update_slice_in_dim(result, part, c * size, axis=0),
+                results,
+                chunk_results,
+            )
 
-        results = jnp.zeros(schedule.order.shape[0], jnp.float32)
-        results = jax.lax.fori_loop(0, schedule.count, add_chunk, results)
-        return schedule.unsort(results, mask.shape[0]).reshape(shape)
+        zeros = jnp.zeros(schedule.order.shape[0], jnp.float32)
+        results = jax.lax.fori_loop(0, schedule.count, add_chunk, (zeros, zeros if with_entropies else None))
+        return jax.tree.map(lambda result: schedule.unsort(result, mask.shape[0]).reshape(shape), results)
 
-    return run_over_mesh(local_log_probs, sharding, "token", leaves, hidden, targets, mask)
+    kinds = ("token", "token" if with_entropies else None)
+    return run_over_mesh(local_log_probs, sharding, kinds, leaves, hidden, targets, mask)
 
 
-def _forward(head: Head, chunk: int, sharding: LossSharding | None, head_params, hidden, targets, mask):
+def _forward(
+    head: Head, chunk: int, sharding: LossSharding | None, with_entropies: bool, head_params, hidden, targets, mask
+):
     leaves, treedef = jax.tree.flatten(head_params)
     trainable = {n: () for n, leaf in enumerate(leaves) if leaf.perturbed}  # keys are static: known while tracing
     params = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
-    results = _log_probs(head, chunk, sharding, params, hidden.value, targets.value, mask.value)
+    results = _log_probs(head, chunk, sharding, with_entropies, params, hidden.value, targets.value, mask.value)
     return results, (params, hidden.value, targets.value, mask.value, trainable)
 
 
-def _backward(head: Head, chunk: int, sharding: LossSharding | None, residuals, cotangent):
+def _backward(head: Head, chunk: int, sharding: LossSharding | None, with_entropies: bool, residuals, cotangents):
     head_params, hidden, targets, mask, trainable = residuals
     leaves, treedef = jax.tree.flatten(head_params)
-    if isinstance(cotangent, SymbolicZero):
+    cotangent, entropy_cotangent = (None if isinstance(c, SymbolicZero) else c for c in cotangents)
+    if cotangent is None and entropy_cotangent is None:
         return jax.tree.unflatten(treedef, [None] * len(leaves)), None, None, None
 
-    weights = jnp.where(mask != 0.0, -cotangent, 0.0)
+    weights = jnp.zeros_like(mask) if cotangent is None else jnp.where(mask != 0.0, -cotangent, 0.0)
+    options: dict[str, Any] = {"chunk": chunk, "sharding": sharding}
+    if entropy_cotangent is not None:
+        options["entropy_weights"] = jnp.where(mask != 0.0, entropy_cotangent, 0.0)
 
     def loss(trained_leaves: dict[int, Array], hidden: Array) -> Array:
         params = jax.tree.unflatten(treedef, [trained_leaves.get(n, leaf) for n, leaf in enumerate(leaves)])
-        return cross_entropy(head, params, hidden, targets, weights, chunk=chunk, sharding=sharding)[0]
+        return cross_entropy(head, params, hidden, targets, weights, **options)[0]
 
     d_leaves, d_hidden = jax.grad(loss, argnums=(0, 1))({n: leaves[n] for n in trainable}, hidden)
     return jax.tree.unflatten(treedef, [d_leaves.get(n) for n in range(len(leaves))]), d_hidden, None, None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, split
-from meshtune.kernels.cross_entropy import log_probs
+from meshtune.kernels.cross_entropy import log_probs, log_probs_and_entropies
 from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
@@ -34,6 +34,11 @@ u is segments nu + 1 to nu + n, and a row has at most U units. `units` [B, U] is
 is the margin of a pair or the label of an answer. Where needed, `reference` [B, nU] is the reference model's
 log-probability of every segment, and `nll` [B, T] the weight of every target in a term of plain cross-entropy; the
 weights of one update add up to its number of units.
+
+Online stages (objectives/policy.py) have one completion a unit, and float32 [B, T] for its tokens: `weights` are the
+loss's, 0 on all that is not trained on; `advantages`; `old`, `sampled` and `reference_tokens` are the log-probabilities
+before the first update, of the sampler, and of the reference model; `policy_weights` multiply the policy's term of the
+loss, `entropy_weights` are those of the entropy bonus, and `completion` is 1 on all tokens that the model drew.
 """
 
 
@@ -68,9 +73,10 @@ class Objective(Protocol):
 
 
 @functools.cache
-def logits_of(spec: ModelSpec) -> Callable[[Tree, Array], Array]:
-    """`head_logits` of a model, always the same function for the same spec."""
-    return functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
+def logits_of(spec: ModelSpec, temperature: float = 1.0) -> Callable[[Tree, Array], Array]:
+    """`head_logits` of a model divided by `temperature`, always the same function for the same spec and temperature."""
+    function = functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
+    return function if temperature == 1.0 else lambda head, hidden: function(head, hidden) / temperature
 
 
 def with_layers(spec: ModelSpec, score: Score) -> Score:
@@ -121,6 +127,42 @@ def _membership(segment_ids: Int[Array, "B T"], count: int) -> Bool[Array, "B T 
     return segment_ids[..., None] == jnp.arange(1, count + 1, dtype=segment_ids.dtype)
 
 
+class TokenLogProbs(NamedTuple):
+    """float32 log-probabilities [B, T] of the targets in a mask, 0 elsewhere.
+
+    `entropies` [B, T] are those of the predicted distributions in nats, where they were asked for; `layers` are the
+    layers' sums.
+    """
+
+    log_probs: Float[Array, "B T"]
+    entropies: Float[Array, "B T"] | None
+    layers: Sums
+
+
+def token_log_probs(
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    batch: Batch,
+    mask: Bool[Array, "B T"],
+    rng: Array | None,
+    temperature: float = 1.0,
+    *,
+    entropies: bool = False,
+) -> TokenLogProbs:
+    """Computes the log-probability of every target in `mask`, from logits that are divided by `temperature`."""
+    inputs = inputs_of(batch)
+    hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
+    head = head_params(params, spec, hidden)
+    sharding = None if compute.layout is None else loss_sharding(head, spec, compute.layout, mask.shape)
+    arguments = logits_of(spec, temperature), head, hidden, batch["targets"], mask
+    if entropies:
+        return TokenLogProbs(
+            *log_probs_and_entropies(*arguments, chunk=compute.loss_chunk, sharding=sharding), layers=sums
+        )
+    return TokenLogProbs(log_probs(*arguments, chunk=compute.loss_chunk, sharding=sharding), None, sums)
+
+
 class AnswerLogProbs(NamedTuple):
     """Log-probabilities of the two segments of every unit.
 
@@ -148,17 +190,17 @@ def answer_log_probs(
     """
     segments, trained = batch["segment_ids"], batch["weights"] > 0
     mask = trained | (batch["nll"] > 0) if "nll" in batch else trained
-    token_log_probs, added = _log_probs(params, spec, compute, batch, mask, rng)
+    values, _, layers = token_log_probs(params, spec, compute, batch, mask, rng)
     count, unit_mask = max_segments(batch), batch["units"]
     lengths = segment_sum(trained.astype(jnp.float32), segments, count)
     factors = trained.astype(jnp.float32)
     if tail is not None:
         factors = factors * _tail_factors(batch, lengths, tail)
-    sums = segment_sum(token_log_probs * factors, segments, count)
+    sums = segment_sum(values * factors, segments, count)
     first, second = (jnp.where(unit_mask > 0, side, -1.0) for side in by_side(sums))
     first_length, second_length = (jnp.maximum(side, 1.0) for side in by_side(lengths))
-    nll = -jnp.sum(token_log_probs * batch["nll"]) if "nll" in batch else jnp.float32(0.0)
-    return AnswerLogProbs(first, second, (first_length, second_length), unit_mask, nll, added)
+    nll = -jnp.sum(values * batch["nll"]) if "nll" in batch else jnp.float32(0.0)
+    return AnswerLogProbs(first, second, (first_length, second_length), unit_mask, nll, layers)
 
 
 def reference_log_probs(
@@ -188,18 +230,6 @@ def by_side(values: Float[Array, "B S"], unit_segments: int = 2) -> tuple[Float[
     """Splits values per segment into those of the first segment of every unit, those of the second, and so on."""
     sides = values.reshape(values.shape[0], -1, unit_segments)
     return tuple(sides[..., side] for side in range(unit_segments))
-
-
-def _log_probs(
-    params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None
-) -> tuple[Float[Array, "B T"], Sums]:
-    """The log-probability of every target in `mask`, and the layers' sums."""
-    inputs = inputs_of(batch)
-    hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
-    head = head_params(params, spec, hidden)
-    sharding = None if compute.layout is None else loss_sharding(head, spec, compute.layout, mask.shape)
-    options = {"chunk": compute.loss_chunk, "sharding": sharding}
-    return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), sums
 
 
 def _tail_factors(batch: Batch, lengths: Float[Array, "B S"], tail: float) -> Float[Array, "B T"]:

@@ -152,3 +152,155 @@ class KtoConfig:
     beta: float = option(0.1, "kto: how strongly the reference holds.", gt=0)
     desirable_weight: float = option(1.0, "kto: weight of answers labelled good.", gt=0)
     undesirable_weight: float = option(1.0, "kto: weight of answers labelled bad.", gt=0)
+
+
+PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+SEQUENCE_LOSSES = ("grpo", "sapo", "luspo")  # whose sums give every completion the same weight, whatever its length
+TRUNCATED = "Leave completions that were cut at rollout.max_tokens out of the loss; their rewards still count."
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoConfig:
+    """Group relative policy optimisation and its relatives: completions of a prompt, compared by their rewards.
+
+    `loss`: grpo (https://arxiv.org/abs/2402.03300), bnpo, dr_grpo (https://arxiv.org/abs/2503.20783), dapo
+    (https://arxiv.org/abs/2503.14476), cispo (https://arxiv.org/abs/2506.13585), sapo
+    (https://arxiv.org/abs/2511.20347), luspo or vespo, each as trl has it. `ratio: sequence` is GSPO
+    (https://arxiv.org/abs/2507.18071).
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    loss: PolicyLoss = option("dapo", "grpo: how tokens are clipped and averaged; dapo: over all tokens of an update.")
+    ratio: Literal["token", "sequence"] = option(
+        "token", "grpo: of probabilities, for every token, or the geometric mean over a completion (GSPO)."
+    )
+    epsilon: float = option(0.2, "How far the ratio may fall below 1 before it is clipped.", gt=0, lt=1)
+    epsilon_high: float | None = option(
+        None, "How far it may rise above 1; null: epsilon. cispo: the largest ratio itself.", gt=0
+    )
+    delta: float | None = option(None, "grpo: largest ratio, also of worse completions; null: none.", gt=1)
+    beta: float = option(0.0, "grpo: weight of the KL divergence from the reference in the loss.", ge=0)
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k3+"] = option(
+        "k3", "grpo: of the KL divergence; k3+: the value of k3 with the gradient of k2."
+    )
+    kl_correction: bool = option(True, "grpo: multiply the KL divergence by the ratio, which makes it unbiased.")
+    scale: Literal["group", "batch", "none", "tokens"] = option(
+        "group",
+        "grpo: what advantages are divided by the deviation of; tokens: whitened over all tokens (REINFORCE++).",
+    )
+    baseline: Literal["group", "none"] = option("group", "grpo: subtract the mean reward of the prompt's completions.")
+    normalize_then_sum: bool = option(
+        False, "grpo: normalise every reward by itself in its group before they are added (GDPO)."
+    )
+    mask_truncated_completions: bool = option(False, TRUNCATED)
+    off_policy_mask_threshold: float | None = option(
+        None, "grpo: leave out worse completions whose mean log-probability has fallen by more; null: none."
+    )
+    top_entropy_quantile: float = option(
+        1.0, "grpo: share of the tokens, those of highest entropy, that the policy's term trains.", gt=0, le=1
+    )
+    entropy_coef: float = option(0.0, "grpo: weight of the mean entropy, which is added to what is maximised.")
+    sapo_temperature_pos: float = option(1.0, "sapo: steepness of the gate, of better completions.", gt=0)
+    sapo_temperature_neg: float = option(1.05, "sapo: steepness of the gate, of worse completions.", gt=0)
+    vespo_k_pos: float = option(2.0, "vespo: power of the ratio, of better completions.", ge=0)
+    vespo_lambda_pos: float = option(3.0, "vespo: decay with the ratio, of better completions.", ge=0)
+    vespo_k_neg: float = option(3.0, "vespo: power of the ratio, of worse completions.", ge=0)
+    vespo_lambda_neg: float = option(2.0, "vespo: decay with the ratio, of worse completions.", ge=0)
+
+    def __post_init__(self):
+        _check_read(self, "loss", self.loss, GRPO_READERS)
+        if self.beta == 0:
+            _check_read(self, "beta", "0", {"kl_estimator": (), "kl_correction": ()})
+        if self.ratio == "sequence" and self.loss not in SEQUENCE_LOSSES:
+            reason = (
+                "computes a ratio of sequences by itself"
+                if self.loss == "vespo"
+                else "adds up tokens, so that long completions would weigh more"
+            )
+            raise UserError(
+                f"ratio sequence has no meaning for loss {self.loss}, which {reason}",
+                where="stage.ratio",
+                fix="use ratio token, or loss grpo (the setup of GSPO's paper)",
+            )
+        if self.loss == "luspo" and self.ratio == "token":
+            raise UserError("loss luspo is one of sequences", where="stage.ratio", fix="use ratio sequence with it")
+        if self.loss == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            raise UserError(
+                "loss cispo clips the ratio to epsilon_high itself, not to 1 + epsilon_high: it must be 1 or more",
+                where="stage.epsilon_high",
+                fix="such as epsilon_high: 5.0",
+            )
+        if self.delta is not None and self.delta <= 1 + self.upper_epsilon:
+            raise UserError(
+                f"delta caps the ratio where clipping does not, so it must be above {1 + self.upper_epsilon}",
+                where="stage.delta",
+                fix="such as delta: 2.0",
+            )
+        if self.baseline == "none" and self.scale in ("group", "batch"):
+            raise UserError(
+                f"scale {self.scale} divides by the deviation from a baseline, and there is none",
+                where="stage.baseline",
+                fix="use scale tokens (REINFORCE++) or none, or baseline group",
+            )
+        if self.normalize_then_sum and (self.scale, self.baseline) != ("group", "group"):
+            raise UserError(
+                "normalize_then_sum normalises in groups and then over the batch: scale and baseline have no meaning",
+                where="stage.normalize_then_sum",
+                fix="leave scale and baseline out, or normalize_then_sum",
+            )
+
+    @property
+    def upper_epsilon(self) -> float:
+        """How far the ratio may rise above 1."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+# Which losses read an option; those not named are read by all.
+GRPO_READERS: dict[str, tuple[str, ...]] = {
+    "epsilon": CLIPPED_LOSSES,
+    "epsilon_high": (*CLIPPED_LOSSES, "cispo"),
+    "delta": CLIPPED_LOSSES,
+    "top_entropy_quantile": (*CLIPPED_LOSSES, "cispo", "sapo"),  # vespo's policy_weights are in its ratio
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
+}
+
+
+def _check_read(options: GrpoConfig, key: str, value: str, readers: dict[str, tuple[str, ...]]) -> None:
+    """Raises UserError for an option that would be ignored, because the `value` of option `key` is not a reader."""
+    for field in dataclasses.fields(options):
+        if getattr(options, field.name) != field.default and value not in readers.get(field.name, (value,)):
+            names = readers[field.name]
+            instead = f"use {key} {' or '.join(names)}, or " if names else f"give {key}, or "
+            raise UserError(
+                f"{field.name} has no meaning for {key} {value}",
+                where=f"stage.{field.name}",
+                fix=f"{instead}leave {field.name} out",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RlooConfig:
+    """REINFORCE with the mean reward of a prompt's other completions as baseline (https://arxiv.org/abs/2402.14740)."""
+
+    kind: Literal["rloo"] = "rloo"
+    epsilon: float = option(0.2, "How far the ratio may fall below 1 before it is clipped.", gt=0, lt=1)
+    epsilon_high: float | None = option(None, "rloo: how far it may rise above 1; null: epsilon.", gt=0)
+    beta: float = option(0.05, "rloo: weight of the KL divergence from the reference, subtracted from rewards.", ge=0)
+    reward_clip_range: tuple[float, float] | None = option(None, "rloo: bounds of a reward, [-1, 1]; null: none.")
+    normalize_advantages: bool = option(False, "rloo: divide advantages by their deviation over the rollout.")
+    mask_truncated_completions: bool = option(False, TRUNCATED)
+
+    def __post_init__(self):
+        if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
+            raise UserError(
+                f"reward_clip_range {list(self.reward_clip_range)} is empty",
+                where="stage.reward_clip_range",
+                fix="give the lower bound first, such as [-1, 1]",
+            )
+
+    @property
+    def upper_epsilon(self) -> float:
+        """How far the ratio may rise above 1."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -11,23 +11,25 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
-from meshtune.objectives import kto, preference, rm, sft
+from meshtune.objectives import kto, policy, preference, rm, sft
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import (
     CpoConfig,
     DpoConfig,
+    GrpoConfig,
     KtoConfig,
     NllMean,
     OrpoConfig,
     PtConfig,
+    RlooConfig,
     RmConfig,
     SftConfig,
     SimpoConfig,
 )
 
-DatasetType = Literal["documents", "pairs", "labelled"]
+DatasetType = Literal["documents", "pairs", "labelled", "prompts"]
 """What one sample of the data is: a document (text or conversation), a pair of a chosen and a rejected answer to the
-same prompt, or an answer labelled good or bad."""
+same prompt, an answer labelled good or bad, or a prompt that completions are generated for."""
 
 
 Options = TypeVar("Options")
@@ -37,7 +39,8 @@ Options = TypeVar("Options")
 class Stage(Generic[Options]):
     """A kind of training.
 
-    `config` is the dataclass of its options and `make(options)` builds its objective. `title` names the stage for
+    `config` is the dataclass of its options and `make(options)` builds its objective; those of prompts take
+    the sampler's temperature too. `title` names the stage for
     people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
     training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
     `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `nll_mean(options)`
@@ -45,7 +48,7 @@ class Stage(Generic[Options]):
     """
 
     config: type[Options]
-    make: Callable[[Options], Objective]
+    make: Callable[..., Objective]
     title: str
     dataset_type: DatasetType = "documents"
     unit: str = "token"
@@ -57,7 +60,7 @@ class Stage(Generic[Options]):
     @property
     def unit_segments(self) -> int:
         """The documents of a unit, which are neighbouring segments of one row: those that are compared."""
-        return 1 if self.dataset_type == "documents" else 2
+        return 1 if self.dataset_type in ("documents", "prompts") else 2
 
 
 def _sft_mean(options: DpoConfig | SimpoConfig | CpoConfig) -> NllMean | None:
@@ -94,6 +97,8 @@ STAGES: dict[str, Stage[Any]] = {
         headline=(("rewards/chosen", "chosen reward"), ("rewards/rejected", "rejected reward")),
         needs_reference=True,
     ),
+    "grpo": Stage(GrpoConfig, policy.grpo, "GRPO", "prompts", "completion", headline=(("reward", "reward"),)),
+    "rloo": Stage(RlooConfig, policy.rloo, "RLOO", "prompts", "completion", headline=(("reward", "reward"),)),
 }
 
 OBJECTIVES: dict[str, Objective] = {name: stage.make(stage.config()) for name, stage in STAGES.items()}

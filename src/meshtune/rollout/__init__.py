@@ -1,1 +1,1 @@
-"""Completions that online stages generate, score and are trained on."""
+"""Rollouts: completions that a model generates while it is trained, their rewards, and batches made of them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ class Scores:
     values: np.ndarray
     columns: dict[str, list[Any]]
     metrics: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The scores as JSON, for other processes."""
+        values = [[None if math.isnan(value) else value for value in row] for row in self.values.tolist()]
+        return {"values": values, "columns": self.columns, "metrics": self.metrics}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Scores:
+        """The scores that `to_json` gave."""
+        values = [[math.nan if value is None else value for value in row] for row in fields["values"]]
+        return cls(np.array(values, np.float64), fields["columns"], fields["metrics"])
 
 
 class Rewards:

@@ -51,6 +51,10 @@ def check_run(recipe: Recipe) -> None:
     output = pathlib.Path(recipe.output).expanduser()
     check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
     check_inputs(recipe)
+    if recipe.rollout is not None:
+        from meshtune.rollout.rewards import check_rewards
+
+        check_rewards(recipe.rewards, max_tokens=recipe.rollout.max_tokens)
     count = device_count()
     if not isinstance(recipe.mesh, MeshConfig) or count is None:
         return

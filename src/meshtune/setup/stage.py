@@ -13,6 +13,7 @@ from meshtune.errors import UserError
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.stages import STAGES
+from meshtune.rollout.batch import online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
@@ -21,7 +22,11 @@ PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no 
 
 def objective_of(recipe: Recipe) -> Objective:
     """Builds the objective that the step differentiates."""
-    return STAGES[recipe.stage.kind].make(recipe.stage)
+    stage = STAGES[recipe.stage.kind]
+    if stage.dataset_type == "prompts":
+        assert recipe.rollout is not None
+        return stage.make(recipe.stage, recipe.rollout.temperature)
+    return stage.make(recipe.stage)
 
 
 def evaluation_objective_of(recipe: Recipe) -> Objective:
@@ -51,7 +56,9 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
-    if stage.dataset_type != "documents":
+    if stage.dataset_type == "prompts":
+        names = online_arrays(recipe)
+    elif stage.dataset_type != "documents":
         names += ["units", "values"]
         if stage.nll_mean(recipe.stage) is not None:
             names.append("nll")

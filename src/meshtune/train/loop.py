@@ -28,7 +28,18 @@ from meshtune.model.gather import to_device
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
 from meshtune.train.evaluation.evaluate import Cadence, EarlyStopping, Evaluation
-from meshtune.train.report.events import Evaluated, Event, Events, Note, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.report.events import (
+    Evaluated,
+    Event,
+    Events,
+    Note,
+    RolledOut,
+    Sampled,
+    Saved,
+    Started,
+    Stepped,
+    Stopped,
+)
 from meshtune.train.report.metrics_log import DeviceMetrics
 from meshtune.train.step.state import Metrics, TrainState
 
@@ -151,9 +162,29 @@ class TrainBatch(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the rows, which are reported with those of the update."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """The time that it took to generate rows, which is no part of the update's."""
+        ...
+
+    @property
+    def rollout_rows(self) -> Sequence[Mapping[str, object]]:
+        """The completions of a rollout that begins with this batch."""
+        ...
+
 
 class BatchSource(Protocol):
-    """Provides the batch of every update. It sees the state, from which an online stage generates its rows."""
+    """Provides the batch of every update. It sees the state, from which an online stage generates its rows.
+
+    Where it `uses_state`, the update before is reported, and is known to be finite, when the next batch is asked for.
+    """
+
+    uses_state: bool
 
     def next(self, step: int, state: TrainState) -> TrainBatch:
         """The batch of update `step`, counted from 0. Steps come in order; `state` is the one to be updated."""
@@ -167,6 +198,8 @@ class LoadedBatches:
 
     `iterate(start, stop)` yields the batches of the updates from `start` up to, not including, `stop`.
     """
+
+    uses_state = False
 
     def __init__(self, iterate: Callable[[int, int], Iterable[TrainBatch]], start: int, stop: int):
         self._iterate, self._start, self._stop = iterate, start, stop
@@ -266,7 +299,14 @@ class _Loop:
         done, pending = start, None
         try:
             while done < total and not self._stopping() and not self.early_stopping.stop:
+                if self.task.batches.uses_state and pending is not None:
+                    self._report(*pending)
+                    pending = None
                 batch = self.task.batches.next(done, self.state)
+                if batch.rollout_rows:
+                    self._emit(RolledOut(done + 1, batch.rollout_rows))
+                if self.task.batches.uses_state:
+                    self.clock = time.perf_counter()
                 arrays = self.task.place(batch.arrays)
                 announcement = self.task.announce(done)
                 if announcement is not None:
@@ -343,10 +383,14 @@ class _Loop:
                 loss=self.last_loss,
                 grad_norm=float(values["grad_norm"]),
                 learning_rate=self.task.learning_rate(batch.step),
-                metrics={name: float(value) for name, value in values.items() if name not in reported},
+                metrics={
+                    **batch.metrics,
+                    **{name: float(value) for name, value in values.items() if name not in reported},
+                },
                 tokens=int(np.count_nonzero(batch.arrays["segment_ids"])),
                 learned=int(np.count_nonzero(batch.arrays["weights"])),
                 seconds=seconds,
+                rollout_seconds=batch.seconds,
                 memory=memory_in_use(),
                 slow=slow,
                 machine=self.devices.read() | ({"skew": decision.skew} if self.stop_flag.multi_process else {}),

@@ -20,6 +20,8 @@ from meshtune.hooks import SECTIONS, SectionHooks
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
+from meshtune.rollout.saved import FOLDER, remove_rollouts
+from meshtune.rollout.source import RolloutSource
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claim_output, read_run, write_recipe, write_run
 from meshtune.setup.choices import checked_attention
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
@@ -29,7 +31,7 @@ from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
 from meshtune.train.loop import Ended, Task, interruptible, run_loop
 from meshtune.train.report import banner, events, metrics_log, page
-from meshtune.train.report.events import Sink, open_sinks
+from meshtune.train.report.events import Generating, Sink, open_sinks
 from meshtune.train.report.plot import LossPlot, SmoothedLoss
 from meshtune.train.report.progress import ConsoleLog, ProgressBar, log_console
 from meshtune.train.result.final import Result, export_result
@@ -190,18 +192,27 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
         for note in metrics_log.cut_back(run.output, step, interval=interval):
             console.print(f"[yellow]{note}[/]", highlight=False)
         write_recipe(run.output, run.fields | dict.fromkeys(COMMANDS, False))
+        if resumed is not None and run.recipe.accept_changes and run.recipe.rollout is not None:
+            of_updates = run.recipe.rollout.updates * run.recipe.rollout.iterations
+            remove_rollouts(run.output / FOLDER, after=(resumed.step - 1) // of_updates)
     _write_run(run, _facts(run, record, "running"))
     # Nothing is trained with kernels whose numbers are wrong on this kind of device.
     for line in checked_attention(run.compute, run.spec, run.rows, run.data.train.row_length):
         console.print(line)
     task = make_task(loaded, record, state)
     savers = [hook.on_save(loaded) for hook in hooks if hook.on_save is not None]
-    task = dataclasses.replace(task, saved=[saver.saved for saver in savers])
+    saved = [saver.saved for saver in savers]
+    if isinstance(task.batches, RolloutSource):
+        source, keep = task.batches, run.recipe.checkpoint.keep
+        saved.append(lambda trainable, step: source.remove_old(checkpoints.steps()[-keep:][0]))
+    task = dataclasses.replace(task, saved=saved)
     probes = _step_probes(run, task)
     history = metrics_log.read(run.output / metrics_log.METRICS) if run.job.is_main_process else []
     loss = SmoothedLoss(run.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
     with interruptible() as interrupt:
         with open_sinks([*_sinks(run, record.step, history, loss), *probes]) as events:
+            if isinstance(task.batches, RolloutSource):
+                task.batches.progress = lambda done, total: events.emit(Generating(done, total))
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
     for saver in savers:

@@ -7,17 +7,23 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
+from meshtune.data.prompts import PromptLoader
 from meshtune.errors import amount
+from meshtune.generate.text import tokenizer_end
 from meshtune.kernels.attention import zigzag_order
+from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
-from meshtune.objectives.answers import Batch
+from meshtune.objectives.answers import Batch, without_adapters
+from meshtune.rollout.rewards import Rewards
+from meshtune.rollout.saved import FOLDER
+from meshtune.rollout.scoring import Scorer
+from meshtune.rollout.source import RolloutModel, RolloutSource
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.assemble import LoadedRun, step_for
@@ -31,28 +37,33 @@ from meshtune.train.evaluation.evaluate import (
     evaluations,
     save_interval,
 )
-from meshtune.train.loop import LoadedBatches, LostUpdates, Task
+from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, Task
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import TrainState
-
-if TYPE_CHECKING:
-    pass
+from meshtune.weights.ends import read_ends
 
 
 def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     """Builds the task that continues from `record.step`; compiles the training step if any updates remain."""
     recipe, loader = run.recipe, run.data.train
-    place = _placing(run)
+    order = _order(run)
+    place = _placing(run.compute.layout, order)
     step = step_for(run, run.compute, run.optimizer)
+    if isinstance(loader, PromptLoader):
+        batches = rollout_source(run, loader, place, order)
+        first = batches.empty_batch()
+    else:
+        batches = LoadedBatches(loader.iterate, record.step, run.total_steps)
+        first = loader.batch(0).arrays if record.step < run.total_steps else {}
     if record.step < run.total_steps:
-        step = _compile(run, step, state, place(loader.batch(0).arrays))
+        step = _compile(run, step, state, place(first))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
     early = recipe.eval
     return Task(
         step=step,
         frozen=run.model.frozen,
-        batches=LoadedBatches(loader.iterate, record.step, run.total_steps),
+        batches=batches,
         place=place,
         shown=lambda state: merge(run.optimizer.evaluation_params(state.trainable, state.opt_state), state.buffers),
         learning_rate=lambda number: float(rates[number]),
@@ -66,7 +77,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         record=record,
         early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
         keep_best=recipe.checkpoint.keep_best,
-        evaluate=_evaluator(run, place),
+        evaluate=_evaluator(run, place, batches),
         evaluate_at_start=early.at_start,
         sample=_sampler(run),
         announce=functools.partial(_announcement, recipe, _matrices(run), record.step),
@@ -92,11 +103,15 @@ def _matrices(run: LoadedRun) -> int:
     return sum(math.prod(array.shape[:-2]) for array in arrays if array.role in ("matrix", "experts"))
 
 
-def _placing(run: LoadedRun) -> Callable[[dict[str, np.ndarray]], Batch]:
-    """Returns the function that places a batch on the devices, in zigzag order under context parallelism."""
+def _order(run: LoadedRun) -> np.ndarray | None:
+    """Returns the zigzag order of positions under context parallelism."""
     layout = run.compute.layout
     cp = 1 if layout is None else layout.size("cp")
-    order = zigzag_order(run.data.train.row_length, cp) if cp > 1 else None
+    return zigzag_order(run.data.train.row_length, cp) if cp > 1 else None
+
+
+def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[str, np.ndarray]], Batch]:
+    """Returns the function that places a batch on the devices, its positions in `order` if there is one."""
 
     def place(arrays: dict[str, np.ndarray]) -> Batch:
         fits = order is not None and arrays["tokens"].shape[-1] == len(order)
@@ -128,10 +143,15 @@ def _epoch_at(run: LoadedRun, step: int) -> float:
     return epoch + (within + 1) / run.data.train.steps_per_epoch(epoch)
 
 
-def _evaluator(run: LoadedRun, place: Callable[[dict[str, np.ndarray]], Batch]) -> Callable[[Tree], Evaluation] | None:
+def _evaluator(
+    run: LoadedRun, place: Callable[[dict[str, np.ndarray]], Batch], batches: BatchSource
+) -> Callable[[Tree], Evaluation] | None:
     loader = run.data.validation
     if loader is None or run.recipe.eval.every is None:
         return None
+    if isinstance(loader, PromptLoader):
+        assert isinstance(batches, RolloutSource)
+        return functools.partial(_evaluate_online, batches, run.model.frozen, loader)
     step = make_eval_step(evaluation_objective_of(run.recipe), run.model.spec, run.compute)
 
     def validate(trainable: Tree) -> Evaluation:
@@ -140,6 +160,32 @@ def _evaluator(run: LoadedRun, place: Callable[[dict[str, np.ndarray]], Batch]) 
             return evaluate(step, run.model.spec, trainable, run.model.frozen, arrays, place=place)
 
     return validate
+
+
+def _evaluate_online(source: RolloutSource, frozen: Tree, held_out: PromptLoader, trainable: Tree) -> Evaluation:
+    """Evaluates by rollouts on held-out prompts; the loss is the mean reward with the other sign."""
+    metrics, count = source.evaluate(merge(trainable, frozen), held_out)
+    return Evaluation(-metrics["reward"], metrics, float(count))
+
+
+def rollout_source(
+    run: LoadedRun, loader: PromptLoader, place: Callable[[dict[str, np.ndarray]], Batch], order: np.ndarray | None
+) -> RolloutSource:
+    """Builds the source of an online stage's batches."""
+    assert run.recipe.rollout is not None
+    ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
+    scorer = Scorer(run.model.spec, run.compute, place, run.recipe.rollout.temperature, order)
+    model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, without_adapters)
+    return RolloutSource(
+        run.recipe,
+        loader,
+        model,
+        Rewards(run.recipe.rewards, max_tokens=run.recipe.rollout.max_tokens),
+        lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
+        run.job,
+        run.output / FOLDER,
+        run.console.print,
+    )
 
 
 def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | None:

@@ -37,7 +37,7 @@ class Stepped:
     the previous update, `memory` the bytes in use (of the device if it reports them, else of the process). `machine`
     holds the figures of each local device (train.report.device_metrics) and, with several processes, `skew`: the
     seconds between the fastest and the slowest process. `slow` says that the update did more than others, and that its
-    seconds are not those of an update.
+    seconds are not those of an update. `rollout_seconds`, which are no part of `seconds`, were spent on the batch.
     """
 
     step: int
@@ -52,6 +52,23 @@ class Stepped:
     memory: int
     machine: dict[str, float] = dataclasses.field(default_factory=dict)
     slow: bool = False
+    rollout_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Generating:
+    """Of a rollout, `done` of `total` completions have ended."""
+
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RolledOut:
+    """Completions were generated for the updates from number `step` on; a mapping for each, with its rewards."""
+
+    step: int
+    rows: Sequence[Mapping[str, object]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +115,7 @@ class Stopped:
     reason: str = ""
 
 
-Event = Started | Stepped | Evaluated | Sampled | Saved | Note | Stopped
+Event = Started | Stepped | Generating | RolledOut | Evaluated | Sampled | Saved | Note | Stopped
 
 
 class Sink(Protocol):

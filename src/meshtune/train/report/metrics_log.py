@@ -25,12 +25,13 @@ import jax
 
 from meshtune.mesh.accelerators import VISIBLE_DEVICE_VARIABLES
 from meshtune.runs.output import LOGS
-from meshtune.train.report.events import Evaluated, Event, Sampled, Stepped
+from meshtune.runs.rollouts import ROLLOUTS
+from meshtune.train.report.events import Evaluated, Event, RolledOut, Sampled, Stepped
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 CHECKSUM = "crc32"
 # Columns that differ between identical runs.
-TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine", CHECKSUM})
+TIMINGS = frozenset({"seconds", "rollout_seconds", "tokens_per_second", "memory", "machine", CHECKSUM})
 LAST_COLUMNS = frozenset({"memory", "machine", "seconds", "text"})  # of lines of versions that wrote no checksums
 _CHECKED = re.compile(rb'(.*), "crc32": ([0-9]{1,10})\}\n', re.DOTALL)
 
@@ -43,6 +44,7 @@ class MetricsLog:
         # Append mode never overwrites existing lines, even with two writers.
         self._metrics = (output / METRICS).open("a", encoding="utf-8", buffering=1)
         self._samples = (output / SAMPLES).open("a", encoding="utf-8", buffering=1)
+        self._output, self._rollouts = output, None
 
     def receive(self, event: Event) -> None:
         match event:
@@ -50,12 +52,18 @@ class MetricsLog:
                 self._metrics.write(_line(train_row(event)))
             case Evaluated():
                 self._metrics.write(_line(eval_row(event)))
+            case RolledOut():
+                if self._rollouts is None:
+                    self._rollouts = (self._output / ROLLOUTS).open("a", encoding="utf-8", buffering=1)
+                self._rollouts.writelines(_line({"step": event.step, **row}) for row in event.rows)
             case Sampled():
                 self._samples.write(_line({"step": event.step, "prompt": event.prompt, "text": event.text}))
 
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
 
 
 class ProcessLog:
@@ -89,6 +97,7 @@ def train_row(event: Stepped) -> dict[str, object]:
         "tokens": event.tokens,
         "learned_tokens": event.learned,
         "seconds": round(event.seconds, 6),
+        **({"rollout_seconds": round(event.rollout_seconds, 6)} if event.rollout_seconds else {}),
         "tokens_per_second": round(event.tokens / event.seconds, 3) if event.seconds else None,
         "memory": event.memory,
         **({"machine": event.machine} if event.machine else {}),
@@ -120,9 +129,11 @@ def cut_back(output: pathlib.Path, step: int | None, *, interval: int = 1) -> li
     MetricsLog.
     """
     notes = []
-    for name in (METRICS, SAMPLES):
+    for name in (METRICS, SAMPLES, ROLLOUTS):
         path = output / name
         if not path.exists():
+            if name == ROLLOUTS:
+                continue
             notes += [f"{name} is missing: what it held of earlier updates is lost"] if step else []
             continue
         lines, damaged = _read_lines(path)

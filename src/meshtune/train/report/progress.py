@@ -27,7 +27,7 @@ from rich.text import Text
 from meshtune.runs.output import CONSOLE_LOG
 from meshtune.setup.memory import memory_kind, size_in_words
 from meshtune.terminal import WIDE
-from meshtune.train.report.events import Evaluated, Event, Note, Sampled, Started, Stepped, Stopped
+from meshtune.train.report.events import Evaluated, Event, Generating, Note, Sampled, Started, Stepped, Stopped
 from meshtune.train.report.plot import SmoothedLoss
 
 
@@ -118,6 +118,9 @@ class ProgressBar:
                 if time.monotonic() - self._last_line > LINE_SECONDS or event.step in (1, self._total):
                     self._last_line = time.monotonic()
                     self._print_line(f"update {event.step}/{self._total}  smoothed loss " + "  ".join(fields.values()))
+            case Generating():
+                if self._progress is not None:
+                    self._progress.update(self._task, rate=f"generating {event.done}/{event.total}")
             case Evaluated():
                 headline = self._headline or (("accuracy", "accuracy"),)
                 shown = (
@@ -179,10 +182,11 @@ class ProgressBar:
         rate = sum(event.tokens for event in timed) / (sum(event.seconds for event in timed) or 1.0)
         loss = self._loss.value
         metrics = {"metrics": self._headline_means()} if self._headline else {}
+        rollouts = sum(event.rollout_seconds for event in self._recent) / len(self._recent)
         return {
             "loss": "-" if loss is None else f"{loss:.4f}",
             **metrics,
-            "rate": f"{rate:,.0f} tok/s" if timed else "- tok/s",
+            "rate": (f"{rate:,.0f} tok/s" if timed else "- tok/s") + (f"  rollout {rollouts:.1f} s" * (rollouts > 0)),
             "memory": f"{memory_kind()} {size_in_words(self._recent[-1].memory)}",
         }
 

@@ -94,8 +94,14 @@ def _accumulate(
         return score, gradient, finite[None]
 
     def add(carry: tuple[Score, Tree], x: tuple[Array, Batch]) -> tuple[tuple[Score, Tree], Array]:
-        score, gradient, finite = micro_batch(*x)
-        return jax.tree.map(jnp.add, carry, (score, gradient)), finite
+        def compute() -> tuple[tuple[Score, Tree], Array]:
+            score, gradient, finite = micro_batch(*x)
+            return jax.tree.map(jnp.add, carry, (score, gradient)), finite
+
+        if "completion" not in batch:
+            return compute()
+        # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
+        return lax.cond(jnp.any(x[1]["segment_ids"] > 0), compute, lambda: (carry, jnp.bool_(True)))
 
     shapes = jax.eval_shape(micro_batch, indices[0], first)[:2]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -1,0 +1,228 @@
+"""Policy gradients on completions that the model generated: GRPO and its relatives, and RLOO, as trl 1.16 has them.
+
+A completion is a segment of a row. Everything that depends on more than one completion (advantages, and the weights
+that make a mean of a sum) is in the batch, made by rollout/advantages.py, so neither packing nor the split into
+micro-batches changes a result. Formulas: trl's GRPOTrainer._compute_loss and RLOOTrainer._compute_loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meshtune.arrays.tree import Tree
+from meshtune.model.block import Sums
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import (
+    Batch,
+    Objective,
+    Score,
+    WeightedMetric,
+    max_segments,
+    segment_sum,
+    to_tokens,
+    token_log_probs,
+    without_adapters,
+)
+from meshtune.objectives.config import CLIPPED_LOSSES, GrpoConfig, RlooConfig
+
+PerToken = Float[Array, "B T"]
+LEAST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0  # of VESPO's weights of sequences
+
+
+class Completions(NamedTuple):
+    """Completions of a micro-batch, by token.
+
+    `mask` is 1 on the tokens that are trained on; log-probabilities are 0 elsewhere. `old` are those before the first
+    update, without gradient. `sum_over_completion` gives every token the sum of values over its completion, and
+    `length` is that of the mask, at least 1.
+    """
+
+    mask: PerToken
+    log_probs: PerToken
+    old: PerToken
+    entropies: PerToken
+    length: PerToken
+    sum_over_completion: Callable[[PerToken], PerToken]
+    layers: Sums
+
+    @property
+    def log_ratio(self) -> PerToken:
+        return self.log_probs - self.old
+
+
+def grpo(config: GrpoConfig, temperature: float = 1.0) -> Objective:
+    """The mean over completions of sum_t weights * (policy_weights * policy + beta * KL), minus the entropy bonus.
+
+    `temperature` is the sampler's: it divides the logits. Without `old` in the batch the model is its own, so that
+    every ratio is 1; without `reference_tokens` the reference is the model without its adapters.
+    """
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        completions = _completions(params, spec, compute, batch, rng, temperature)
+        mask, advantages = completions.mask, batch["advantages"]
+        log_weights = completions.log_ratio
+        if config.ratio == "sequence":
+            log_weights = completions.sum_over_completion(log_weights) / completions.length
+        ratio = jnp.exp(log_weights)
+        losses = _policy_losses(config, completions, ratio, batch)
+        if config.off_policy_mask_threshold is not None:
+            fall = completions.sum_over_completion((batch["sampled"] - completions.log_probs) * mask)
+            mean_fall = jax.lax.stop_gradient(fall) / completions.length
+            losses = jnp.where((advantages >= 0) | (mean_fall <= config.off_policy_mask_threshold), losses, 0.0)
+        if "policy_weights" in batch and config.loss != "vespo":
+            losses = losses * batch["policy_weights"]
+        shares = mask / completions.length if config.ratio == "sequence" else mask
+        metrics = _metrics(config, completions, ratio, shares, batch)
+        if config.beta:
+            reference = _reference(params, spec, compute, batch, temperature)
+            kl = _divergence(config.kl_estimator, reference * mask - completions.log_probs)
+            kl = kl * ratio if config.kl_correction else kl
+            losses = losses + config.beta * kl
+            metrics["kl"] = _mean(kl, mask)
+        loss = _masked_sum(losses, batch["weights"])
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * _masked_sum(completions.entropies, batch["entropy_weights"])
+        return Score(loss, jnp.sum(batch["units"]), metrics, completions.layers)
+
+    return objective
+
+
+def rloo(config: RlooConfig, temperature: float = 1.0) -> Objective:
+    """The mean over completions of the clipped loss of the ratio of their probabilities as wholes.
+
+    The KL divergence from the reference is in the rewards. `temperature` and `old` as for `grpo`.
+    """
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        completions = _completions(params, spec, compute, batch, rng, temperature)
+        ratio = jnp.exp(completions.sum_over_completion(completions.log_ratio))
+        losses = _ppo_losses(ratio, batch["advantages"], 1 - config.epsilon, 1 + config.upper_epsilon)
+        if "policy_weights" in batch:
+            losses = losses * batch["policy_weights"]
+        metrics = _metrics(config, completions, ratio, completions.mask / completions.length, batch)
+        return Score(_masked_sum(losses, batch["weights"]), jnp.sum(batch["units"]), metrics, completions.layers)
+
+    return objective
+
+
+def _completions(
+    params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None, temperature: float
+) -> Completions:
+    trained, segments, count = batch["weights"] > 0, batch["segment_ids"], max_segments(batch, 1)
+    values = token_log_probs(params, spec, compute, batch, trained, rng, temperature, entropies=True)
+    assert values.entropies is not None
+    mask = trained.astype(jnp.float32)
+
+    def sum_over_completion(per_token: PerToken) -> PerToken:
+        return to_tokens(segment_sum(per_token, segments, count), segments)
+
+    old = batch["old"] * mask if "old" in batch else values.log_probs
+    length = jnp.maximum(sum_over_completion(mask), 1.0)
+    return Completions(
+        mask, values.log_probs, jax.lax.stop_gradient(old), values.entropies, length, sum_over_completion, values.layers
+    )
+
+
+def _policy_losses(config: GrpoConfig, completions: Completions, ratio: PerToken, batch: Batch) -> PerToken:
+    """The policy's term of every token."""
+    advantages, log_probs = batch["advantages"], completions.log_probs
+    if config.loss in CLIPPED_LOSSES:
+        return _ppo_losses(ratio, advantages, 1 - config.epsilon, 1 + config.upper_epsilon, config.delta)
+    if config.loss == "cispo":
+        return -jax.lax.stop_gradient(jnp.minimum(ratio, config.upper_epsilon)) * advantages * log_probs
+    if config.loss == "sapo":
+        slope = jnp.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+        return -jax.nn.sigmoid(slope * (ratio - 1)) * 4 / slope * advantages
+    assert config.loss == "vespo", config.loss
+    return -_vespo_weights(config, completions, batch) * advantages * log_probs
+
+
+def _ppo_losses(
+    ratio: PerToken, advantages: PerToken, lower: float, upper: float, delta: float | None = None
+) -> PerToken:
+    """PPO's loss (https://arxiv.org/abs/1707.06347), with the unclipped ratio at most `delta`."""
+    unclipped = ratio if delta is None else jnp.minimum(ratio, delta)
+    return -jnp.minimum(unclipped * advantages, jnp.clip(ratio, lower, upper) * advantages)
+
+
+def _vespo_weights(config: GrpoConfig, completions: Completions, batch: Batch) -> PerToken:
+    """VESPO's weight of every completion, a gamma density of its ratio that is 1 where the ratio is.
+
+    The importance correction in `policy_weights` is a part of the ratio.
+    """
+    log_weights = jnp.clip(completions.log_ratio, -20.0, 20.0)
+    if "policy_weights" in batch:
+        correction = jnp.clip(jnp.log(batch["policy_weights"]), LEAST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
+        log_weights = log_weights + correction
+    total = completions.sum_over_completion(log_weights * completions.mask)
+    log_weight = jnp.clip(total, LEAST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
+    better = batch["advantages"] >= 0
+    power = jnp.where(better, config.vespo_k_pos, config.vespo_k_neg)
+    decay = jnp.maximum(jnp.where(better, config.vespo_lambda_pos, config.vespo_lambda_neg), 1e-4)
+    return jax.lax.stop_gradient(jnp.exp(decay + power * log_weight - decay * jnp.exp(log_weight)))
+
+
+def _divergence(estimator: str, difference: PerToken) -> PerToken:
+    """An estimate of KL(model || reference) from log p(reference) - log p(model) of drawn tokens.
+
+    http://joschu.net/blog/kl-approx.html; k3+ has the gradient of k2, that of the divergence itself.
+    """
+    square = difference**2 / 2
+    if estimator == "k1":
+        return -difference
+    if estimator == "abs":
+        return jnp.abs(difference)
+    if estimator == "k2":
+        return square
+    k3 = jnp.exp(difference) - difference - 1
+    return k3 if estimator == "k3" else square + jax.lax.stop_gradient(k3 - square)
+
+
+def _reference(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, temperature: float) -> PerToken:
+    """The reference model's log-probabilities, without gradient."""
+    if "reference_tokens" in batch:
+        return batch["reference_tokens"]
+    base = jax.tree.map(jax.lax.stop_gradient, without_adapters(params))
+    return token_log_probs(base, spec, compute, batch, batch["weights"] > 0, None, temperature).log_probs
+
+
+def _metrics(
+    config: GrpoConfig | RlooConfig, completions: Completions, ratio: PerToken, shares: PerToken, batch: Batch
+) -> dict[str, Array | WeightedMetric]:
+    """Means over trained tokens, under trl's names; those of ratios with `shares`, which give a completion 1 in all
+    where it has one ratio."""
+    mask, advantages, ratio = completions.mask, batch["advantages"], jax.lax.stop_gradient(ratio)
+    metrics: dict[str, Array | WeightedMetric] = {
+        "entropy": _mean(completions.entropies, mask),
+        "ratio/mean": _mean(ratio, shares),
+        "ratio/distance": _mean(jnp.abs(ratio - 1), shares),
+    }
+    if "sampled" in batch:
+        difference = jnp.abs(completions.old - batch["sampled"])
+        metrics["sampling/sampling_logp_difference/mean"] = _mean(difference, mask)
+    if isinstance(config, RlooConfig) or config.loss in CLIPPED_LOSSES:
+        delta = config.delta if isinstance(config, GrpoConfig) else None
+        capped = ratio if delta is None else jnp.minimum(ratio, delta)
+        low = (capped < 1 - config.epsilon) & (advantages < 0)
+        high = (capped > 1 + config.upper_epsilon) & (advantages > 0)
+        for name, clipped in (("low", low), ("high", high), ("region", low | high)):
+            metrics[f"clip_ratio/{name}_mean"] = _mean(clipped, shares)
+    elif config.loss == "cispo":
+        metrics["cispo_clip_ratio"] = _mean((ratio > config.upper_epsilon) & (advantages > 0), shares)
+    return metrics
+
+
+def _mean(values: Array, weights: PerToken) -> WeightedMetric:
+    return WeightedMetric(_masked_sum(jax.lax.stop_gradient(values), weights), jnp.sum(weights))
+
+
+def _masked_sum(values: Array, weights: PerToken) -> Float[Array, ""]:
+    """The weighted sum; a value of weight 0 may be infinite."""
+    return jnp.sum(jnp.where(weights != 0, values * weights, 0.0))

@@ -1,0 +1,337 @@
+"""The batches of online stages: rollouts of the weights that are trained, scored and laid out in rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshtune.arrays.batch import empty_arrays
+from meshtune.arrays.tree import Tree
+from meshtune.config.recipe import Recipe
+from meshtune.config.sections import RolloutSection
+from meshtune.data.conversation import Origin
+from meshtune.data.prompts import PromptLoader, PromptRecord
+from meshtune.mesh.processes import Job
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.rollout.advantages import rollout_tokens, total_rewards
+from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
+from meshtune.rollout.generate import Completion, generate, sample_seed
+from meshtune.rollout.rewards import Completions, Rewards, Scores
+from meshtune.rollout.saved import (
+    Rollout,
+    decode_rollout,
+    encode_rollout,
+    read_rollout,
+    remove_rollouts,
+    write_rollout,
+)
+from meshtune.rollout.scoring import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+HELD_OUT = -1  # the number of the rollouts of validation prompts: all evaluations draw with the same seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """The rows of one update (train.loop.TrainBatch). `rollout_rows` has the completions of a rollout that begins."""
+
+    arrays: dict[str, np.ndarray]
+    origins: list[list[list[Origin]]]
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+    rollout_rows: Sequence[Mapping[str, object]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutModel:
+    """The model that completions are drawn from. `reference(params)` are the parameters of the reference model, None
+    where the loss has none."""
+
+    spec: ModelSpec
+    compute: Compute
+    tokenizer: PreTrainedTokenizerFast
+    stop_ids: frozenset[int]
+    scorer: Scorer
+    reference: Callable[[Tree], Tree] | None
+
+
+class RolloutSource:
+    """A train.loop.BatchSource that generates every rollout from the state before its first update.
+
+    A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
+    `params_of(state)` is the whole tree of parameters. `notify` gets messages; `progress(done, all)`, if it is set, is
+    called while completions are generated.
+    """
+
+    uses_state = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        loader: PromptLoader,
+        model: RolloutModel,
+        rewards: Rewards,
+        params_of: Callable[[Any], Tree],
+        job: Job,
+        folder: pathlib.Path,
+        notify: Callable[[str], None] = print,
+    ):
+        assert recipe.rollout is not None
+        self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
+        self.rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
+        self._notify = notify
+        self.progress: Callable[[int, int], None] | None = None
+        shortest = int(loader.store.lengths.min())  # a completion with its prompt has at least as many positions
+        self._segments = max(1, min(loader.batch_size, loader.row_length // shortest))
+        self._rollout: Rollout | None = None
+
+    @property
+    def rows_sizes(self) -> dict[str, int]:
+        """The sizes of the logical axes of a batch."""
+        return {"batch": self.loader.batch_size, "length": self.loader.row_length, "units": self._segments}
+
+    def empty_batch(self) -> dict[str, np.ndarray]:
+        """The arrays of a batch that holds nothing: of their shapes and dtypes."""
+        names = online_arrays(self.recipe)
+        return micro_batches(empty_arrays(names, self.rows_sizes), self.loader.accumulation)
+
+    def next(self, step: int, state: Any) -> RolloutBatch:
+        """The batch of update `step`. Raises: UserError as generation and rewards do."""
+        started = time.perf_counter()
+        number, part = divmod(step, self.loader.updates)
+        if self._rollout is None or self._rollout.number != number:
+            self._rollout = self._read(number, part) or self._make(number, state)
+        batch = self._batch(self._rollout, step, part % self.options.updates)
+        rows = self.rows_of(self._rollout) if part == 0 else ()
+        return dataclasses.replace(batch, seconds=time.perf_counter() - started, rollout_rows=rows)
+
+    def close(self) -> None:
+        self.rewards.close()
+
+    def remove_old(self, oldest: int) -> None:
+        """Removes the rollouts that a run which is resumed at update `oldest` or later does not need."""
+        if self._job.is_main_process:
+            needed = oldest // self.loader.updates
+            if self.options.keep is not None and self._rollout is not None:
+                needed = min(needed, self._rollout.number + 1 - self.options.keep)
+            remove_rollouts(self._folder, before=needed)
+
+    # Rollouts
+
+    def _read(self, number: int, part: int) -> Rollout | None:
+        """Process 0 reads the rollout's file, for all."""
+        content = read_rollout(self._folder, number) if self._job.is_main_process else None
+        text = None if content is None else content.hex()
+        text = self._job.exchange(f"saved rollout {number}", text)[0]
+        if text is not None:
+            return decode_rollout(bytes.fromhex(text))
+        if part:
+            self._notify(f"the file of rollout {number} is gone or damaged: it is generated again, by later weights")
+        return None
+
+    def _make(self, number: int, state: Any) -> Rollout:
+        """Generates a rollout, and process 0 writes it."""
+        content = encode_rollout(self.generate(number, self._params_of(state)))
+        if self._job.is_main_process:
+            write_rollout(self._folder, number, content)
+        self._job.exchange(f"rollout {number}", None)
+        rollout = decode_rollout(content)
+        assert rollout is not None
+        return rollout
+
+    def generate(self, number: int, params: Tree) -> Rollout:
+        """Generates and scores rollout `number`; writes nothing. Raises: UserError as generation and rewards do."""
+        started = time.perf_counter()
+        records = self.loader.rollout(number)
+        groups = self._generate(params, records, number, self.options.samples)
+        scores = self._score(records, groups, number)
+        completions = [completion for group in groups for completion in group]
+        samples = self.options.samples
+        group_ids = np.repeat(np.arange(len(records)), samples)
+        prompts = [record.ids for record in records for _ in range(samples)]
+        computed = self._log_probs(params, prompts, completions)
+        made = rollout_tokens(self.recipe, completions, scores.values, self.rewards.weights, group_ids, computed)
+        metrics = rollout_metrics(completions, scores, self.rewards, made.rewards, group_ids) | made.metrics
+        return Rollout(
+            number,
+            [record.index for record in records],
+            completions,
+            scores.values,
+            made.advantages,
+            made.tokens,
+            metrics | scores.metrics,
+            scores.columns,
+            time.perf_counter() - started,
+        )
+
+    def _generate(
+        self, params: Tree, records: Sequence[PromptRecord], number: int, samples: int
+    ) -> list[list[Completion]]:
+        model, seed = self.model, self.recipe.seed
+        return generate(
+            params,
+            model.spec,
+            model.compute,
+            [record.ids for record in records],
+            samples,
+            self.options,
+            model.stop_ids,
+            lambda prompt, sample: sample_seed(seed, number, prompt, sample),
+            [str(record.origin) for record in records],
+            self.progress,
+        )
+
+    def _score(self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int) -> Scores:
+        """Process 0 computes the rewards, for all."""
+        result = None
+        if self._job.is_main_process:
+            result = self.rewards.score(self._completions(records, groups, number)).to_json()
+        return Scores.from_json(self._job.exchange(f"rewards of rollout {number}", result)[0])
+
+    def _completions(
+        self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int
+    ) -> Completions:
+        pairs = [(record, completion) for record, group in zip(records, groups, strict=True) for completion in group]
+        names = dict.fromkeys(name for record in records for name in record.columns)
+        texts = [self._text(completion) for _, completion in pairs]
+        return Completions(
+            prompts=[record.prompt for record, _ in pairs],
+            completions=[
+                text if isinstance(record.prompt, str) else [{"role": "assistant", "content": text}]
+                for text, (record, _) in zip(texts, pairs, strict=True)
+            ],
+            completion_ids=[completion.ids for _, completion in pairs],
+            columns={name: [record.columns.get(name) for record, _ in pairs] for name in names},
+            origins=[record.origin for record, _ in pairs],
+            step=max(0, number) * self.loader.updates,
+            reasons=[completion.reason for _, completion in pairs],
+        )
+
+    def _text(self, completion: Completion) -> str:
+        return str(self.model.tokenizer.decode(completion.ids, skip_special_tokens=True))
+
+    def _log_probs(
+        self, params: Tree, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+    ) -> dict[str, list[np.ndarray]]:
+        """Values of every completion's tokens before the first update: `old`, `entropies` and `reference_tokens`, as
+        far as the loss needs them."""
+        needed = computed_values(self.recipe)
+        result: dict[str, list[np.ndarray]] = {}
+        if not needed:
+            return result
+        parts = self.options.updates
+        size = len(completions) // parts
+        for start in range(0, len(completions), size):
+            rows = self._lay_out(prompts[start : start + size], completions[start : start + size])
+            if "old" in needed:
+                scores = self.model.scorer(params, rows.arrays, self.loader.accumulation)
+                result.setdefault("old", []).extend(rows.gather(scores["log_probs"]))
+                result.setdefault("entropies", []).extend(rows.gather(scores["entropies"]))
+            if "reference_tokens" in needed:
+                assert self.model.reference is not None
+                scores = self.model.scorer(self.model.reference(params), rows.arrays, self.loader.accumulation)
+                result.setdefault("reference_tokens", []).extend(rows.gather(scores["log_probs"]))
+        return result
+
+    # Batches
+
+    def _lay_out(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> CompletionRows:
+        return completion_rows(
+            prompts,
+            [completion.ids for completion in completions],
+            self.loader.row_length,
+            self.loader.batch_size,
+            self._segments,
+            packing=self.recipe.data.packing,
+        )
+
+    def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
+        records = [self.loader.record(index) for index in rollout.prompts]
+        samples, size = self.options.samples, self.loader.batch_size
+        span = slice(part * size, (part + 1) * size)
+        of_completion = [record for record in records for _ in range(samples)][span]
+        rows = self._lay_out([record.ids for record in of_completion], rollout.completions[span])
+        arrays = dict(rows.arrays)
+        for name in online_arrays(self.recipe):
+            if name not in arrays:
+                arrays[name] = rows.scatter(rollout.per_completion(name)[span])
+        origins: list[list[Origin]] = [[] for _ in range(size)]
+        for place, record in sorted(zip(rows.placements, of_completion, strict=True), key=lambda x: x[0].segment):
+            origins[place.row].append(record.origin)
+        per_micro = size // self.loader.accumulation
+        return RolloutBatch(
+            micro_batches(arrays, self.loader.accumulation),
+            [origins[start : start + per_micro] for start in range(0, size, per_micro)],
+            step,
+            rollout.metrics,
+            0.0,
+        )
+
+    def rows_of(self, rollout: Rollout) -> list[dict[str, object]]:
+        """The completions of a rollout as people read them."""
+        samples = self.options.samples
+        records = [self.loader.record(index) for index in rollout.prompts for _ in range(samples)]
+        rows = []
+        for number, (record, completion) in enumerate(zip(records, rollout.completions, strict=True)):
+            values = zip(self.rewards.names, rollout.rewards[number].tolist(), strict=True)
+            rows.append(
+                {
+                    "rollout": rollout.number,
+                    "group": number // samples,
+                    "prompt": record.prompt,
+                    "completion": self._text(completion),
+                    "rewards": {name: None if math.isnan(value) else value for name, value in values},
+                    "advantage": float(rollout.advantages[number]),
+                    "tokens": len(completion.ids),
+                    "reason": completion.reason,
+                    "origin": str(record.origin),
+                    **{name: values[number] for name, values in rollout.notes.items()},
+                }
+            )
+        return rows
+
+    def evaluate(self, params: Tree, held_out: PromptLoader) -> tuple[dict[str, float], int]:
+        """Generates `rollout.eval_samples` completions of every held-out prompt; (mean metrics, completions)."""
+        records = [held_out.record(index) for index in range(len(held_out.store))]
+        groups = self._generate(params, records, HELD_OUT, self.options.eval_samples)
+        scores = self._score(records, groups, HELD_OUT)
+        completions = [completion for group in groups for completion in group]
+        total = total_rewards(scores.values, self.rewards.weights)
+        group_ids = np.repeat(np.arange(len(records)), self.options.eval_samples)
+        return rollout_metrics(completions, scores, self.rewards, total, group_ids), len(completions)
+
+
+def rollout_metrics(
+    completions: Sequence[Completion], scores: Scores, rewards: Rewards, total: np.ndarray, groups: np.ndarray
+) -> dict[str, float]:
+    """The metrics of a rollout, under trl's names; `total` float64 [N] is the weighted reward, NaN where there is none."""
+    lengths = np.array([len(completion.ids) for completion in completions])
+    ended = np.array([completion.reason == "stop" for completion in completions])
+    scored = total[~np.isnan(total)]
+    by_group = [total[groups == group] for group in np.unique(groups)]
+    deviations = [float(np.std(group, ddof=1)) if len(group) > 1 else 0.0 for group in by_group]
+    metrics = {
+        "reward": float(scored.mean()) if len(scored) else 0.0,
+        "reward_std": float(np.nanmean(deviations)) if deviations else 0.0,
+        "frac_reward_zero_std": float(np.mean([len(set(group.tolist())) == 1 for group in by_group])),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
+    }
+    for name, values in zip(rewards.names, scores.values.T, strict=True):
+        values = values[~np.isnan(values)]
+        metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0
+        metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return metrics
