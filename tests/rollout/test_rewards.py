@@ -18,7 +18,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
-from meshtune.config.rewards import RewardSection, rewards_written_out
+from meshtune.config.load import load_recipe
+from meshtune.config.rewards import FunctionReward, RewardSection, rewards_written_out
 from meshtune.errors import UserError
 from meshtune.rollout.code_sandbox import Limits, passed_share
 from meshtune.rollout.reward_functions import Completions
@@ -177,7 +178,7 @@ def test_a_hanging_function_ends_with_an_error_within_its_timeout(name, line, fi
         assert time.monotonic() - began < 3
         lines_named = (f"reward.py, line {number}", f"reward.py, line {number - 1}")
         assert any(place in error.value.where for place in lines_named)
-        assert rewards._process._process.returncode is not None or name == "sleeping_async"
+        assert rewards._process._process.returncode is not None, "and nothing of it is left"
 
 
 def test_functions_with_environments_are_called_where_these_live(file):
@@ -258,6 +259,30 @@ def test_the_digest_follows_functions_their_neighbours_and_options(tmp_path):
     second = digest()
     file.write_text(file.read_text() + "# \n")
     assert len({first, second, digest()}) == 3
+
+
+def test_functions_are_found_beside_the_recipe(tmp_path, monkeypatch):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "reward.py").write_text("def f(completions): return [1.0] * len(completions)\n")
+    (folder / "recipe.yaml").write_text(
+        "model: m\ndata: d\noutput: o\nstage: grpo\nrollout: {max_tokens: 8}\nrewards: [reward.py:f, textwrap:fill]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(str(folder / "recipe.yaml"))
+    names = [reward.function for reward in recipe.rewards if isinstance(reward, FunctionReward)]
+    assert names == [f"{folder / 'reward.py'}:f", "textwrap:fill"]
+    check_rewards(recipe.rewards)
+
+
+def test_after_an_error_nothing_is_scored_and_a_killed_process_is_named(file):
+    batch = completions("1", "2")
+    with Rewards(sections(f"{file}:length")) as rewards:
+        rewards.score(batch)
+        rewards._process._process.kill()
+        rewards._process._process.wait()
+        with pytest.raises(UserError, match="'length' has ended with signal SIGKILL"):
+            rewards.score(batch)
 
 
 # ---- ready kinds
