@@ -234,6 +234,12 @@ def test_wrong_options_are_refused(entry, what):
         sections(entry)
 
 
+def test_a_wrong_key_is_answered_with_those_of_its_kind():
+    raw = {"model": "m", "data": "d", "output": "o", "stage": "grpo", "rollout": {"max_tokens": 8}}
+    with pytest.raises(UserError, match=r"rewards\.0 takes weight, name, timeout, kind, column, part"):
+        load_recipe(raw | {"rewards": [{"equals": "a", "colunm": 1}]})
+
+
 def test_short_forms():
     assert rewards_written_out("a.py:f") == [{"kind": "function", "function": "a.py:f"}]
     assert rewards_written_out(["maths", {"equals": "n", "weight": 2}, {"kind": "code"}]) == [
@@ -273,6 +279,8 @@ def test_functions_are_found_beside_the_recipe(tmp_path, monkeypatch):
     names = [reward.function for reward in recipe.rewards if isinstance(reward, FunctionReward)]
     assert names == [f"{folder / 'reward.py'}:f", "textwrap:fill"]
     check_rewards(recipe.rewards)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert sections("~/reward.py:f")[0].function == "/home/someone/reward.py:f"
 
 
 def test_after_an_error_nothing_is_scored_and_a_killed_process_is_named(file):
