@@ -155,6 +155,8 @@ PATHS = {
     "data.registry": "data.registry",
     "stage.reference": "stage.reference",
     "evaluate.tasks.mmlu": "evaluate.tasks.mmlu",
+    "rewards.0.model": "rewards.0.model",
+    "rewards.0.json_schema": "rewards.0.json_schema",
 }
 
 
@@ -179,6 +181,8 @@ def test_home_and_environment_variables_are_put_into_every_path(write_recipe, mo
     }.items():
         raw: dict = {"model": {"path": "m", "merge_adapters": []}, "data": {"train": "a"}, "output": "o"}
         raw |= {"stage": "dpo"} if key.startswith("stage") else {}
+        if key.startswith("rewards"):
+            raw |= {"stage": "grpo", "rollout": {"max_tokens": 8}, "rewards": [{path[-1]: "x"}]}
         value: object = load_recipe(raw, [f"{key}={text}"]).model_dump()
         for step in path:
             value = value[int(step)] if isinstance(value, list) else value[step]

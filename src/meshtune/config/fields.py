@@ -88,15 +88,17 @@ def field_at(path: Path, raw: Any) -> FieldInfo | None:
 def section_at(path: Path, raw: Any) -> SectionType | None:
     """The section written at `path` itself, such as LoraOptions at ('method',)."""
     section: SectionType | None = Recipe
+    field: FieldInfo | None = None
     for step in path:
         if isinstance(step, str):
             fields = section_fields(section) if section is not None else {}
             if step not in fields:
                 return None
+            field = fields[step]
             raw = raw.get(step) if isinstance(raw, dict) else None
-            section = _choose_section(fields[step], raw)
         else:
             raw = raw[step] if isinstance(raw, list) and step < len(raw) else None
+        section = _choose_section(field, raw)
     return section
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from meshtune.config.section import PathText, Section
+from meshtune.config.section import PathText, Section, expand_path
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -42,7 +42,7 @@ class FunctionReward(Reward):
         place, _, name = text.rpartition(":")
         if not place.strip() or not name.isidentifier():
             raise ValueError(f"'{text}' names no function: write file.py:name, or package.module:name")
-        return text
+        return expand_path(text)
 
 
 class ModelReward(Reward):
@@ -99,7 +99,7 @@ class JsonSchemaReward(Reward):
     """1 where the completion is JSON that a schema allows, else 0."""
 
     kind: Literal["json_schema"] = "json_schema"
-    json_schema: dict[str, Any] | PathText = Field(description="The JSON schema, or the file that holds it.")
+    json_schema: PathText | dict[str, Any] = Field(description="The JSON schema, or the file that holds it.")
 
 
 class EqualsReward(Reward):

@@ -27,6 +27,7 @@ from meshtune.config.yaml_text import Path, value_at
 
 # The keys that name what is read. `output` is written, always below the current directory.
 MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
+REWARD_KEYS = ("function", "model", "json_schema")
 OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"))
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*))")
 
@@ -63,9 +64,10 @@ def beside_recipe(
             continue
         with contextlib.suppress(ValueError):  # of a variable that is not set: the check of the recipe names it
             value = expand_path(value)
-        candidate = recipe.parent / value
-        if not pathlib.Path(value).is_absolute() and not _exists(pathlib.Path(value)) and _exists(candidate):
-            container[path[-1]] = str(candidate)
+        file, _, function = value.rpartition(":") if path[-1] == "function" else (value, "", "")
+        candidate = recipe.parent / file
+        if not pathlib.Path(file).is_absolute() and not _exists(pathlib.Path(file)) and _exists(candidate):
+            container[path[-1]] = f"{candidate}:{function}" if function else str(candidate)
             replaced.append(f"{'.'.join(map(str, path))} is {candidate}")
     if replaced:
         notify(f"not found from the current directory, so taken from beside the recipe: {', '.join(replaced)}")
@@ -77,6 +79,9 @@ def _paths(raw: Mapping[str, object]) -> list[Path]:
     for part in ("train", "validation"):
         sources = value_at(raw, ("data", part))
         paths += [("data", part, n, "path") for n in range(len(sources))] if isinstance(sources, list) else []
+    rewards = value_at(raw, ("rewards",))
+    for number in range(len(rewards) if isinstance(rewards, list) else 0):
+        paths += [("rewards", number, key) for key in REWARD_KEYS]
     tasks = value_at(raw, ("evaluate", "tasks"))
     paths += [("evaluate", "tasks", name) for name in tasks] if isinstance(tasks, dict) else []
     present: list[Path] = []

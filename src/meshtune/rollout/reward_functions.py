@@ -164,7 +164,7 @@ class NamedFunction:
             return math.nan
         try:
             number = float(value) if hasattr(type(value), "__float__") or hasattr(type(value), "__index__") else None
-        except (TypeError, ValueError, OverflowError):  # an array of several numbers, or a whole number of thousands
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers, or too large a one
             number = None
         if number is None or not math.isfinite(number):
             raise UserError(

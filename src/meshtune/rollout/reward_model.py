@@ -18,7 +18,7 @@ from meshtune.config.load import load_recipe
 from meshtune.data.conversation import Conversation, Document, Message, Origin, Text
 from meshtune.data.loader import pack
 from meshtune.data.tokens import Tokenize
-from meshtune.digests import digest_json
+from meshtune.digests import digest_files, digest_json
 from meshtune.errors import UserError
 from meshtune.generate.api import load_variants
 from meshtune.generate.programs import length_bucket
@@ -31,6 +31,7 @@ from meshtune.runs.output import is_run, weights_digests
 from meshtune.runs.sources import ADAPTER_CONFIG, find, split_state
 
 ROWS = 4  # of a batch
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LARGEST = 1 << 20  # tokens of a document where the model names no context
 
 
@@ -43,8 +44,11 @@ class RewardModel:
         self.model = load_variants({path: source}, rewards=True)[path]
         if not self.model.spec.scored:
             raise _not_a_reward_model(path)
-        directories = [source.base, *([source.adapter] if source.adapter else [])]
-        self.digest = digest_json([weights_digests(directory) for directory in directories])
+        digests = weights_digests(source.base)
+        if source.adapter is not None:
+            files = digest_files(source.adapter, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+            digests = [*digests, *(file.digest for file in files.values())]
+        self.digest = digest_json(digests)
         self._where, self._length = path, max_length or self.model.spec.max_length or LARGEST
         options = TokenOptions(self._length, LossPolicy(last_turn_only=True), overlong="error")
         self._tokenize = Tokenize(self.model.tokenizer, options)

@@ -89,7 +89,10 @@ class RewardProcess:
         origins = [str(origin) for origin in completions.origins]
         sent = dataclasses.replace(completions, origins=origins, environments=None)
         self._count = len(completions)
-        self._connection.send((sent, list(indices)))
+        try:
+            self._connection.send((sent, list(indices)))
+        except OSError:  # it was killed between two rollouts
+            raise self._death(" or ".join(f"'{task.name}'" for task in self._tasks), 0.0) from None
 
     def results(self, indices: Sequence[int]) -> tuple[dict[int, list[float]], RewardLog]:
         """The rewards of each function, and what they logged. Raises UserError as the functions' calls do."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from meshtune.config.rewards import FunctionReward, JsonSchemaReward, ModelRewar
 from meshtune.digests import digest_bytes, digest_json
 from meshtune.errors import UserError
 from meshtune.rollout.reward_functions import Completions, RewardLog, call_function, gather_functions, load_function
-from meshtune.rollout.reward_model import RewardModel, check_reward_model
 from meshtune.rollout.reward_process import RewardProcess, RewardTask
+
+if TYPE_CHECKING:
+    from meshtune.rollout.reward_model import RewardModel
 
 __all__ = ["Completions", "Rewards", "Scores", "check_rewards"]
 
@@ -64,7 +67,7 @@ class Rewards:
         self._process = RewardProcess(list(self._tasks.values())) if self._tasks else None
         try:
             self._models = {
-                index: RewardModel(section.model, section.max_length)
+                index: _load_model(section)
                 for index, section in enumerate(sections)
                 if isinstance(section, ModelReward)
             }
@@ -74,11 +77,18 @@ class Rewards:
         self.digest = digest_json([self._facts(index) for index in range(len(sections))])
 
     def score(self, completions: Completions) -> Scores:
-        """Scores completions. Raises UserError, naming function and record, where a reward fails or takes too long."""
+        """Scores completions.
+
+        Raises UserError, naming function and record, where a reward fails or takes too long; nothing is scored after.
+        """
         values = np.full((len(completions), len(self.names)), np.nan)
         log = RewardLog(count=len(completions))
         if len(completions):
-            self._score(completions, values, log)
+            try:
+                self._score(completions, values, log)
+            except BaseException:
+                self.close()  # replies may still come that are of these completions
+                raise
         return Scores(values, log.columns, log.metrics)
 
     def _score(self, completions: Completions, values: np.ndarray, log: RewardLog) -> None:
@@ -138,9 +148,17 @@ def check_rewards(sections: Sequence[Reward], *, max_tokens: int | None = None) 
     """
     for section in sections:
         if isinstance(section, ModelReward):
+            from meshtune.rollout.reward_model import check_reward_model
+
             check_reward_model(section.model)
     Rewards([section for section in sections if not isinstance(section, ModelReward)], max_tokens=max_tokens).close()
     _names(sections)
+
+
+def _load_model(section: ModelReward) -> RewardModel:
+    from meshtune.rollout.reward_model import RewardModel  # it imports generation, which runs without one may not need
+
+    return RewardModel(section.model, section.max_length)
 
 
 def _names(sections: Sequence[Reward]) -> list[str]:
@@ -166,8 +184,6 @@ def _call_in_thread(task: RewardTask, completions: Completions, log: RewardLog) 
     results: list[list[float] | UserError] = []
 
     def call() -> None:
-        import asyncio
-
         try:
             if function.is_async:
                 results.extend(asyncio.run(gather_functions([function], completions, log)))
