@@ -10,7 +10,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-Key, Value = TypeVar("Key"), TypeVar("Value")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshtune.data.conversation import Conversation, Document, Labelled, Pair, Sample
+from meshtune.data.conversation import Conversation, Document, Labelled, Pair, Prompt, Sample
 from meshtune.evaluate.metrics import WORD
 
 RESAMPLES = 10_000
@@ -201,7 +201,7 @@ def words_of(sample: Sample) -> list[str]:
     match sample:
         case Pair():
             return words_of(sample.chosen)
-        case Labelled():
+        case Labelled() | Prompt():
             return words_of(sample.document)
         case _:
             return [word.lower() for word in WORD.findall(_text(sample))]

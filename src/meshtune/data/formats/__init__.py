@@ -19,7 +19,7 @@ DOCUMENT_FORMATS: dict[str, RecordFormat] = {
     form.name: form for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION, TEXT, STANFORD_ALPACA, HERMES, XLAM)
 }
 
-FORMATS_BY_TYPE: Mapping[DatasetType, dict[str, RecordFormat]] = LazyTable["DatasetType", "dict[str, RecordFormat]"](
+FORMATS_BY_TYPE: Mapping[DatasetType, dict[str, RecordFormat]] = LazyTable(
     {
         "documents": "meshtune.data.formats:DOCUMENT_FORMATS",
         "pairs": "meshtune.data.formats.preference:PREFERENCE_FORMATS",

@@ -66,7 +66,8 @@ def _attend(request: AttentionRequest, interpret: bool, *inputs):
 
 
 def _forward(request: AttentionRequest, interpret: bool, inputs: AttentionInputs):
-    return online_softmax.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
+    out, log_sum_exp = forward(request, inputs, inputs.q.dtype, interpret)
+    return online_softmax.by_head(out, log_sum_exp, inputs.sinks)
 
 
 def _attend_forward(request: AttentionRequest, interpret: bool, *inputs):
