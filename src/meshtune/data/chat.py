@@ -20,7 +20,7 @@ from transformers.utils import chat_template_utils
 
 from meshtune.data.chat_templates import suggested_template, template_text
 from meshtune.data.conversation import Conversation, JsonObject
-from meshtune.data.dialect import Dialect, Messages, as_dict, call_and_results, measure, needs_adapting
+from meshtune.data.dialect import REASONING_KEYS, Dialect, Messages, as_dict, call_and_results, measure
 from meshtune.data.template_environment import TemplateLimitError, bounded_environment, render
 from meshtune.errors import UserError
 from meshtune.json_text import read_json, token_ids
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PLAIN = {"role", "content"}
+
+
+def needs_adapting(messages: Messages) -> bool:
+    """Whether messages have calls, results or reasoning, which templates read in different forms."""
+    return any(
+        message.get("tool_calls") or message["role"] == "tool" or any(key in message for key in REASONING_KEYS)
+        for message in messages
+    )
 
 
 def is_plain(messages: Sequence[Mapping[str, object]]) -> bool:

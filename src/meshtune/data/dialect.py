@@ -132,14 +132,6 @@ def as_dict(message: Message) -> dict[str, object]:
     return fields
 
 
-def needs_adapting(messages: Messages) -> bool:
-    """Whether messages have calls, results or reasoning, which templates read in different forms."""
-    return any(
-        message.get("tool_calls") or message["role"] == "tool" or any(key in message for key in REASONING_KEYS)
-        for message in messages
-    )
-
-
 def id_of_length(id_: str, length: int) -> str:
     """`id_` if it has `length` letters and digits, else as many made from it."""
     if len(id_) == length and id_.isascii() and id_.isalnum():

@@ -17,7 +17,6 @@ from meshtune.serve.responses.reader import (
     THINK,
     Delta,
     HarmonyReader,
-    PlainReader,
     Reader,
     TaggedReader,
     visible_markers,
@@ -27,6 +26,18 @@ from meshtune.serve.schema import ChatRequest, named_tools, required_tools
 # What the function that renders a template takes itself.
 _RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents"})
 _NO_EFFORT = ("none", "minimal")
+
+
+class PlainReader:
+    """Reads answers that are content and nothing else."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The parts that this text completes."""
+        return [Delta(content=text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        """Nothing is held back."""
+        return []
 
 
 @dataclasses.dataclass(frozen=True)

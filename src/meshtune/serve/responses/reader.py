@@ -36,18 +36,6 @@ class Reader(Protocol):
         ...
 
 
-class PlainReader:
-    """Reads answers that are content and nothing else."""
-
-    def push(self, text: str) -> list[Delta]:
-        """The parts that this text completes."""
-        return [Delta(content=text)] if text else []
-
-    def finish(self) -> list[Delta]:
-        """Nothing is held back."""
-        return []
-
-
 class TaggedReader:
     """Reads answers whose reasoning is between `think` tags, and whose calls are of a `form`.
 
