@@ -121,7 +121,11 @@ def test_the_load_balancing_loss_is_that_of_transformers():
 
 @pytest.mark.parametrize(
     "compute",
-    [Compute(remat="selective"), Compute(mlp_chunk=6), Compute(remat="full", attention_chunk=7, mlp_chunk=3)],
+    [
+        Compute(remat="selective"),
+        pytest.param(Compute(mlp_chunk=6), marks=pytest.mark.slow),
+        Compute(remat="full", attention_chunk=7, mlp_chunk=3),
+    ],
     ids=["selective", "mlp by chunks", "rows by chunks"],
 )
 def test_chunks_and_rematerialisation_change_nothing(compute):
@@ -134,7 +138,7 @@ def test_chunks_and_rematerialisation_change_nothing(compute):
         np.testing.assert_allclose(flatten(ours)[path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_accumulated_micro_batches_are_one_batch(micro_batches):
     """Loss, every metric and the gradient, the load-balancing loss of all tokens of the update included; rows differ in
     their padding, so that micro-batches differ in their numbers of tokens."""
