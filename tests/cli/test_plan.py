@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from llamas import recipe_file
+
+import command
 
 KEYS = {
     "target", "fits", "device_bytes", "device_capacity", "host_bytes", "breakdown", "compile_seconds", "step_seconds",
@@ -22,11 +22,7 @@ def recipe(tmp_path_factory):
 
 
 def plan(*arguments, compilers="/nowhere"):
-    env = {**os.environ, "COLUMNS": "150", "NO_COLOR": "1"}
-    if compilers is not None:
-        env["MESHTUNE_COMPILERS"] = compilers
-    command = [sys.executable, "-m", "meshtune", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    return command.run("plan", *arguments, COLUMNS="150", MESHTUNE_COMPILERS=compilers)
 
 
 def test_json_has_every_key_and_adds_up(recipe):
