@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import functools
 import gc
 import json
 import os
@@ -63,7 +64,8 @@ def parse_file(path: pathlib.Path) -> ast.Module:
         gc.enable()
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: pathlib.Path) -> tuple[tuple[str, bool], ...]:
     """(module, whether it is imported only for type checkers) for every import in a file, inside functions too."""
     tree = parse_file(path)
     typing_only = {
@@ -73,17 +75,18 @@ def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
         for statement in node.body
         for inner in ast.walk(statement)
     }
+    modules: list[tuple[str, bool]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in typing_only
+            modules += [(alias.name, id(node) in typing_only) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             for alias in node.names:
                 module = node.module or ""
                 is_module = (PACKAGE.parent / f"{module}.{alias.name}".replace(".", "/")).with_suffix(".py").exists()
                 inner = module == "meshtune" or (module.startswith("meshtune") and is_module)
-                yield (f"{module}.{alias.name}" if inner else module), id(node) in typing_only
+                modules.append((f"{module}.{alias.name}" if inner else module, id(node) in typing_only))
+    return tuple(modules)
 
 
 def is_core(name: str) -> bool:
