@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import functools
 import gc
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -66,7 +68,8 @@ def parse_file(path: pathlib.Path) -> ast.Module:
         gc.enable()
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: pathlib.Path) -> tuple[tuple[str, bool], ...]:
     """(module, whether it is imported only for type checkers) for every import in a file, inside functions too, and for
     what it names as "module:name" (meshtune.lazy). Hooks name rooms above theirs."""
     tree = parse_file(path)
@@ -77,19 +80,20 @@ def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
         for statement in node.body
         for inner in ast.walk(statement)
     }
+    modules: list[tuple[str, bool]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and LAZY.fullmatch(str(node.value)) and path.name != "hooks.py":
-            yield str(node.value).partition(":")[0], False
+            modules.append((str(node.value).partition(":")[0], False))
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in typing_only
+            modules += [(alias.name, id(node) in typing_only) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             for alias in node.names:
                 module = node.module or ""
                 is_module = (PACKAGE.parent / f"{module}.{alias.name}".replace(".", "/")).with_suffix(".py").exists()
                 inner = module == "meshtune" or (module.startswith("meshtune") and is_module)
-                yield (f"{module}.{alias.name}" if inner else module), id(node) in typing_only
+                modules.append((f"{module}.{alias.name}" if inner else module, id(node) in typing_only))
+    return tuple(modules)
 
 
 def is_core(name: str) -> bool:
@@ -164,7 +168,8 @@ print(json.dumps([before, lines(), sorted(name for name in sys.modules if name.s
 def test_training_imports_no_periphery_and_few_lines(tmp_path: pathlib.Path):
     """A small supervised run without evaluation or push, in a process of its own."""
     command = [sys.executable, "-c", SMALL_RUN, str(tmp_path / "run")]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert process.returncode == 0, process.stderr
     before, after, modules = json.loads(process.stdout.splitlines()[-1])
     assert [name for name in modules if room(name) in PERIPHERY - {"quickstart"}] == []

@@ -83,7 +83,9 @@ def logits_with(name, folder):
     return our_logits(params, spec)
 
 
-@pytest.mark.parametrize("targets", [("experts", *ATTENTION), ("experts.up_proj",)])
+@pytest.mark.parametrize(
+    "targets", [("experts", *ATTENTION), pytest.param(("experts.up_proj",), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
 def test_our_adapters_on_transposed_experts_have_the_same_logits_in_peft(name, targets, tmp_path):
     """gpt-oss has the gate and up in turn, and says that it is transposed; Llama 4 does not say it."""
@@ -193,11 +195,12 @@ def test_quantised_experts_are_those_of_their_numbers():
     tokens = jnp.arange(24).reshape(2, 12) % 97
     rows = Inputs(tokens, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
 
+    @jax.jit
     def total(trainable, frozen):
         return jnp.sum(forward(merge(trainable, frozen), prepared.spec, Compute(), rows).hidden ** 2)
 
     trainable = move_weights(prepared.trainable)
-    ours, gradient = jax.value_and_grad(total)(trainable, prepared.frozen)
+    ours, gradient = jax.jit(jax.value_and_grad(total))(trainable, prepared.frozen)
     assert float(ours) == pytest.approx(float(total(trainable, unflatten(wide))), rel=1e-5)
     for path, adapter in flatten(gradient).items():
         assert float(jnp.abs(adapter.b).max()) > 0, path

@@ -29,6 +29,7 @@ def arguments(**changes) -> argparse.Namespace:
     return argparse.Namespace(**small | {"set": [], "liger": False} | changes)
 
 
+@pytest.mark.slow
 def test_our_step_is_timed_on_random_weights_beside_what_was_predicted(scripts):
     result = scripts("tune").measure(arguments())
     assert len(result["seconds"]) == 3

@@ -182,10 +182,10 @@ def with_value(path: str, value: str) -> dict[str, Any]:
     content: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": [{"path": "d"}]}, "output": "runs/x"}
     if path == "stage.reference":
         return content | {"stage": {"kind": "dpo", "reference": value}}
-    steps = re.findall(r"[\w*]+|\[\]", path)
-    for step in reversed(steps):
-        value = [value] if step == "[]" else {"arc_easy" if step == "*" else step: value}  # type: ignore[assignment]
-    for key, inner in value.items():  # type: ignore[attr-defined]
+    nested: Any = value
+    for step in reversed(re.findall(r"[\w*]+|\[\]", path)):
+        nested = [nested] if step == "[]" else {"arc_easy" if step == "*" else step: nested}
+    for key, inner in nested.items():
         content[key] = {**content[key], **inner} if isinstance(content.get(key), dict) else inner
     return content
 
@@ -548,6 +548,7 @@ FILES = (
 @pytest.mark.slow
 def test_no_file_of_a_run_is_a_failure_of_the_server(workspace, job, caplog):
     board, output = client(workspace), workspace.root / "runs/first"
+    app: Any = board.app
     (output / "checkpoints/x").mkdir(parents=True)
     for content in FILES:
         for name in (
@@ -565,7 +566,7 @@ def test_no_file_of_a_run_is_a_failure_of_the_server(workspace, job, caplog):
             *(f"/api/jobs/{job.id}/{name}" for name in ("report", "metrics", "samples", "log")),
             *("/api/catalogue", "/api/models", "/api/data/files"),
         ):
-            board.app.state.board._read_at = float("-inf")  # type: ignore[attr-defined]
+            app.state.board._read_at = float("-inf")
             check_answer(board.get(path), (path, content[:80]), caplog)
 
 

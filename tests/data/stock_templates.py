@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 
@@ -10,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from meshtune.config.data_options import LossPolicy, TokenOptions
-from meshtune.data.tokens import Tokenize
+from meshtune.data.tokens import TokenCounts, Tokenize
 
 GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"]
@@ -77,8 +78,16 @@ def tokenizer_of_trl(name, shared):
     return _tokenizers[name]
 
 
+@functools.lru_cache(maxsize=16)
+def _tokenize_of(tokenizer, template, policy):
+    """Returns the Tokenize of a tokenizer that has this chat template: reading a large vocabulary takes a third of a
+    second."""
+    return Tokenize(tokenizer, TokenOptions(1 << 20, policy))
+
+
 def encode_conversation(tokenizer, conversation, policy=None):
-    tokenize = Tokenize(tokenizer, TokenOptions(1 << 20, policy or LossPolicy()))
+    tokenize = _tokenize_of(tokenizer, tokenizer.chat_template, policy or LossPolicy())
+    tokenize.counts = TokenCounts()
     (example,) = tokenize([conversation])
     return example, tokenize.counts
 

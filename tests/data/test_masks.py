@@ -20,6 +20,7 @@ from meshtune.errors import UserError
 
 ORIGIN = Origin("chat.jsonl", 7)
 TRIMS = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "google-gemma-2-2b-it"}
+# These templates write no system prompt before answers (the refusal is tested below).
 NO_SYSTEM = {"google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"}
 
 
@@ -81,11 +82,12 @@ def test_trained_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
     assert counts.prompts_differ == counts.unended == counts.straddling == 0
 
 
-@pytest.mark.parametrize("system", [None, "Be brief. Paris."])
-def test_every_assistant_turn_is_trained_on(stock, system):
-    name, tokenizer, end = stock
-    if system and name in NO_SYSTEM:
-        pytest.skip("this template writes no system prompt before answers (its refusal is tested below)")
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [(name, system) for name in STOCK for system in (None, "Be brief. Paris.") if not system or name not in NO_SYSTEM],
+)
+def test_every_assistant_turn_is_trained_on(name, system, shared):
+    tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
     answers = ["Paris", "Paris", "Paris", " no\n", "Paris is in France 🇫🇷"]
     turns = [turn for answer in answers for turn in ("Paris", answer)]
     example, counts = encode_conversation(tokenizer, chat(*turns, system=system))

@@ -21,6 +21,8 @@ from tiny_models import SMALL
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+# Quantised LoRA, pairs, tools, and full tuning on text; every method, stage and optimizer has fast runs in tests/train.
+QUICK = ("plain-text-full", "qlora", "qwen3-tools", "smollm2-dpo")
 RECIPES = sorted((ROOT / "examples").rglob("*.yaml"))
 KINDS = {"llama3": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}
 MESHES = {name: load_recipe(ROOT / f"examples/{name}.yaml", []).mesh for name in EXAMPLES}
@@ -61,7 +63,9 @@ def test_there_is_an_example_for_every_family_and_method():
     assert all(body.startswith(f"# meshtune train examples/{name}.yaml\n") for name, body in text.items())
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
+)
 def test_example_runs(name, models, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), "llama")

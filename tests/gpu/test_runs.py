@@ -37,9 +37,8 @@ SIGNS = {"lion, full", "muon, full", "adam_mini, full", "sophia, full", "prodigy
 # Decompositions may differ by a rotation, which a few updates of the factors make visible.
 LOOSE = {"pissa", "loftq on int8", "galore, full", "apollo, full", *SIGNS}
 LOOSER = 10
-QUICK = [("lora on nf4", "mixed")]
 RUNS = [(name, precision) for name in CASES for precision in ALLOWED]
-SLOW = [(name, "mixed") for name in CASES if (name, "mixed") not in QUICK]
+SLOW = [(name, "mixed") for name in CASES]  # on the CPU; tests/quantize/test_quantised_runs.py is the fast tier's
 # Programs of a second need no choice among kernels, which takes longer than they.
 GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 TIME = 2400  # seconds of a process that runs all cases
@@ -103,7 +102,7 @@ def selected_cases(request) -> tuple[str, ...]:
 
 
 @pytest.mark.timeout(2500)
-@pytest.mark.parametrize(("platform", "name", "precision"), on_both(RUNS, QUICK, SLOW), indirect=["platform"])
+@pytest.mark.parametrize(("platform", "name", "precision"), on_both(RUNS, [], SLOW), indirect=["platform"])
 def test_a_run_is_that_of_the_cpu(platform, name, precision, results, selected_cases):
     ours = results(platform, precision, name, selected_cases)
     theirs = results("cpu", "float32", name, selected_cases)

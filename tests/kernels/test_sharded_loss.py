@@ -75,7 +75,7 @@ def run(sizes, backend):
     return results
 
 
-@pytest.mark.parametrize("backend", ["direct", "blockwise"])
+@pytest.mark.parametrize("backend", [pytest.param("direct", marks=pytest.mark.slow), "blockwise"])
 def test_rows_are_not_exchanged_between_devices(backend):
     """Only the sums and the gradient of the head, which all rows share, are reduced."""
     results = run((4, 1), backend)

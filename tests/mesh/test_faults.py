@@ -60,7 +60,9 @@ def test_processes_that_come_too_far_apart_end_with_75_and_say_so(tmp_path: path
         assert "Traceback" not in errors.partition("error: ")[2]
 
 
-@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    "signalled", [pytest.param((0,), marks=pytest.mark.slow), (1,), pytest.param((0, 1), marks=pytest.mark.slow)]
+)
 def test_a_signal_to_any_process_stops_all_after_the_same_update(tmp_path: pathlib.Path, signalled: tuple[int, ...]):
     processes = Processes(tmp_path, "stop")
     processes.wait_for("pid")

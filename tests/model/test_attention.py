@@ -59,7 +59,8 @@ def test_the_request_of_the_banner_is_the_one_that_runs(name, chunk, monkeypatch
     monkeypatch.setattr(
         kernels, "choose_backend", lambda request, *arguments: requests.append(request) or chosen(request, *arguments)
     )
-    layer_by_chunks(jnp.ones((2, 8, 16)), node, kind, Context(compute, sequence_info(inputs, spec.ropes), {}))
+    context = Context(compute, sequence_info(inputs, spec.ropes), {})
+    jax.eval_shape(lambda x: layer_by_chunks(x, node, kind, context).y, jnp.ones((2, 8, 16)))
     expected = block.attention_request(2, chunk or 8, 8, compute)
     assert {dataclasses.replace(request, platform=expected.platform) for request in requests} == {expected}
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshtune.model import decoder
 from meshtune.model.cache import LayerCache, grown
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward
 from meshtune.model.inputs import Inputs
 from meshtune.model.model_cache import cache_specs, init_cache
 from meshtune.model.spec import init_params
@@ -29,6 +29,9 @@ def rows_of(lengths, width):
     tokens = np.random.default_rng(0).integers(0, 64, (len(lengths), width))
     real = np.arange(width) < np.asarray(lengths)[:, None]
     return Inputs(*(jnp.asarray(array, jnp.int32) for array in (tokens, np.where(real, np.arange(width), 0), real)))
+
+
+forward = jax.jit(decoder.forward, static_argnums=(1, 2))
 
 
 def part(inputs, start, stop):

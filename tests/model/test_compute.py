@@ -30,7 +30,7 @@ def test_rematerialisation_changes_nothing(remat):
     spec, params = same_weights(torch_model("qwen3_bias_window"))
 
     def gradient(compute):
-        return jax.grad(lambda p: jnp.mean(our_logits(p, spec, *ROWS, compute) ** 2))(params)
+        return jax.jit(jax.grad(lambda p: jnp.mean(our_logits(p, spec, *ROWS, compute) ** 2)))(params)
 
     plain, again = flatten(gradient(Compute(attention="direct"))), flatten(gradient(Compute(remat=remat)))
     for path, leaf in plain.items():

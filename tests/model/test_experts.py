@@ -62,8 +62,12 @@ def batch(rows=3, length=20):
     return arrays | {"weights": (arrays["segment_ids"] > 0).astype(jnp.float32)}
 
 
+def score_batch(params, compute=Compute()):
+    return with_layers(SPEC, sft_objective(params, SPEC, compute, batch(), None))
+
+
 def loss(params, compute):
-    score = with_layers(SPEC, sft_objective(params, SPEC, compute, batch(), None))
+    score = score_batch(params, compute)
     return score.loss / score.weight
 
 
@@ -97,31 +101,41 @@ def test_small_sums_of_weights_are_kept_from_zero(clamp):
 def test_the_load_balancing_loss_is_that_of_transformers():
     """All layers pooled, padding left out; and its gradient, through nothing but the scores."""
     params, arrays = init_params(SPEC, jax.random.key(0)), batch()
-    router_logits = []
+    traced = []
 
     class Spy(RouterSpec):
         def route(self, x, node, key=None):
-            router_logits.append(jnp.einsum("btd,ed->bte", x, node["weight"]))
+            traced.append(jnp.einsum("btd,ed->bte", x, node["weight"]))
             return super().route(x, node, key)
 
     spied = model(dataclasses.replace(EXPERTS_SPEC, router=Spy(EXPERTS, CHOSEN)))
     inputs = Inputs(*(arrays[name] for name in ("tokens", "positions", "segment_ids")))
-    output = forward(params, spied, Compute(scan=False), inputs)
+
+    @jax.jit
+    def sums_and_logits(params):
+        return forward(params, spied, Compute(scan=False), inputs).sums, traced
+
+    sums, router_logits = sums_and_logits(params)
+    assert len(router_logits) == LAYERS
     theirs = load_balancing_loss_func(
         tuple(torch.tensor(np.asarray(layer)).reshape(-1, EXPERTS) for layer in router_logits),
         EXPERTS,
         CHOSEN,
         torch.tensor(np.asarray(arrays["segment_ids"] > 0).astype(np.int64)),
     )
-    assert float(layers_loss(SPEC, output.sums)) == pytest.approx(0.5 * float(theirs), rel=1e-5)
+    assert float(layers_loss(SPEC, sums)) == pytest.approx(0.5 * float(theirs), rel=1e-5)
     tokens = float((arrays["segment_ids"] > 0).sum())
-    assert output.sums["routed_tokens"].tolist() == [tokens] * LAYERS
-    assert output.sums["expert_tokens"].sum(axis=1).tolist() == [tokens * CHOSEN] * LAYERS
+    assert sums["routed_tokens"].tolist() == [tokens] * LAYERS
+    assert sums["expert_tokens"].sum(axis=1).tolist() == [tokens * CHOSEN] * LAYERS
 
 
 @pytest.mark.parametrize(
     "compute",
-    [Compute(remat="selective"), Compute(mlp_chunk=6), Compute(remat="full", attention_chunk=7, mlp_chunk=3)],
+    [
+        Compute(remat="selective"),
+        pytest.param(Compute(mlp_chunk=6), marks=pytest.mark.slow),
+        Compute(remat="full", attention_chunk=7, mlp_chunk=3),
+    ],
     ids=["selective", "mlp by chunks", "rows by chunks"],
 )
 def test_chunks_and_rematerialisation_change_nothing(compute):
@@ -134,7 +148,7 @@ def test_chunks_and_rematerialisation_change_nothing(compute):
         np.testing.assert_allclose(flatten(ours)[path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_accumulated_micro_batches_are_one_batch(micro_batches):
     """Loss, every metric and the gradient, the load-balancing loss of all tokens of the update included; rows differ in
     their padding, so that micro-batches differ in their numbers of tokens."""
@@ -164,7 +178,7 @@ def test_evaluation_pools_the_loss_over_all_its_data():
         "batches": [{name: array[None, row : row + 1] for name, array in rows.items()} for row in range(3)],
         "micro-batches": [{name: array[:, None] for name, array in rows.items()}],
     }
-    pooled = with_layers(SPEC, sft_objective(params, SPEC, Compute(), batch(), None))
+    pooled = jax.jit(score_batch)(params)
     expected = jax.tree.map(float, metric_means(pooled) | {"loss": pooled.loss / pooled.weight})
     assert expected["aux_loss"] > 0.1
     for name, batches in splits.items():
@@ -176,11 +190,13 @@ def test_decoding_is_the_whole_row():
     params, compute = init_params(SPEC, jax.random.key(3)), Compute()
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
     answers = Engine(params, SPEC, compute).generate(prompts, max_tokens=6)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = jnp.asarray([prompt + answer[:-1]])
-        inputs = Inputs(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
-        expected = logits(params, SPEC, forward(params, SPEC, compute, inputs).hidden).argmax(-1)
-        assert answer == expected[0, len(prompt) - 1 :].tolist()
+    length = max(map(len, prompts)) + 5
+    rows = [(prompt + answer[:-1] + [0] * length)[:length] for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens = jnp.asarray(rows)
+    inputs = Inputs(tokens, jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.ones_like(tokens))
+    expected = jax.jit(lambda params: logits(params, SPEC, forward(params, SPEC, compute, inputs).hidden))(params)
+    for prompt, answer, row in zip(prompts, answers, expected.argmax(-1).tolist(), strict=True):
+        assert answer == row[len(prompt) - 1 : len(prompt) + 5]
 
 
 def test_padding_is_computed_by_no_expert():
@@ -189,7 +205,8 @@ def test_padding_is_computed_by_no_expert():
     x = jax.random.normal(jax.random.key(1), (1, 5, EMBED))
     segments = jnp.asarray([[1, 1, 0, 2, 0]])
     rows = SequenceInfo(jnp.zeros_like(segments), segments, {})
-    y = spec.apply(x, jax.tree.map(lambda leaf: leaf[0], node), Context(Compute(), rows, {})).y
+    node = jax.tree.map(lambda leaf: leaf[0], node)
+    y = jax.jit(lambda x: spec.apply(x, node, Context(Compute(), rows, {})).y)(x)
     assert jnp.any(y != 0, axis=-1).tolist() == [[True, True, False, True, False]]
 
 
@@ -240,7 +257,7 @@ def test_metrics_say_how_the_load_is_spread():
 
 
 def test_no_token_is_dropped():
-    score = with_layers(SPEC, sft_objective(init_params(SPEC, jax.random.key(0)), SPEC, Compute(), batch(), None))
+    score = jax.jit(score_batch)(init_params(SPEC, jax.random.key(0)))
     total, weight = score.metrics["dropped_tokens"]
     assert (float(total), float(weight)) == (0.0, 1.0)
 

@@ -180,6 +180,8 @@ def test_dropout_draws_anew_for_every_chunk():
     tokens = jnp.full((1, 32), 5, jnp.int32)
     row = Inputs(tokens, jnp.zeros_like(tokens), jnp.arange(1, 33)[None])
     compute = Compute(attention_chunk=8, mlp_chunk=4)
-    hidden = forward(merge(trainable, prepared.frozen), prepared.spec, compute, row, rng=jax.random.key(1)).hidden
+    hidden = jax.jit(forward, static_argnums=(1, 2))(
+        merge(trainable, prepared.frozen), prepared.spec, compute, row, rng=jax.random.key(1)
+    ).hidden
     # Every token is a document of its own and the same; only what is dropped tells them apart.
     assert len(np.unique(np.asarray(hidden[0, :, 0]))) == 32

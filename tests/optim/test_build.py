@@ -151,12 +151,16 @@ def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_b
     ):
         tree = tree_of({path: jnp.ones(shape, dtype) for path, shape in SHAPES.items()})
         optimizer, _ = make_optimizer(dataclasses.replace(config, state_dtype=state_dtype), 10, abstract_of(tree), SPEC)
-        state = optimizer.init(tree)
+
+        def update(tree, optimizer=optimizer):
+            state = optimizer.init(tree)
+            updates, after = optimizer.update(tree, state, tree, **update_options(optimizer, tree))
+            return state, after, optax.apply_updates(tree, updates)
+
+        state, after, moved = jax.eval_shape(update, tree)
         large = set(SHAPES.values())
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.shape in large} == {expected}
-        updates, after = optimizer.update(tree, state, tree, **update_options(optimizer, tree))
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
-        moved = optax.apply_updates(tree, updates)
         assert {str(x.dtype) for x in jax.tree.leaves(moved)} == {dtype}
 
 

@@ -108,7 +108,7 @@ def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(s
     assert ran.stdout.splitlines()[-1] == "same"
 
 
-@pytest.mark.parametrize("how", [{}, {"broadcast": True}])
+@pytest.mark.parametrize("how", [{}, pytest.param({"broadcast": True}, marks=pytest.mark.slow)])
 def test_processes_agree_on_the_scales_of_a_matrix_that_each_reads_in_part(small, how):
     """Scales are quantised relative to the mean of a whole matrix, while a process reads only the half it holds."""
     (alone,) = job(small, 1, {"fsdp": 4}, devices=4, digests=True, quantize="nf4")

@@ -23,7 +23,7 @@ def run(
         port = probe.getsockname()[1]
     common = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
         "MESHTUNE_COORDINATOR": f"localhost:{port}",
         "MESHTUNE_PROCESSES": str(processes),
         "PYTHONPATH": str(SOURCE),

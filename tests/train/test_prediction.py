@@ -67,7 +67,10 @@ def run_one_update(folder, *overrides):
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
     "overrides",
-    [["compute.remat=selective"], pytest.param(["method=full", "compute.remat=full"], marks=pytest.mark.slow)],
+    [
+        ["compute.remat=selective", "train.batch_size=2"],
+        pytest.param(["method=full", "compute.remat=full"], marks=pytest.mark.slow),
+    ],
 )
 def test_the_predicted_peak_is_the_memory_the_process_takes(tmp_path, overrides):
     predicted, measured, _ = run_one_update(tmp_path / "model", *overrides)

@@ -52,7 +52,8 @@ def live(tmp_path, stories, stories260k, compilation_cache):
         recipe.write_text(json.dumps(fields))
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "MESHTUNE_CACHE": str(tmp_path / "cache"),
         }
         done = subprocess.run(

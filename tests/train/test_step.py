@@ -144,8 +144,10 @@ def test_a_non_finite_micro_batch_is_named_and_not_applied(tiny):
     "change",
     [
         {"scan": False},
-        *(pytest.param(change, marks=pytest.mark.slow) for change in ({"remat": "full"}, {"attention": "blockwise"})),
-        {"loss_chunk": 3},
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in ({"remat": "full"}, {"attention": "blockwise"}, {"loss_chunk": 3})
+        ),
     ],
 )
 def test_thirty_steps_do_not_depend_on_how_they_are_computed(tiny, change):

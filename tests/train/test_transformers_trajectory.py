@@ -149,8 +149,15 @@ def follow(model, method, vocab, longest, rate, tmp_path):
     np.testing.assert_allclose(ours, theirs, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("family", ["qwen3", "llama_tied"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("qwen3", "lora"),
+        ("llama_tied", "full"),
+        pytest.param("qwen3", "full", marks=pytest.mark.slow),
+        pytest.param("llama_tied", "lora", marks=pytest.mark.slow),
+    ],
+)
 def test_thirty_steps_follow_the_trainer(family, method, tmp_path):
     follow(torch_model(family), method, 97, 24, {"lora": 1e-2, "full": 3e-3}[method], tmp_path)
 

@@ -121,7 +121,7 @@ def assert_same(digests: dict[str, str], alone: dict[str, str]) -> None:
     assert digests.items() <= alone.items()
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_a_process_reads_what_its_devices_hold_and_no_more(small, alone, processes, devices):
     members = job(small[0], processes, {"fsdp": 4}, devices=devices, digests=True)
     assert set().union(*(member["digests"] for member in members)) == set(alone)

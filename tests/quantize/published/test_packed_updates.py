@@ -21,10 +21,11 @@ from meshtune.weights.packed import model_tensors
 from meshtune.weights.tensor_reader import TensorReader
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
+CODES = ["awq", "nf4_double", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq_8bit", "eight_bit"))]
 CASE = Case("packed_updates", "llama", SIZES)
 
 
-@pytest.fixture(scope="module", params=["awq", "nf4_double", "gptq_8bit", "eight_bit"])
+@pytest.fixture(scope="module", params=CODES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rewritten(directory(CASE), tmp_path_factory.mktemp(request.param) / "model", *PACKED[request.param])
 

@@ -32,6 +32,10 @@ LLAMA = Case("llama_fp8", "llama", EVEN)
 DEEPSEEK = BY_NAME["deepseek_v3"].changed(
     hidden_size=64, vocab_size=520, v_head_dim=16, moe_intermediate_size=32, intermediate_size=64
 )
+# fp8 in the slow tier: in the fast one test_published_updates.py has it.
+MXFP4_FIRST = pytest.mark.parametrize(
+    "model", ["mxfp4", pytest.param("fp8", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 TOKENS = [[1, 5, 9, 22, 7, 8, 300]]
 
 
@@ -81,6 +85,7 @@ def theirs(folder):
         return model(torch.tensor(TOKENS)).logits.numpy()
 
 
+@MXFP4_FIRST
 def test_a_run_goes_over_the_codes_and_is_that_over_the_numbers(run, model, tmp_path):
     assert losses(run)[-1] < losses(run)[0]
     loaded = meshtune.load(run)
@@ -92,6 +97,7 @@ def test_a_run_goes_over_the_codes_and_is_that_over_the_numbers(run, model, tmp_
         train(recipe(model, tmp_path / "again", "quantize=nf4"))
 
 
+@MXFP4_FIRST
 def test_merged_wide_gives_transformers_the_logits_that_were_trained(run, tmp_path):
     done = export(run, tmp_path / "merged", merge=True)
     assert "codes stand for" in done.what
