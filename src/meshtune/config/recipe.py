@@ -61,12 +61,12 @@ class TrainSection(Section):
 def online_batch(train: TrainSection, rollout: RolloutSection | None) -> TrainSection:
     """The section with the batch of an online stage: a row for every completion of an update, if none is given.
 
-    Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is four of them.
+    Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is eight of them.
     """
     if rollout is None or "batch_size" in train.model_fields_set:
         return train
     rows = rollout.completions
-    micro_batch = train.micro_batch or next(rows // parts for parts in (4, 2, 1) if rows % parts == 0)
+    micro_batch = train.micro_batch or next(rows // parts for parts in (8, 4, 2, 1) if rows % parts == 0)
     return TrainSection(**{**train.model_dump(), "batch_size": rows, "micro_batch": micro_batch})
 
 

@@ -78,7 +78,7 @@ class RolloutSource:
         recipe: Recipe,
         loader: PromptLoader,
         model: RolloutModel,
-        rewards: Rewards,
+        rewards: Rewards | None,
         params_of: Callable[[Any], Tree],
         job: Job,
         folder: pathlib.Path,
@@ -87,10 +87,11 @@ class RolloutSource:
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
         self.rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
-        self._notify = notify
+        self._notify, self._shared = notify, model.compute.shared_prompts
         self.progress: Callable[[int, int], None] | None = None
-        shortest = int(loader.store.lengths.min())  # a completion with its prompt has at least as many positions
-        self._segments = max(1, min(loader.batch_size, loader.row_length // shortest))
+        # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
+        shortest = 1 if self._shared else int(loader.store.lengths.min())
+        self._segments = max(1, min(loader.batch_size * (1 + self._shared), loader.row_length // shortest))
         self._rollout: Rollout | None = None
 
     @property
@@ -100,7 +101,7 @@ class RolloutSource:
 
     def empty_batch(self) -> dict[str, np.ndarray]:
         """The arrays of a batch that holds nothing: of their shapes and dtypes."""
-        names = online_arrays(self.recipe)
+        names = online_arrays(self.recipe, shared=self._shared)
         return micro_batches(empty_arrays(names, self.rows_sizes), self.loader.accumulation)
 
     def next(self, step: int, state: Any) -> RolloutBatch:
@@ -219,8 +220,7 @@ class RolloutSource:
         result: dict[str, list[np.ndarray]] = {}
         if not needed:
             return result
-        parts = self.options.updates
-        size = len(completions) // parts
+        size = len(completions) // self.options.updates
         for start in range(0, len(completions), size):
             rows = self._lay_out(prompts[start : start + size], completions[start : start + size])
             if "old" in needed:
@@ -236,13 +236,15 @@ class RolloutSource:
     # Batches
 
     def _lay_out(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> CompletionRows:
+        """Lays completions out in rows; `prompts` has one entry for each."""
+        samples = self.options.samples
+        ids = [completion.ids for completion in completions]
         return completion_rows(
-            prompts,
-            [completion.ids for completion in completions],
-            self.loader.row_length,
-            self.loader.batch_size,
-            self._segments,
+            prompts[::samples],
+            [ids[start : start + samples] for start in range(0, len(ids), samples)],
+            self.rows_sizes,
             packing=self.recipe.data.packing,
+            shared=self._shared,
         )
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
@@ -252,12 +254,12 @@ class RolloutSource:
         of_completion = [record for record in records for _ in range(samples)][span]
         rows = self._lay_out([record.ids for record in of_completion], rollout.completions[span])
         arrays = dict(rows.arrays)
-        for name in online_arrays(self.recipe):
+        for name in online_arrays(self.recipe, shared=self._shared):
             if name not in arrays:
                 arrays[name] = rows.scatter(rollout.per_completion(name)[span])
         origins: list[list[Origin]] = [[] for _ in range(size)]
-        for place, record in sorted(zip(rows.placements, of_completion, strict=True), key=lambda x: x[0].segment):
-            origins[place.row].append(record.origin)
+        for span, record in sorted(zip(rows.spans, of_completion, strict=True), key=lambda x: x[0].segment):
+            origins[span.row].append(record.origin)
         per_micro = size // self.loader.accumulation
         return RolloutBatch(
             micro_batches(arrays, self.loader.accumulation),
