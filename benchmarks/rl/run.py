@@ -2,8 +2,8 @@
 
     python benchmarks/rl/run.py MODEL [--rounds 3] [--updates 3] [--json result.json]
 
-MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. `generate`: 4 prompts of about 45 tokens, 8 completions of at
-most 16 tokens each, temperature 1, float32, nothing stops them. `update`: what `meshtune train` and trl's GRPOTrainer
+MODEL is SmolLM2-135M-Instruct as a Hugging Face directory. `generate`: 4 prompts of about 45 tokens, 8 completions of
+16 tokens each, temperature 1, float32, nothing stops them. `update`: what `meshtune train` and trl's GRPOTrainer
 take for a rollout of 4 x 8 completions of at most 12 tokens with its update: LoRA of rank 16 on all linear layers, the
 same prompts, reward and learning rate. Every measurement is a process of its own; the two sides take turns.
 Processor seconds are those of the process with its threads, after the first call or update.

@@ -92,6 +92,7 @@ class RolloutSource:
         self._weights = np.array([reward.weight for reward in recipe.rewards])
         self._notify, self._shared = notify, model.compute.shared_prompts
         self.progress: Callable[[int, int], None] | None = None
+        self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
         shortest = 1 if self._shared else int(loader.store.lengths.min())
         self._segments = max(1, min(loader.batch_size * (1 + self._shared), loader.row_length // shortest))
@@ -157,6 +158,12 @@ class RolloutSource:
         computed = self._log_probs(params, prompts, completions)
         made = rollout_tokens(self.recipe, completions, scores.values, self._weights, group_ids, computed)
         metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids) | made.metrics
+        if metrics["frac_reward_zero_std"] == 1.0 and not self._said_equal:
+            self._said_equal = True
+            self._notify(
+                f"rollout {number}: all completions of a prompt have equal rewards, in every group, so there is nothing "
+                "to learn from; `meshtune rewards` shows what the rewards tell apart"
+            )
         return Rollout(
             number,
             [record.index for record in records],
