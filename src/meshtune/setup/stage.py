@@ -10,13 +10,14 @@ from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.batch import online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
+online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 

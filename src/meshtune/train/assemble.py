@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshtune.adapters.continued import resume_adapter
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.batch import batch_axes
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from meshtune.data.stream import Stream
 
 input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
+resume_adapter = LazyFunction("meshtune.adapters.continued:resume_adapter")
 
 
 def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:
