@@ -265,7 +265,9 @@ class RolloutSection(Section):
     )
     correction_min: float | None = Field(default=None, ge=0, description="Lower bound of the correction.")
     correction_max: float | None = Field(default=3.0, gt=0, description="Upper bound of the correction.")
-    rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
+    rows: PositiveInt | None = Field(
+        default=None, description="Completions decoded at once; default: as many as are expected to fit."
+    )
     eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
         default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."

@@ -13,7 +13,7 @@ from meshtune.errors import UserError
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.batch import online_arrays
+from meshtune.rollout.batch import computed_values, online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
@@ -69,6 +69,12 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
     sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
+
+
+def scoring_passes(recipe: Recipe) -> int:
+    """Passes over a rollout before its first update: for old and for reference log-probabilities."""
+    needed = computed_values(recipe)
+    return ("old" in needed) + ("reference_tokens" in needed)
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:
