@@ -19,6 +19,7 @@ def rewards(
     from meshtune.setup.early import check_run
 
     recipe_file, overrides = split(arguments)
+    overrides = [*overrides, "resume=false", "overwrite=true"]  # nothing is written to the output
     check_run(load_recipe(recipe_file, overrides, notify=silent))
     recipe = load_recipe(recipe_file, overrides, notify=to_stderr)
 

@@ -265,6 +265,10 @@ class RolloutSection(Section):
     )
     correction_min: float | None = Field(default=None, ge=0, description="Lower bound of the correction.")
     correction_max: float | None = Field(default=3.0, gt=0, description="Upper bound of the correction.")
+    shared_prompts: bool | None = Field(
+        default=None,
+        description="Compute a prompt once for all of its completions in training; null: where the model allows it.",
+    )
     rows: PositiveInt | None = Field(
         default=None, description="Completions decoded at once; default: as many as are expected to fit."
     )

@@ -129,11 +129,18 @@ def longest_lengths(candidate: Candidate) -> Lengths:
 
 def filled_micro_batches(candidate: Candidate, lengths: Lengths) -> int:
     """Micro-batches of an update that hold completions, if all have the mean length."""
-    recipe = candidate.workload.recipe
-    assert recipe.rollout is not None
-    fit = max(1, int(candidate.length // max(1.0, lengths.prompt + lengths.completion - 1)))
-    rows = math.ceil(recipe.rollout.completions / (fit if recipe.data.packing else 1))
-    return min(candidate.accumulation, math.ceil(rows / candidate.rows))
+    recipe, options = candidate.workload.recipe, candidate.workload.recipe.rollout
+    assert options is not None
+    prompt, completion, samples = lengths.prompt - 1, max(1.0, lengths.completion), options.samples
+    if not recipe.data.packing:
+        fit = 1.0
+    elif not candidate.shared_prompts:
+        fit = candidate.length // (prompt + completion)
+    elif groups := candidate.length // (prompt + samples * completion):
+        fit = groups * samples
+    else:
+        fit = (candidate.length - prompt) // completion
+    return min(candidate.accumulation, math.ceil(options.completions / max(1.0, fit) / candidate.rows))
 
 
 def rollout_cost(candidate: Candidate, update: Roofline, rows: int, lengths: Lengths, passes: int) -> RolloutCost:

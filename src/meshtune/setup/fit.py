@@ -297,7 +297,7 @@ class MemoryCheck:
         return f"{text}; {GO_ON}"
 
     def rollout_rows(self) -> int | None:
-        """The most rows of a rollout that are expected to fit; None if the recipe sets them, or if not even one fits."""
+        """The most rows of a rollout that are expected to fit; None if the recipe sets them, or if not one fits."""
         if self.recipe.rollout is None or self.recipe.rollout.rows is not None:
             return None
         predicted = self._predict(apply_overrides(self.resolved, {ROWS: None}), self._target)

@@ -255,6 +255,7 @@ def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: 
         mlp_chunk=compute.mlp_chunk,
         attention_chunk=compute.attention_chunk,
         offload=compute.offload,
+        shared_prompts=compute.shared_prompts,
     )
 
 

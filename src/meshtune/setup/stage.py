@@ -52,12 +52,14 @@ def row_length(recipe: Recipe) -> int:
 ShapeAndDtype = tuple[tuple[int, ...], np.dtype]
 
 
-def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, ShapeAndDtype]:
+def batch_arrays(
+    recipe: Recipe, method: Method, shape: tuple[int, int, int], *, shared_prompts: bool = False
+) -> dict[str, ShapeAndDtype]:
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
     if stage.dataset_type == "prompts":
-        names = online_arrays(recipe)
+        names = online_arrays(recipe, shared=shared_prompts)
     elif stage.dataset_type != "documents":
         names += ["units", "values"]
         if stage.nll_mean(recipe.stage) is not None:

@@ -111,7 +111,7 @@ def waiting_weights(run: Run, optimizer: Optimizer) -> list[str]:
     return offloaded_names(frozen_like(run)) + offloaded_names(state_like(run, optimizer).trainable)
 
 
-def batch_like(run: Run, shape: tuple[int, int, int]) -> Tree:
+def batch_like(run: Run, shape: tuple[int, int, int], *, shared_prompts: bool = False) -> Tree:
     """Returns a batch [micro-batches, rows, positions] of the recipe's stage as ShapeDtypeStructs.
 
     Its shardings are those of mesh.placement.place_batch.
@@ -121,7 +121,7 @@ def batch_like(run: Run, shape: tuple[int, int, int]) -> Tree:
         name: jax.ShapeDtypeStruct(
             size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name, len(size)), size)
         )
-        for name, (size, dtype) in batch_arrays(run.recipe, run.method, shape).items()
+        for name, (size, dtype) in batch_arrays(run.recipe, run.method, shape, shared_prompts=shared_prompts).items()
     }
 
 
