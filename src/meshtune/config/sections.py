@@ -291,7 +291,9 @@ class RolloutSection(Section):
         default=None,
         description="Compute a prompt once for all of its completions in training; null: where the model allows it.",
     )
-    rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
+    rows: PositiveInt | None = Field(
+        default=None, description="Completions decoded at once; default: as many as are expected to fit."
+    )
     eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
         default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."

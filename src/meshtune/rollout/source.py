@@ -161,8 +161,8 @@ class RolloutSource:
         if metrics["frac_reward_zero_std"] == 1.0 and not self._said_equal:
             self._said_equal = True
             self._notify(
-                f"rollout {number}: all completions of a prompt have equal rewards, in every group, so there is nothing "
-                "to learn from; `meshtune rewards` shows what the rewards tell apart"
+                f"rollout {number}: in every group all completions have equal rewards, so there is nothing to learn "
+                "from; `meshtune rewards` shows what the rewards tell apart"
             )
         return Rollout(
             number,

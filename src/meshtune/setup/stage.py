@@ -18,6 +18,7 @@ from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
 online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 
@@ -72,6 +73,12 @@ def batch_arrays(
     sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
+
+
+def scoring_passes(recipe: Recipe) -> int:
+    """Passes over a rollout before its first update: for old and for reference log-probabilities."""
+    needed = computed_values(recipe)
+    return ("old" in needed) + ("reference_tokens" in needed)
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:
