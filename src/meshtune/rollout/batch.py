@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import pack, unpacked_rows
-from meshtune.objectives.config import GrpoConfig, RlooConfig
+from meshtune.objectives.config import DistillConfig, GrpoConfig, RlooConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,10 @@ def micro_batches(arrays: Mapping[str, np.ndarray], accumulation: int) -> dict[s
 
 def online_arrays(recipe: Recipe) -> list[str]:
     """The arrays of a batch of an online stage."""
-    stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion", "advantages", "sampled"]
+    stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion"]
+    if isinstance(stage, DistillConfig):
+        return names
+    names += ["advantages", "sampled"]
     if is_reused(recipe):
         names.append("old")
     if isinstance(stage, GrpoConfig):
