@@ -129,8 +129,9 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
         raw["stage"] = {**preset, **stage, "kind": preset["kind"]}
     if "rewards" in raw:
         raw["rewards"] = rewards_written_out(raw["rewards"])
-    if isinstance(raw.get("quantize"), str):
-        raw["quantize"] = {"format": raw["quantize"]}
+    for section in (raw, raw.get("teacher")):
+        if isinstance(section, dict) and isinstance(section.get("quantize"), str):
+            section["quantize"] = {"format": section["quantize"]}
     if isinstance(raw.get("data"), str | list):
         raw["data"] = {"train": raw["data"]}
     if isinstance(data := raw.get("data"), dict):

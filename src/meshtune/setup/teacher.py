@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from typing import TYPE_CHECKING
 
 from meshtune.adapters.config import LoraConfig
@@ -18,7 +17,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.gather import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.runs.sources import Source, find
+from meshtune.runs.sources import ADAPTER_CONFIG, Source, find, is_run, split_state
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_params, load_spec
 
@@ -78,7 +77,8 @@ def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool 
     section = recipe.teacher
     if section is None:
         return None
-    if not weights and not pathlib.Path(section.path).exists():
+    directory, _ = split_state(section.path)
+    if not weights and not is_run(directory) and not (directory / ADAPTER_CONFIG).is_file():
         source = Source(locate(section.path, section.revision, allow=CONFIG), None, section.path, None)
     else:
         source = find(section.path, revision=section.revision)
