@@ -23,7 +23,7 @@ from meshtune.config.sections import (
 )
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.compute import AttentionName, Compute, ExchangeName, OffloadName, RematName
-from meshtune.objectives.config import SftConfig
+from meshtune.objectives.config import PAIR_STAGES, SftConfig
 from meshtune.optim.config import OptimizerOptions
 from meshtune.quantize.config import QuantizeConfig
 
@@ -58,14 +58,15 @@ class TrainSection(Section):
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
 
 
-def online_batch(train: TrainSection, rollout: RolloutSection | None) -> TrainSection:
-    """The section with the batch of an online stage: a row for every completion of an update, if none is given.
+def online_batch(train: TrainSection, rollout: RolloutSection | None, *, pairs: bool = False) -> TrainSection:
+    """The section with the batch of an online stage, if none is given: a row for every completion of an update, or for
+    every pair.
 
     Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is eight of them.
     """
     if rollout is None or "batch_size" in train.model_fields_set:
         return train
-    rows = rollout.completions
+    rows = rollout.completions // 2 if pairs else rollout.completions
     micro_batch = train.micro_batch or next(rows // parts for parts in (8, 4, 2, 1) if rows % parts == 0)
     return TrainSection(**{**train.model_dump(), "batch_size": rows, "micro_batch": micro_batch})
 
@@ -218,6 +219,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> Recipe:
-        object.__setattr__(self, "train", online_batch(self.train, self.rollout))  # before anybody can read it
+        train = online_batch(self.train, self.rollout, pairs=self.stage.kind in PAIR_STAGES)
+        object.__setattr__(self, "train", train)  # before anybody can read it
         check_together(self)
         return self

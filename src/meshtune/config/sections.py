@@ -17,6 +17,7 @@ from meshtune.objectives.config import (
     DpoConfig,
     GrpoConfig,
     KtoConfig,
+    OnlineDpoConfig,
     OrpoConfig,
     PtConfig,
     RlooConfig,
@@ -412,7 +413,19 @@ class KtoStage(KtoConfig):
     reference: Reference = "auto"
 
 
-STAGES = (SftConfig, PtConfig, RmConfig, DpoStage, OrpoConfig, SimpoConfig, CpoConfig, KtoStage, GrpoConfig, RlooConfig)
+STAGES = (
+    SftConfig,
+    PtConfig,
+    RmConfig,
+    DpoStage,
+    OrpoConfig,
+    SimpoConfig,
+    CpoConfig,
+    KtoStage,
+    GrpoConfig,
+    RlooConfig,
+    OnlineDpoConfig,
+)
 StageSection = Annotated[
     Annotated[SftConfig, refuse_truth_values(SftConfig)]
     | Annotated[PtConfig, refuse_truth_values(PtConfig)]
@@ -423,7 +436,8 @@ StageSection = Annotated[
     | Annotated[CpoConfig, refuse_truth_values(CpoConfig)]
     | Annotated[KtoStage, refuse_truth_values(KtoStage)]
     | Annotated[GrpoConfig, refuse_truth_values(GrpoConfig)]
-    | Annotated[RlooConfig, refuse_truth_values(RlooConfig)],
+    | Annotated[RlooConfig, refuse_truth_values(RlooConfig)]
+    | Annotated[OnlineDpoConfig, refuse_truth_values(OnlineDpoConfig)],
     Field(discriminator="kind"),
 ]
 

@@ -164,7 +164,7 @@ class _Preparation:
             store,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
-            row_length=recipe.data.max_length,
+            row_length=recipe.data.max_length * STAGES[recipe.stage.kind].unit_segments,
             batch_size=recipe.train.batch_size,
             accumulation=recipe.train.accumulation,
             shuffle=recipe.data.shuffle and is_train,

@@ -15,7 +15,8 @@ NLL_MEAN = (
 )
 
 NllMean = Literal["tokens", "pairs"]
-ONLINE_STAGES = frozenset({"grpo", "rloo"})  # those that train on completions of their own
+ONLINE_STAGES = frozenset({"grpo", "rloo", "online_dpo"})  # those that train on completions of their own
+PAIR_STAGES = frozenset({"online_dpo"})  # of these, those that compare the two completions of a prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,7 @@ class KtoConfig:
 PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 SEQUENCE_LOSSES = ("grpo", "sapo", "luspo")  # whose sums give every completion the same weight, whatever its length
+MISSING_EOS = "Subtracted from the reward of a completion that was cut at rollout.max_tokens; null: nothing."
 TRUNCATED = "Leave completions that were cut at rollout.max_tokens out of the loss; their rewards still count."
 
 
@@ -304,3 +306,17 @@ class RlooConfig:
     def upper_epsilon(self) -> float:
         """How far the ratio may rise above 1."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineDpoConfig:
+    """Direct preference optimisation on two completions of every prompt (https://arxiv.org/abs/2402.04792).
+
+    The one with the higher reward is chosen, of equal ones the first. `loss` is of sums of log-probabilities, also ipo,
+    as in trl's OnlineDPOTrainer.
+    """
+
+    kind: Literal["online_dpo"] = "online_dpo"
+    beta: float = option(0.1, "online_dpo: how strongly the reference holds.", gt=0)
+    loss: Literal["sigmoid", "ipo"] = option("sigmoid", "online_dpo: of the margin.")
+    missing_eos_penalty: float | None = option(None, MISSING_EOS, ge=0)

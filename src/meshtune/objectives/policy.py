@@ -1,4 +1,5 @@
-"""Policy gradients on completions that the model generated: GRPO and its relatives, and RLOO, as trl 1.16 has them.
+"""Losses of completions that the model generated, as trl 1.16 has them: policy gradients, those of GRPO and its
+relatives and RLOO, and online DPO.
 
 A completion is a segment of a row. Everything that depends on more than one completion (advantages, and the weights
 that make a mean of a sum) is in the batch, made by rollout/advantages.py, so neither packing nor the split into
@@ -30,7 +31,8 @@ from meshtune.objectives.answers import (
     token_log_probs,
     without_adapters,
 )
-from meshtune.objectives.config import CLIPPED_LOSSES, GrpoConfig, RlooConfig
+from meshtune.objectives.config import CLIPPED_LOSSES, GrpoConfig, OnlineDpoConfig, RlooConfig
+from meshtune.objectives.preference import ipo_loss, reward_metrics, sigmoid_loss
 
 PerToken = Float[Array, "B T"]
 LEAST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0  # of VESPO's weights of sequences
@@ -108,6 +110,44 @@ def rloo(config: RlooConfig, temperature: float = 1.0) -> Objective:
             losses = losses * batch["policy_weights"]
         metrics = _metrics(config, completions, ratio, completions.mask / completions.length, batch)
         return LossSums(_masked_sum(losses, batch["weights"]), jnp.sum(batch["units"]), metrics, completions.layers)
+
+    return objective
+
+
+def online_dpo(config: OnlineDpoConfig, temperature: float = 1.0) -> Objective:
+    """The mean over pairs of the DPO loss of a prompt's two completions, as in trl's OnlineDPOTrainer.
+
+    `advantages` are 1 on the tokens of the chosen completion and -1 on those of the other, which are neighbours in a
+    row; log-probabilities are of logits divided by `temperature`.
+    """
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
+        completions = _completions(params, spec, compute, batch, rng, temperature)
+        advantages, segments, count = batch["advantages"], batch["segment_ids"], max_segments(batch, 1)
+        pairs = batch["units"] * (jnp.cumsum(batch["units"], axis=1) % 2)  # at the first completion of each
+
+        def sum_over_pair(values: PerToken) -> Array:
+            by_segment = segment_sum(values, segments, count)
+            return by_segment + jnp.roll(by_segment, -1, axis=1)
+
+        difference = completions.log_probs - batch["reference_tokens"] * completions.mask
+        chosen, rejected = (
+            sum_over_pair(jnp.where(side, difference, 0.0)) for side in (advantages > 0, advantages < 0)
+        )
+        margins = chosen - rejected
+        losses = sigmoid_loss(config.beta * margins) if config.loss == "sigmoid" else ipo_loss(margins, config.beta)
+        log_probs = jax.lax.stop_gradient(completions.log_probs)
+        per_pair = {
+            **reward_metrics(*(config.beta * jax.lax.stop_gradient(side) for side in (chosen, rejected))),
+            "logps/chosen": sum_over_pair(jnp.where(advantages > 0, log_probs, 0.0)),
+            "logps/rejected": sum_over_pair(jnp.where(advantages < 0, log_probs, 0.0)),
+        }
+        metrics: dict[str, Array | WeightedMetric] = {
+            name: _masked_sum(values, pairs) for name, values in per_pair.items()
+        }
+        metrics["entropy"] = _mean(completions.entropies, completions.mask)
+        metrics["kl"] = _mean(difference, completions.mask)
+        return LossSums(_masked_sum(losses, pairs), jnp.sum(pairs), metrics, completions.layers)
 
     return objective
 

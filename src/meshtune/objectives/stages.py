@@ -20,6 +20,7 @@ from meshtune.objectives.config import (
     GrpoConfig,
     KtoConfig,
     NllMean,
+    OnlineDpoConfig,
     OrpoConfig,
     PtConfig,
     RlooConfig,
@@ -61,7 +62,7 @@ class Stage(Generic[Options]):
     @property
     def unit_segments(self) -> int:
         """The documents of a unit, which are neighbouring segments of one row: those that are compared."""
-        return 1 if self.dataset_type in ("documents", "prompts") else 2
+        return 1 if self.unit in ("token", "completion") else 2
 
 
 def _sft_mean(options: DpoConfig | SimpoConfig | CpoConfig) -> NllMean | None:
@@ -81,8 +82,10 @@ def _preference_stage(
     return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, nll_mean)
 
 
-def _online_stage(config: type[Options], make: Callable[..., Objective], title: str) -> Stage[Options]:
-    return Stage(config, make, title, "prompts", "completion", headline=(("reward", "reward"),))
+def _online_stage(
+    config: type[Options], make: Callable[..., Objective], title: str, unit: str = "completion"
+) -> Stage[Options]:
+    return Stage(config, make, title, "prompts", unit, headline=(("reward", "reward"),))
 
 
 STAGES: dict[str, Stage[Any]] = {
@@ -113,4 +116,7 @@ STAGES: dict[str, Stage[Any]] = {
     ),
     "grpo": _online_stage(GrpoConfig, LazyFunction("meshtune.objectives.policy:grpo"), "GRPO"),
     "rloo": _online_stage(RlooConfig, LazyFunction("meshtune.objectives.policy:rloo"), "RLOO"),
+    "online_dpo": _online_stage(
+        OnlineDpoConfig, LazyFunction("meshtune.objectives.policy:online_dpo"), "online DPO", "pair"
+    ),
 }

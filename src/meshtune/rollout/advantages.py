@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from meshtune.config.recipe import Recipe
-from meshtune.objectives.config import GrpoConfig, RlooConfig
+from meshtune.objectives.config import GrpoConfig, OnlineDpoConfig, RlooConfig
 
 if TYPE_CHECKING:
     from meshtune.rollout.generate import Completion
@@ -51,6 +51,8 @@ def rollout_tokens(
     completions, in order.
     """
     stage, rollout = recipe.stage, recipe.rollout
+    if isinstance(stage, OnlineDpoConfig):
+        return _pair_tokens(stage, completions, total_rewards(rewards, weights), computed)
     assert isinstance(stage, GrpoConfig | RlooConfig)
     assert rollout is not None
     lengths = np.array([len(completion.ids) for completion in completions])
@@ -90,6 +92,33 @@ def rollout_tokens(
             values["entropy_weights"] = entropy_weights(lengths, updates, acted_on)
     tokens = {name: array.astype(np.float32) for name, array in values.items()}
     return RolloutTokens(advantages, tokens, total_rewards(rewards, weights), metrics)
+
+
+def _pair_tokens(
+    stage: OnlineDpoConfig,
+    completions: Sequence[Completion],
+    rewards: PerCompletion,
+    computed: Mapping[str, Sequence[np.ndarray]],
+) -> RolloutTokens:
+    """The chosen completion of each pair of neighbours has advantage 1, the other -1; both have 0, and no weight, where
+    no function scores one of them."""
+    lengths = np.array([len(completion.ids) for completion in completions])
+    first, second = subtract_penalty(rewards, completions, stage.missing_eos_penalty).reshape(-1, 2).T
+    signs = np.where(np.isnan(first) | np.isnan(second), 0.0, np.where(first >= second, 1.0, -1.0))
+    advantages = np.stack([signs, -signs], axis=1).reshape(-1)
+    values = {
+        "advantages": np.repeat(advantages, lengths),
+        "weights": np.repeat(np.abs(advantages), lengths),
+        "reference_tokens": np.concatenate(computed["reference_tokens"]),
+    }
+    tokens = {name: array.astype(np.float32) for name, array in values.items()}
+    return RolloutTokens(advantages, tokens, rewards, {})
+
+
+def subtract_penalty(rewards: PerCompletion, completions: Sequence[Completion], penalty: float | None) -> PerCompletion:
+    """Rewards less the `penalty` of completions that did not end by themselves."""
+    truncated = np.array([completion.reason == "length" for completion in completions])
+    return rewards - (penalty or 0.0) * truncated
 
 
 def advantages_of(

@@ -19,6 +19,7 @@ from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
 from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
 from meshtune.rollout.generate import Completion, generate, sample_seed
@@ -91,7 +92,7 @@ class RolloutSource:
         self.progress: Callable[[int, int], None] | None = None
         # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
         shortest = 1 if self._shared else int(loader.store.lengths.min())
-        self._segments = max(1, min(loader.batch_size * (1 + self._shared), loader.row_length // shortest))
+        self._segments = max(1, min(self.options.completions * (1 + self._shared), loader.row_length // shortest))
         self._rollout: Rollout | None = None
 
     @property
@@ -245,11 +246,12 @@ class RolloutSource:
             self.rows_sizes,
             packing=self.recipe.data.packing,
             shared=self._shared,
+            together=STAGES[self.recipe.stage.kind].unit_segments == samples,
         )
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
         records = [self.loader.record(index) for index in rollout.prompts]
-        samples, size = self.options.samples, self.loader.batch_size
+        samples, size, count = self.options.samples, self.options.completions, self.loader.batch_size
         span = slice(part * size, (part + 1) * size)
         of_completion = [record for record in records for _ in range(samples)][span]
         rows = self._lay_out([record.ids for record in of_completion], rollout.completions[span])
@@ -257,13 +259,13 @@ class RolloutSource:
         for name in online_arrays(self.recipe, shared=self._shared):
             if name not in arrays:
                 arrays[name] = rows.scatter(rollout.per_completion(name)[span])
-        origins: list[list[Origin]] = [[] for _ in range(size)]
+        origins: list[list[Origin]] = [[] for _ in range(count)]
         for span, record in sorted(zip(rows.spans, of_completion, strict=True), key=lambda x: x[0].segment):
             origins[span.row].append(record.origin)
-        per_micro = size // self.loader.accumulation
+        per_micro = count // self.loader.accumulation
         return RolloutBatch(
             micro_batches(arrays, self.loader.accumulation),
-            [origins[start : start + per_micro] for start in range(0, size, per_micro)],
+            [origins[start : start + per_micro] for start in range(0, count, per_micro)],
             step,
             rollout.metrics,
             0.0,

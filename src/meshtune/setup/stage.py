@@ -13,7 +13,7 @@ from meshtune.errors import UserError
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.batch import online_arrays
+from meshtune.rollout.batch import loss_temperature, online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
@@ -24,8 +24,7 @@ def objective_of(recipe: Recipe) -> Objective:
     """Builds the objective that the step differentiates."""
     stage = STAGES[recipe.stage.kind]
     if stage.dataset_type == "prompts":
-        assert recipe.rollout is not None
-        return stage.make(recipe.stage, recipe.rollout.temperature)
+        return stage.make(recipe.stage, loss_temperature(recipe))
     return stage.make(recipe.stage)
 
 

@@ -24,6 +24,8 @@ from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.answers import Batch, without_adapters
+from meshtune.objectives.stages import STAGES
+from meshtune.rollout.batch import loss_temperature
 from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
 from meshtune.rollout.scoring import Scorer
@@ -54,7 +56,7 @@ def rollout_source(
     if start and recipe.accept_changes and run.job.is_main_process:
         remove_rollouts(run.output / FOLDER, after=(start - 1) // loader.updates)  # they are of the recipe before
     ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
-    scorer = Scorer(run.model.spec, run.compute, place, rollout.temperature, order)
+    scorer = Scorer(run.model.spec, run.compute, place, loss_temperature(recipe), order)
     model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
     return RolloutSource(
         recipe,
@@ -112,9 +114,8 @@ def preview_rewards(recipe: Recipe, *, groups: int = 4, console: Console | None 
     require_online(recipe, "has no rewards to look at")
     console = console or terminal.console()
     rollout = recipe.rollout.model_copy(update={"prompts": groups, "updates": 1}) if recipe.rollout else None
-    train = recipe.train.model_copy(
-        update={"batch_size": groups * (rollout.samples if rollout else 1), "micro_batch": 1}
-    )
+    count = groups * (rollout.samples if rollout else 1) // STAGES[recipe.stage.kind].unit_segments
+    train = recipe.train.model_copy(update={"batch_size": count, "micro_batch": 1})
     recipe = recipe.model_copy(update={"rollout": rollout, "train": train, "resume": False, "overwrite": True})
     with log_console(console) as log:
         run = set_up_run(recipe, pathlib.Path(recipe.output).expanduser(), console, log, Job(ProcessInfo()))
