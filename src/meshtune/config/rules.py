@@ -197,7 +197,12 @@ def _check_online(recipe: Recipe) -> None:
             raise ValueError(
                 f"rollout.correction has no meaning in stage {stage}, whose loss has no ratio: leave it out"
             )
-    if rollout.samples < 2:
+    if stage == "ppo" and recipe.optimizer.layerwise:
+        raise ValueError(
+            "stage ppo trains a second model, the critic, in the same backward pass, and optimizer.in_backward and "
+            "badam go through the layers of one: use another optimizer without in_backward"
+        )
+    if rollout.samples < 2 and stage != "ppo":
         raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
     if recipe.data.max_length <= rollout.max_tokens:
         raise ValueError(

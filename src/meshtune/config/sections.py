@@ -19,6 +19,7 @@ from meshtune.objectives.config import (
     KtoConfig,
     OnlineDpoConfig,
     OrpoConfig,
+    PpoConfig,
     PtConfig,
     RlooConfig,
     RmConfig,
@@ -425,6 +426,7 @@ STAGES = (
     GrpoConfig,
     RlooConfig,
     OnlineDpoConfig,
+    PpoConfig,
 )
 StageSection = Annotated[
     Annotated[SftConfig, refuse_truth_values(SftConfig)]
@@ -437,7 +439,8 @@ StageSection = Annotated[
     | Annotated[KtoStage, refuse_truth_values(KtoStage)]
     | Annotated[GrpoConfig, refuse_truth_values(GrpoConfig)]
     | Annotated[RlooConfig, refuse_truth_values(RlooConfig)]
-    | Annotated[OnlineDpoConfig, refuse_truth_values(OnlineDpoConfig)],
+    | Annotated[OnlineDpoConfig, refuse_truth_values(OnlineDpoConfig)]
+    | Annotated[PpoConfig, refuse_truth_values(PpoConfig)],
     Field(discriminator="kind"),
 ]
 

@@ -22,6 +22,7 @@ from meshtune.objectives.config import (
     NllMean,
     OnlineDpoConfig,
     OrpoConfig,
+    PpoConfig,
     PtConfig,
     RlooConfig,
     RmConfig,
@@ -45,7 +46,8 @@ class Stage(Generic[Options]):
     the sampler's temperature too. `title` names the stage for
     people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
     training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
-    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `nll_mean(options)`
+    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `has_critic` that a
+    second model is trained in the same step (objectives.critic); `nll_mean(options)`
     is what a cross-entropy of the chosen answers is averaged over, None where the loss has no such term.
     """
 
@@ -57,6 +59,7 @@ class Stage(Generic[Options]):
     headline: tuple[tuple[str, str], ...] = ()
     needs_reference: bool = False
     has_score_head: bool = False
+    has_critic: bool = False
     nll_mean: Callable[[Options], NllMean | None] = lambda options: None
 
     @property
@@ -83,9 +86,14 @@ def _preference_stage(
 
 
 def _online_stage(
-    config: type[Options], make: Callable[..., Objective], title: str, unit: str = "completion"
+    config: type[Options],
+    make: Callable[..., Objective],
+    title: str,
+    unit: str = "completion",
+    *,
+    has_critic: bool = False,
 ) -> Stage[Options]:
-    return Stage(config, make, title, "prompts", unit, headline=(("reward", "reward"),))
+    return Stage(config, make, title, "prompts", unit, headline=(("reward", "reward"),), has_critic=has_critic)
 
 
 STAGES: dict[str, Stage[Any]] = {
@@ -119,4 +127,5 @@ STAGES: dict[str, Stage[Any]] = {
     "online_dpo": _online_stage(
         OnlineDpoConfig, LazyFunction("meshtune.objectives.policy:online_dpo"), "online DPO", "pair"
     ),
+    "ppo": _online_stage(PpoConfig, LazyFunction("meshtune.objectives.policy:ppo"), "PPO", has_critic=True),
 }

@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import pack, unpacked_rows
-from meshtune.objectives.config import GrpoConfig, OnlineDpoConfig, RlooConfig
+from meshtune.objectives.config import GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
 from meshtune.rollout.shared import Span, fill_shared_rows, plan_shared_rows
 
 
@@ -110,6 +110,8 @@ def online_arrays(recipe: Recipe, *, shared: bool) -> list[str]:
         names.append("old")
     if isinstance(stage, GrpoConfig):
         names += ["reference_tokens"] * (stage.beta > 0) + ["entropy_weights"] * (stage.entropy_coef != 0)
+    if isinstance(stage, PpoConfig):
+        names += ["values_old", "returns"]
     return names + ["parent_ids"] * shared + ["policy_weights"] * has_policy_weights(recipe)
 
 
@@ -137,6 +139,8 @@ def computed_values(recipe: Recipe) -> set[str]:
     stage, reference = recipe.stage, getattr(recipe.stage, "beta", 0.0) > 0
     if isinstance(stage, OnlineDpoConfig):
         return {"reference_tokens"}
+    if isinstance(stage, PpoConfig):
+        return {"old", "values_old"} | ({"reference_tokens"} if stage.kl_coef else set[str]())
     of_rewards = isinstance(stage, RlooConfig) and reference
     names = {"reference_tokens"} if reference else set[str]()
     return names | (

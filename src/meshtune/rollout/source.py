@@ -19,6 +19,7 @@ from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.critic import without_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
 from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
@@ -145,7 +146,7 @@ class RolloutSource:
         """Generates and scores rollout `number`; writes nothing. Raises: UserError as generation and rewards do."""
         started = time.perf_counter()
         records = self.loader.rollout(number)
-        groups = self._generate(params, records, number, self.options.samples)
+        groups = self._generate(without_critic(params), records, number, self.options.samples)
         scores = self._score(records, groups, number)
         completions = [completion for group in groups for completion in group]
         samples = self.options.samples
@@ -215,8 +216,8 @@ class RolloutSource:
     def _log_probs(
         self, params: Tree, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     ) -> dict[str, list[np.ndarray]]:
-        """Values of every completion's tokens before the first update: `old`, `entropies` and `reference_tokens`, as
-        far as the loss needs them."""
+        """Values of every completion's tokens before the first update: `old`, `entropies`, `values_old` and
+        `reference_tokens`, as far as the loss needs them."""
         needed = computed_values(self.recipe)
         result: dict[str, list[np.ndarray]] = {}
         if not needed:
@@ -228,6 +229,8 @@ class RolloutSource:
                 scores = self.model.scorer(params, rows.arrays, self.loader.accumulation)
                 result.setdefault("old", []).extend(rows.gather(scores["log_probs"]))
                 result.setdefault("entropies", []).extend(rows.gather(scores["entropies"]))
+                if "values_old" in needed:
+                    result.setdefault("values_old", []).extend(rows.gather(scores["values"]))
             if "reference_tokens" in needed:
                 assert self.model.reference is not None
                 scores = self.model.scorer(self.model.reference(params), rows.arrays, self.loader.accumulation)

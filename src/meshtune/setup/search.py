@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from meshtune.adapters.method import abstract
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
 from meshtune.costs.estimate import Estimate, estimate, estimated_collectives
@@ -30,7 +29,7 @@ from meshtune.quantize.published.scheme import Scheme
 from meshtune.setup.choices import Decision, compute_of, optimizer_of, precision_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.memory import size_in_words
-from meshtune.setup.stage import row_length
+from meshtune.setup.stage import abstract_model, row_length
 from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
@@ -159,7 +158,7 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
-    arrays = abstract(start.method, start.spec, precision.trainable, recipe.quantize)
+    arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
     return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
 
 

@@ -6,13 +6,17 @@ import dataclasses
 
 import numpy as np
 
+from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
+from meshtune.objectives.critic import abstract_critic
 from meshtune.objectives.stages import STAGES
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.rollout.batch import loss_temperature, online_arrays
 from meshtune.setup.choices import Decision
 
@@ -26,6 +30,17 @@ def objective_of(recipe: Recipe) -> Objective:
     if stage.dataset_type == "prompts":
         return stage.make(recipe.stage, loss_temperature(recipe))
     return stage.make(recipe.stage)
+
+
+def abstract_model(
+    recipe: Recipe, method: Method, spec: ModelSpec, dtype: str, quantize: QuantizeConfig | None = None
+) -> PreparedModel:
+    """The model as the method splits it, with the critic of a stage that trains one, with ArraySpecs for arrays.
+
+    Trained arrays have `dtype`. Raises: UserError as adapters.method.abstract does.
+    """
+    model = abstract(method, spec, dtype, quantize)
+    return abstract_critic(model, dtype) if STAGES[recipe.stage.kind].has_critic else model
 
 
 def evaluation_objective_of(recipe: Recipe) -> Objective:

@@ -24,6 +24,7 @@ from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.answers import Batch, without_adapters
+from meshtune.objectives.critic import without_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.batch import loss_temperature
 from meshtune.rollout.rewards import Rewards
@@ -73,9 +74,10 @@ def rollout_source(
 def _reference(run: LoadedRun) -> Callable[[Tree], Tree]:
     """Returns the function from the current parameters to those of the reference model: the base with its adapters
     off, or a copy of the parameters that the run starts from."""
-    if run.method.reference_obstacle is None or not getattr(run.recipe.stage, "beta", 0.0):
-        return without_adapters
-    start = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))(run.model.trainable)
+    stage = run.recipe.stage
+    if run.method.reference_obstacle is None or not (getattr(stage, "beta", 0.0) or getattr(stage, "kl_coef", 0.0)):
+        return lambda params: without_adapters(without_critic(params))
+    start = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))(without_critic(run.model.trainable))
     return lambda params: merge(start, run.model.frozen)
 
 
