@@ -24,8 +24,8 @@ from meshtune.errors import UserError
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.inputs import inputs_of
-from meshtune.objectives.answers import metric_means, without_adapters
-from meshtune.objectives.critic import CRITIC, abstract_critic, critic_values, start_critic, without_critic
+from meshtune.objectives.answers import CRITIC, metric_means, without_adapters, without_critic
+from meshtune.objectives.critic import abstract_critic, critic_values, start_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens
 from meshtune.rollout.batch import completion_rows, online_arrays

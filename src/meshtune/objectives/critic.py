@@ -20,10 +20,8 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.objectives.answers import Batch
+from meshtune.objectives.answers import CRITIC, Batch, without_critic
 from meshtune.objectives.rm import scores
-
-CRITIC = "critic"
 
 
 def abstract_critic(model: PreparedModel, dtype: str) -> PreparedModel:
@@ -47,11 +45,6 @@ def start_critic(model: PreparedModel, abstract: Tree, layout: Layout | None) ->
     shardings = None if layout is None else jax.tree.map(layout.of, abstract)
     critic = jax.jit(start, out_shardings=shardings)(model.trainable)
     return dataclasses.replace(model, trainable={**model.trainable, CRITIC: critic})
-
-
-def without_critic(params: Tree) -> Tree:
-    """The policy's parameters."""
-    return {name: node for name, node in params.items() if name != CRITIC}
 
 
 def critic_values(

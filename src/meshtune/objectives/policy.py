@@ -30,9 +30,10 @@ from meshtune.objectives.answers import (
     to_tokens,
     token_log_probs,
     without_adapters,
+    without_critic,
 )
 from meshtune.objectives.config import CLIPPED_LOSSES, GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
-from meshtune.objectives.critic import critic_values, without_critic
+from meshtune.objectives.critic import critic_values
 from meshtune.objectives.preference import ipo_loss, reward_metrics, sigmoid_loss
 
 PerToken = Float[Array, "B T"]

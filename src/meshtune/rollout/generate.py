@@ -14,8 +14,6 @@ from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
-MOST_ROWS = 64  # decoded at once where nobody says how many
-
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -55,7 +53,7 @@ def generate(
     compute = dataclasses.replace(compute, remat="none", attention="auto")
     engine = Engine(params, spec, compute, stop_ids)
     total = len(prompts) * samples
-    scheduler = engine.scheduler(rows=min(options.rows or MOST_ROWS, total))
+    scheduler = engine.scheduler(rows=min(options.rows or total, total))
     generations = []
     for number, prompt in enumerate(prompts):
         room = engine.context - len(prompt)

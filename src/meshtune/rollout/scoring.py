@@ -10,8 +10,8 @@ import numpy as np
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import token_log_probs
-from meshtune.objectives.critic import CRITIC, critic_values, without_critic
+from meshtune.objectives.answers import CRITIC, token_log_probs, without_critic
+from meshtune.objectives.critic import critic_values
 
 Scores = dict[str, np.ndarray]
 Place = Callable[[dict[str, np.ndarray]], Mapping[str, jax.Array | np.ndarray]]

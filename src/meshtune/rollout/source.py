@@ -14,12 +14,13 @@ import numpy as np
 from meshtune.arrays.batch import empty_arrays
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
+from meshtune.config.rewards import reward_names
 from meshtune.data.conversation import Origin
 from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.critic import without_critic
+from meshtune.objectives.answers import without_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
 from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
@@ -69,8 +70,8 @@ class RolloutSource:
     """A train.loop.BatchSource that generates every rollout from the state before its first update.
 
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
-    `params_of(state)` is the whole tree of parameters. `notify` gets messages; `progress(done, all)`, if it is set, is
-    called while completions are generated.
+    `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
+    gets messages; `progress(done, all)`, if it is set, is called while completions are generated.
     """
 
     uses_state = True
@@ -88,9 +89,12 @@ class RolloutSource:
     ):
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
-        self.rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
+        self._rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
+        self.reward_names = reward_names(recipe.rewards)
+        self._weights = np.array([reward.weight for reward in recipe.rewards])
         self._notify, self._shared = notify, model.compute.shared_prompts
         self.progress: Callable[[int, int], None] | None = None
+        self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
         shortest = 1 if self._shared else int(loader.store.lengths.min())
         self._segments = max(1, min(self.options.completions * (1 + self._shared), loader.row_length // shortest))
@@ -117,7 +121,8 @@ class RolloutSource:
         return dataclasses.replace(batch, seconds=time.perf_counter() - started, rollout_rows=rows)
 
     def close(self) -> None:
-        self.rewards.close()
+        if self._rewards is not None:
+            self._rewards.close()
 
     # Rollouts
 
@@ -153,8 +158,14 @@ class RolloutSource:
         group_ids = np.repeat(np.arange(len(records)), samples)
         prompts = [record.ids for record in records for _ in range(samples)]
         computed = self._log_probs(params, prompts, completions)
-        made = rollout_tokens(self.recipe, completions, scores.values, self.rewards.weights, group_ids, computed)
-        metrics = rollout_metrics(completions, scores, self.rewards, made.rewards, group_ids) | made.metrics
+        made = rollout_tokens(self.recipe, completions, scores.values, self._weights, group_ids, computed)
+        metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids) | made.metrics
+        if metrics["frac_reward_zero_std"] == 1.0 and not self._said_equal:
+            self._said_equal = True
+            self._notify(
+                f"rollout {number}: in every group all completions have equal rewards, so there is nothing to learn "
+                "from; `meshtune rewards` shows what the rewards tell apart"
+            )
         return Rollout(
             number,
             [record.index for record in records],
@@ -187,8 +198,8 @@ class RolloutSource:
     def _score(self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int) -> Scores:
         """Process 0 computes the rewards, for all."""
         result = None
-        if self._job.is_main_process:
-            result = self.rewards.score(self._completions(records, groups, number)).to_json()
+        if self._rewards is not None:
+            result = self._rewards.score(self._completions(records, groups, number)).to_json()
         return Scores.from_json(self._job.exchange(f"rewards of rollout {number}", result)[0])
 
     def _completions(
@@ -280,7 +291,7 @@ class RolloutSource:
         records = [self.loader.record(index) for index in rollout.prompts for _ in range(samples)]
         rows = []
         for number, (record, completion) in enumerate(zip(records, rollout.completions, strict=True)):
-            values = zip(self.rewards.names, rollout.rewards[number].tolist(), strict=True)
+            values = zip(self.reward_names, rollout.rewards[number].tolist(), strict=True)
             rows.append(
                 {
                     "rollout": rollout.number,
@@ -303,13 +314,13 @@ class RolloutSource:
         groups = self._generate(params, records, HELD_OUT, self.options.eval_samples)
         scores = self._score(records, groups, HELD_OUT)
         completions = [completion for group in groups for completion in group]
-        total = total_rewards(scores.values, self.rewards.weights)
+        total = total_rewards(scores.values, self._weights)
         group_ids = np.repeat(np.arange(len(records)), self.options.eval_samples)
-        return rollout_metrics(completions, scores, self.rewards, total, group_ids), len(completions)
+        return rollout_metrics(completions, scores, self.reward_names, total, group_ids), len(completions)
 
 
 def rollout_metrics(
-    completions: Sequence[Completion], scores: Scores, rewards: Rewards, total: np.ndarray, groups: np.ndarray
+    completions: Sequence[Completion], scores: Scores, names: Sequence[str], total: np.ndarray, groups: np.ndarray
 ) -> dict[str, float]:
     """The metrics of a rollout, under trl's names. `total` [N] is the weighted reward, NaN where there is none."""
     lengths = np.array([len(completion.ids) for completion in completions])
@@ -327,7 +338,7 @@ def rollout_metrics(
         "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
     }
-    for name, values in zip(rewards.names, scores.values.T, strict=True):
+    for name, values in zip(names, scores.values.T, strict=True):
         values = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0
         metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0

@@ -15,7 +15,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.compute import OffloadName, Precision
 from meshtune.model.gather import check_batch
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.critic import CRITIC
+from meshtune.objectives.answers import CRITIC
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
 from meshtune.setup.coverage import coverage_decisions, quantize_decisions

@@ -11,16 +11,19 @@ from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
-from meshtune.objectives.critic import abstract_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.rollout.batch import loss_temperature, online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
+abstract_critic = LazyFunction("meshtune.objectives.critic:abstract_critic")
+online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+loss_temperature = LazyFunction("meshtune.rollout.batch:loss_temperature")
+computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 
@@ -85,6 +88,12 @@ def batch_arrays(
     sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
+
+
+def scoring_passes(recipe: Recipe) -> int:
+    """Passes over a rollout before its first update: for old and for reference log-probabilities."""
+    needed = computed_values(recipe)
+    return ("old" in needed) + ("reference_tokens" in needed)
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:

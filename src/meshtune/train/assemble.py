@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshtune.adapters.continued import resume_adapter
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.batch import batch_axes
@@ -32,7 +31,7 @@ from meshtune.mesh.placement import (
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
-from meshtune.objectives.critic import CRITIC, start_critic, without_critic
+from meshtune.objectives.answers import CRITIC, without_critic
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.optimizer import Optimizer, Schedule
 from meshtune.setup.choices import optimizer_of
@@ -47,7 +46,9 @@ from meshtune.weights.load import LoadReport, load_params, load_weight, with_sco
 if TYPE_CHECKING:
     from meshtune.data.stream import Stream
 
+start_critic = LazyFunction("meshtune.objectives.critic:start_critic")
 input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
+resume_adapter = LazyFunction("meshtune.adapters.continued:resume_adapter")
 
 
 def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:

@@ -15,7 +15,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, merge
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, is_offloaded, offload_abstract
-from meshtune.objectives.critic import without_critic
+from meshtune.objectives.answers import without_critic
 from meshtune.optim.optimizer import Optimizer, State
 
 Metrics = dict[str, Array]
