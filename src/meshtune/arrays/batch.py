@@ -41,6 +41,8 @@ BATCH_ARRAYS = {
     "completion": BatchArray(np.float32, _TOKENS),
     "policy_weights": BatchArray(np.float32, _TOKENS),
     "entropy_weights": BatchArray(np.float32, _TOKENS),
+    "values_old": BatchArray(np.float32, _TOKENS),
+    "returns": BatchArray(np.float32, _TOKENS),
     "old": BatchArray(np.float32, _TOKENS),
     "sampled": BatchArray(np.float32, _TOKENS),
     "reference_tokens": BatchArray(np.float32, _TOKENS),

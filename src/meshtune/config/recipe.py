@@ -23,7 +23,7 @@ from meshtune.config.sections import (
 )
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.compute import AttentionName, Compute, ExchangeName, OffloadName, RematName
-from meshtune.objectives.config import SftConfig
+from meshtune.objectives.config import PAIR_STAGES, SftConfig
 from meshtune.optim.config import OptimizerOptions
 from meshtune.quantize.config import QuantizeConfig
 
@@ -59,7 +59,8 @@ class TrainSection(Section):
 
 
 def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
-    """A raw recipe with the batch of an online stage: a row for every completion of an update, if none is given.
+    """A raw recipe with the batch of an online stage, if none is given: a row for every completion of an update, or for
+    every pair.
 
     Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is eight of them.
     """
@@ -70,6 +71,9 @@ def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
         rows = RolloutSection.model_validate(raw["rollout"]).completions
     except ValidationError:
         return raw  # whose mistake is reported with those of the other sections
+    stage = raw.get("stage")
+    if isinstance(stage, dict) and stage.get("kind") in PAIR_STAGES:
+        rows //= 2
     micro_batch = next(rows // parts for parts in (8, 4, 2, 1) if rows % parts == 0)
     given = {key: value for key, value in train.items() if value is not None or key != "micro_batch"}
     return raw | {"train": {"batch_size": rows, "micro_batch": micro_batch, **given}}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshtune.config.sections import LOW_RANK
 from meshtune.errors import UserError
-from meshtune.objectives.config import ONLINE_STAGES, DistillConfig
+from meshtune.objectives.config import ONLINE_STAGES, PAIR_STAGES, DistillConfig
 
 if TYPE_CHECKING:
     from meshtune.config.recipe import Recipe
@@ -213,7 +213,22 @@ def _check_online(recipe: Recipe) -> None:
             f"loss vespo has the correction of every token in its ratio, and rollout.correction is {correction}: use "
             "token_truncate or token_mask"
         )
-    if rollout.samples < 2:
+    if stage in PAIR_STAGES:
+        if rollout.samples != 2:
+            raise ValueError(
+                f"stage {stage} compares two completions of every prompt, and rollout.samples is {rollout.samples}: "
+                "set rollout.samples: 2"
+            )
+        if rollout.correction is not None:
+            raise ValueError(
+                f"rollout.correction has no meaning in stage {stage}, whose loss has no ratio: leave it out"
+            )
+    if stage == "ppo" and recipe.optimizer.layerwise:
+        raise ValueError(
+            "stage ppo trains a second model, the critic, in the same backward pass, and optimizer.in_backward and "
+            "badam go through the layers of one: use another optimizer without in_backward"
+        )
+    if rollout.samples < 2 and stage != "ppo":
         raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
     _check_rollout(recipe, rollout)
 
@@ -228,8 +243,9 @@ def _check_rollout(recipe: Recipe, rollout: RolloutSection) -> None:
         )
     if recipe.data.streaming:
         raise ValueError(f"data.streaming is not possible with stage {stage}: prompts are read before training")
-    if recipe.train.batch_size != rollout.completions:
+    rows, unit = (rollout.completions // 2, "pairs") if stage in PAIR_STAGES else (rollout.completions, "completions")
+    if recipe.train.batch_size != rows:
         raise ValueError(
-            f"train.batch_size is given by rollout in stage {stage}: {rollout.completions} completions an update "
-            "(prompts * samples / updates). Leave it out"
+            f"train.batch_size is given by rollout in stage {stage}: {rows} {unit} an update "
+            f"(prompts{' * samples' * (unit == 'completions')} / updates). Leave it out"
         )

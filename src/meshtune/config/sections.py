@@ -18,7 +18,9 @@ from meshtune.objectives.config import (
     DpoConfig,
     GrpoConfig,
     KtoConfig,
+    OnlineDpoConfig,
     OrpoConfig,
+    PpoConfig,
     PtConfig,
     RlooConfig,
     RmConfig,
@@ -451,6 +453,8 @@ STAGES = (
     DistillConfig,
     GrpoConfig,
     RlooConfig,
+    OnlineDpoConfig,
+    PpoConfig,
 )
 StageSection = Annotated[
     Annotated[SftConfig, refuse_truth_values(SftConfig)]
@@ -463,7 +467,9 @@ StageSection = Annotated[
     | Annotated[KtoStage, refuse_truth_values(KtoStage)]
     | Annotated[DistillConfig, refuse_truth_values(DistillConfig)]
     | Annotated[GrpoConfig, refuse_truth_values(GrpoConfig)]
-    | Annotated[RlooConfig, refuse_truth_values(RlooConfig)],
+    | Annotated[RlooConfig, refuse_truth_values(RlooConfig)]
+    | Annotated[OnlineDpoConfig, refuse_truth_values(OnlineDpoConfig)]
+    | Annotated[PpoConfig, refuse_truth_values(PpoConfig)],
     Field(discriminator="kind"),
 ]
 

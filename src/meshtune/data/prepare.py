@@ -170,7 +170,7 @@ class _Preparation:
             AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
-            row_length=recipe.data.max_length,
+            row_length=recipe.data.max_length * STAGES[recipe.stage.kind].unit_segments,
             batch_size=recipe.train.batch_size,
             accumulation=recipe.train.accumulation,
             shuffle=recipe.data.shuffle and is_train,

@@ -41,6 +41,8 @@ before the first update, of the sampler, and of the reference model; `policy_wei
 loss, `entropy_weights` are those of the entropy bonus, and `completion` is 1 on all tokens that the model drew.
 """
 
+CRITIC = "critic"  # the node of a second model in a tree of parameters
+
 
 class WeightedMetric(NamedTuple):
     """A metric with its own weight, such as a mean over only the chosen answers."""
@@ -226,6 +228,11 @@ def reference_log_probs(
 def without_adapters(params: Tree) -> Tree:
     """The parameters without adapters: the model that training started from, where only adapters are trained."""
     return split(params, lambda path: path.rpartition("/")[2] == "adapter")[1]
+
+
+def without_critic(params: Tree) -> Tree:
+    """The parameters of the model that generates, without those of its critic (objectives.critic)."""
+    return {name: node for name, node in params.items() if name != CRITIC}
 
 
 def by_side(values: Float[Array, "B S"], unit_segments: int = 2) -> tuple[Float[Array, "B U"], ...]:

@@ -15,7 +15,8 @@ NLL_MEAN = (
 )
 
 NllMean = Literal["tokens", "pairs"]
-ONLINE_STAGES = frozenset({"grpo", "rloo"})  # those that train on completions of their own
+ONLINE_STAGES = frozenset({"grpo", "rloo", "online_dpo", "ppo"})  # those that train on completions of their own
+PAIR_STAGES = frozenset({"online_dpo"})  # of these, those that compare the two completions of a prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,7 @@ class KtoConfig:
 PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 SEQUENCE_LOSSES = ("grpo", "sapo", "luspo")  # whose sums give every completion the same weight, whatever its length
+MISSING_EOS = "Subtracted from the reward of a completion that was cut at rollout.max_tokens; null: nothing."
 TRUNCATED = "Leave completions that were cut at rollout.max_tokens out of the loss; their rewards still count."
 
 
@@ -342,3 +344,47 @@ class DistillConfig:
     def interpolation(self) -> float:
         """The beta of trl's GKD: 0 is forward KL, 1 reverse KL."""
         return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.beta}[self.loss]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineDpoConfig:
+    """Direct preference optimisation on two completions of every prompt (https://arxiv.org/abs/2402.04792).
+
+    The one with the higher reward is chosen, of equal ones the first. `loss` is of sums of log-probabilities, also ipo,
+    as in trl's OnlineDPOTrainer.
+    """
+
+    kind: Literal["online_dpo"] = "online_dpo"
+    beta: float = option(0.1, "online_dpo: how strongly the reference holds.", gt=0)
+    loss: Literal["sigmoid", "ipo"] = option("sigmoid", "online_dpo: of the margin.")
+    missing_eos_penalty: float | None = option(None, MISSING_EOS, ge=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PpoConfig:
+    """Proximal policy optimisation with a critic (https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1909.08593).
+
+    The critic is trained in the same step. Advantages are generalised (https://arxiv.org/abs/1506.02438), with the
+    divergence from the reference in every token's reward and the completion's reward on its last token, as in verl.
+    """
+
+    kind: Literal["ppo"] = "ppo"
+    kl_coef: float = option(0.05, "ppo: weight of the KL divergence from the reference, subtracted from rewards.", ge=0)
+    kl_estimator: Literal["k1", "k3"] = option("k1", "ppo: of the KL divergence.")
+    cliprange: float = option(0.2, "ppo: how far the ratio may be from 1 before it is clipped.", gt=0, lt=1)
+    vf_coef: float = option(0.1, "ppo: weight of the critic's loss.", gt=0)
+    cliprange_value: float = option(0.2, "ppo: how far a value may move from the rollout's before it is clipped.", gt=0)
+    gamma: float = option(1.0, "ppo: discount of rewards by token.", gt=0, le=1)
+    lam: float = option(0.95, "ppo: of advantages; 1: rewards less the value, 0: one token ahead.", ge=0, le=1)
+    whiten_rewards: bool = option(False, "ppo: divide the rewards of tokens by their deviation over the rollout.")
+    missing_eos_penalty: float | None = option(None, MISSING_EOS, ge=0)
+
+    @property
+    def epsilon(self) -> float:
+        """How far the ratio may fall below 1."""
+        return self.cliprange
+
+    @property
+    def upper_epsilon(self) -> float:
+        """How far the ratio may rise above 1."""
+        return self.cliprange

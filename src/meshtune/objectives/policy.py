@@ -1,4 +1,5 @@
-"""Policy gradients on completions that the model generated: GRPO and its relatives, and RLOO, as trl 1.16 has them.
+"""Losses of completions that the model generated, as trl 1.16 has them: policy gradients, those of GRPO and its
+relatives, RLOO and PPO (trl 1.12), and online DPO.
 
 A completion is a segment of a row. Everything that depends on more than one completion (advantages, and the weights
 that make a mean of a sum) is in the batch, made by rollout/advantages.py, so neither packing nor the split into
@@ -29,8 +30,11 @@ from meshtune.objectives.answers import (
     to_tokens,
     token_log_probs,
     without_adapters,
+    without_critic,
 )
-from meshtune.objectives.config import CLIPPED_LOSSES, GrpoConfig, RlooConfig
+from meshtune.objectives.config import CLIPPED_LOSSES, GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
+from meshtune.objectives.critic import critic_values
+from meshtune.objectives.preference import ipo_loss, reward_metrics, sigmoid_loss
 
 PerToken = Float[Array, "B T"]
 LEAST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0  # of VESPO's weights of sequences
@@ -108,6 +112,71 @@ def rloo(config: RlooConfig, temperature: float = 1.0) -> Objective:
             losses = losses * batch["policy_weights"]
         metrics = _metrics(config, completions, ratio, completions.mask / completions.length, batch)
         return LossSums(_masked_sum(losses, batch["weights"]), jnp.sum(batch["units"]), metrics, completions.layers)
+
+    return objective
+
+
+def ppo(config: PpoConfig, temperature: float = 1.0) -> Objective:
+    """The clipped loss of the policy plus `vf_coef` times that of the critic, means over the tokens of an update.
+
+    `advantages` and `returns` are every token's, and `values_old` the critic's values before the first update.
+    `temperature` and `old` as for `grpo`.
+    """
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
+        completions = _completions(without_critic(params), spec, compute, batch, rng, temperature)
+        mask, weights, ratio = completions.mask, batch["weights"], jnp.exp(completions.log_ratio)
+        losses = _ppo_losses(ratio, batch["advantages"], 1 - config.epsilon, 1 + config.upper_epsilon)
+        if "policy_weights" in batch:
+            losses = losses * batch["policy_weights"]
+        values, old, returns = critic_values(params, spec, compute, batch, rng), batch["values_old"], batch["returns"]
+        clipped = jnp.clip(values, old - config.cliprange_value, old + config.cliprange_value)
+        squares, clipped_squares = (values - returns) ** 2, (clipped - returns) ** 2
+        critic_losses = jnp.maximum(squares, clipped_squares) / 2
+        loss = _masked_sum(losses, weights) + config.vf_coef * _masked_sum(critic_losses, weights)
+        metrics = _metrics(config, completions, ratio, mask, batch)
+        metrics["loss/policy_avg"] = _mean(losses, mask)
+        metrics["loss/value_avg"] = _mean(critic_losses, mask)
+        metrics["val/clipfrac_avg"] = _mean(clipped_squares > squares, mask)
+        return LossSums(loss, jnp.sum(batch["units"]), metrics, completions.layers)
+
+    return objective
+
+
+def online_dpo(config: OnlineDpoConfig, temperature: float = 1.0) -> Objective:
+    """The mean over pairs of the DPO loss of a prompt's two completions, as in trl's OnlineDPOTrainer.
+
+    `advantages` are 1 on the tokens of the chosen completion and -1 on those of the other, which are neighbours in a
+    row; log-probabilities are of logits divided by `temperature`.
+    """
+
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> LossSums:
+        completions = _completions(params, spec, compute, batch, rng, temperature)
+        advantages, segments, count = batch["advantages"], batch["segment_ids"], max_segments(batch, 1)
+        pairs = batch["units"] * (jnp.cumsum(batch["units"], axis=1) % 2)  # at the first completion of each
+
+        def sum_over_pair(values: PerToken) -> Array:
+            by_segment = segment_sum(values, segments, count)
+            return by_segment + jnp.roll(by_segment, -1, axis=1)
+
+        difference = completions.log_probs - batch["reference_tokens"] * completions.mask
+        chosen, rejected = (
+            sum_over_pair(jnp.where(side, difference, 0.0)) for side in (advantages > 0, advantages < 0)
+        )
+        margins = chosen - rejected
+        losses = sigmoid_loss(config.beta * margins) if config.loss == "sigmoid" else ipo_loss(margins, config.beta)
+        log_probs = jax.lax.stop_gradient(completions.log_probs)
+        per_pair = {
+            **reward_metrics(*(config.beta * jax.lax.stop_gradient(side) for side in (chosen, rejected))),
+            "logps/chosen": sum_over_pair(jnp.where(advantages > 0, log_probs, 0.0)),
+            "logps/rejected": sum_over_pair(jnp.where(advantages < 0, log_probs, 0.0)),
+        }
+        metrics: dict[str, Array | WeightedMetric] = {
+            name: _masked_sum(values, pairs) for name, values in per_pair.items()
+        }
+        metrics["entropy"] = _mean(completions.entropies, completions.mask)
+        metrics["kl"] = _mean(difference, completions.mask)
+        return LossSums(_masked_sum(losses, pairs), jnp.sum(pairs), metrics, completions.layers)
 
     return objective
 
@@ -194,7 +263,11 @@ def _reference(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, te
 
 
 def _metrics(
-    config: GrpoConfig | RlooConfig, completions: Completions, ratio: PerToken, shares: PerToken, batch: Batch
+    config: GrpoConfig | RlooConfig | PpoConfig,
+    completions: Completions,
+    ratio: PerToken,
+    shares: PerToken,
+    batch: Batch,
 ) -> dict[str, Array | WeightedMetric]:
     """Means over trained tokens, under trl's names; those of ratios with `shares`, which give a completion 1 in all
     where it has one ratio."""
@@ -207,7 +280,7 @@ def _metrics(
     if "sampled" in batch:
         difference = jnp.abs(completions.old - batch["sampled"])
         metrics["sampling/sampling_logp_difference/mean"] = _mean(difference, mask)
-    if isinstance(config, RlooConfig) or config.loss in CLIPPED_LOSSES:
+    if isinstance(config, RlooConfig | PpoConfig) or config.loss in CLIPPED_LOSSES:
         delta = config.delta if isinstance(config, GrpoConfig) else None
         capped = ratio if delta is None else jnp.minimum(ratio, delta)
         low = (capped < 1 - config.epsilon) & (advantages < 0)

@@ -21,7 +21,9 @@ from meshtune.objectives.config import (
     GrpoConfig,
     KtoConfig,
     NllMean,
+    OnlineDpoConfig,
     OrpoConfig,
+    PpoConfig,
     PtConfig,
     RlooConfig,
     RmConfig,
@@ -45,7 +47,8 @@ class Stage(Generic[Options]):
     the sampler's temperature too, and distillation the teacher's spec. `title` names the stage for
     people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
     training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
-    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `nll_mean(options)`
+    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `has_critic` that a
+    second model is trained in the same step (objectives.critic); `nll_mean(options)`
     is what a cross-entropy of the chosen answers is averaged over, None where the loss has no such term.
     """
 
@@ -57,12 +60,13 @@ class Stage(Generic[Options]):
     headline: tuple[tuple[str, str], ...] = ()
     needs_reference: bool = False
     has_score_head: bool = False
+    has_critic: bool = False
     nll_mean: Callable[[Options], NllMean | None] = lambda options: None
 
     @property
     def unit_segments(self) -> int:
         """The documents of a unit, which are neighbouring segments of one row: those that are compared."""
-        return 1 if self.dataset_type in ("documents", "prompts") else 2
+        return 1 if self.unit in ("token", "completion") else 2
 
 
 def _sft_mean(options: DpoConfig | SimpoConfig | CpoConfig) -> NllMean | None:
@@ -82,8 +86,15 @@ def _preference_stage(
     return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, nll_mean)
 
 
-def _online_stage(config: type[Options], make: Callable[..., Objective], title: str) -> Stage[Options]:
-    return Stage(config, make, title, "prompts", "completion", headline=(("reward", "reward"),))
+def _online_stage(
+    config: type[Options],
+    make: Callable[..., Objective],
+    title: str,
+    unit: str = "completion",
+    *,
+    has_critic: bool = False,
+) -> Stage[Options]:
+    return Stage(config, make, title, "prompts", unit, headline=(("reward", "reward"),), has_critic=has_critic)
 
 
 STAGES: dict[str, Stage[Any]] = {
@@ -120,4 +131,8 @@ STAGES: dict[str, Stage[Any]] = {
     ),
     "grpo": _online_stage(GrpoConfig, LazyFunction("meshtune.objectives.policy:grpo"), "GRPO"),
     "rloo": _online_stage(RlooConfig, LazyFunction("meshtune.objectives.policy:rloo"), "RLOO"),
+    "online_dpo": _online_stage(
+        OnlineDpoConfig, LazyFunction("meshtune.objectives.policy:online_dpo"), "online DPO", "pair"
+    ),
+    "ppo": _online_stage(PpoConfig, LazyFunction("meshtune.objectives.policy:ppo"), "PPO", has_critic=True),
 }

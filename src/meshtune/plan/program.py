@@ -35,7 +35,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute, OffloadName
 from meshtune.model.gather import check_batch
-from meshtune.objectives.config import ONLINE_STAGES
+from meshtune.objectives.config import ONLINE_STAGES, PAIR_STAGES
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.quantize.formats import FORMATS
@@ -171,8 +171,10 @@ ONLINE: Overrides = {
     "rollout": {"prompts": 2, "samples": 2, "max_tokens": 16},
     "rewards": [{"kind": "function", "function": "reward.py:score"}],
 }
+PAIRS: Overrides = {**ONLINE, "rollout": {**ONLINE["rollout"], "prompts": 4}}
 STAGE_OF: dict[str, Overrides] = {
-    name: {"stage": {"kind": name}, **(ONLINE if name in ONLINE_STAGES else {})} for name in STAGES
+    name: {"stage": {"kind": name}, **(PAIRS if name in PAIR_STAGES else ONLINE if name in ONLINE_STAGES else {})}
+    for name in STAGES
 }
 STAGE_OF["distill"] = {**STAGE_OF["distill"], "teacher": "."}  # recipe_of gives it the small model
 OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES.get(name, {})}} for name in OPTIMIZERS}

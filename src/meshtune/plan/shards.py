@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import jax
 from jax.sharding import PartitionSpec
 
-from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.costs.hardware import Target
@@ -22,6 +21,7 @@ from meshtune.setup.choices import Decision, mesh_decisions, mesh_of, optimizer_
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.machine import local_target, this_machine
 from meshtune.setup.search import autotune, merge_decisions
+from meshtune.setup.stage import abstract_model
 from meshtune.setup.start import start_of
 from meshtune.train.step.state import abstract_state
 from meshtune.weights.hub import CONFIG, locate
@@ -73,7 +73,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     devices = target.devices if target else jax.device_count()
     precision, precision_choice = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
-    arrays = abstract(start.method, start.spec, precision.trainable)
+    arrays = abstract_model(recipe, start.method, start.spec, precision.trainable)
     mesh, reason = mesh_of(recipe, devices, arrays.spec)
     resolve_mesh(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)

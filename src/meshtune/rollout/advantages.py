@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from meshtune.config.recipe import Recipe
-from meshtune.objectives.config import GrpoConfig, RlooConfig
+from meshtune.config.sections import RolloutSection
+from meshtune.objectives.config import GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
 
 if TYPE_CHECKING:
     from meshtune.rollout.generate import Completion
@@ -51,9 +52,13 @@ def rollout_tokens(
     completions, in order.
     """
     stage, rollout = recipe.stage, recipe.rollout
-    assert isinstance(stage, GrpoConfig | RlooConfig)
+    if isinstance(stage, OnlineDpoConfig):
+        return _pair_tokens(stage, completions, total_rewards(rewards, weights), computed)
     assert rollout is not None
     lengths = np.array([len(completion.ids) for completion in completions])
+    if isinstance(stage, PpoConfig):
+        return _ppo_tokens(stage, rollout, completions, total_rewards(rewards, weights), computed)
+    assert isinstance(stage, GrpoConfig | RlooConfig)
     truncated = np.array([completion.reason == "length" for completion in completions])
     trained = np.where(truncated, 0, lengths) if stage.mask_truncated_completions else lengths
     updates = np.arange(len(lengths)) // (len(lengths) // rollout.updates)
@@ -76,11 +81,7 @@ def rollout_tokens(
     values["weights"] = np.where(is_trained, of_token, 0.0)
     entropies, acted_on = values.pop("entropies", None), is_trained
     if rollout.correction is not None:
-        level, mode = rollout.correction.split("_")
-        bounds = rollout.correction_min, rollout.correction_max
-        values["policy_weights"] = importance_correction(
-            values["old"], values["sampled"], lengths, level, mode, *bounds
-        )
+        values["policy_weights"] = _correction(rollout, values, lengths)
     if isinstance(stage, GrpoConfig):
         if stage.top_entropy_quantile < 1:
             assert entropies is not None
@@ -90,6 +91,96 @@ def rollout_tokens(
             values["entropy_weights"] = entropy_weights(lengths, updates, acted_on)
     tokens = {name: array.astype(np.float32) for name, array in values.items()}
     return RolloutTokens(advantages, tokens, total_rewards(rewards, weights), metrics)
+
+
+def _pair_tokens(
+    stage: OnlineDpoConfig,
+    completions: Sequence[Completion],
+    rewards: PerCompletion,
+    computed: Mapping[str, Sequence[np.ndarray]],
+) -> RolloutTokens:
+    """The chosen completion of each pair of neighbours has advantage 1, the other -1; both have 0, and no weight, where
+    no function scores one of them."""
+    lengths = np.array([len(completion.ids) for completion in completions])
+    first, second = subtract_penalty(rewards, completions, stage.missing_eos_penalty).reshape(-1, 2).T
+    signs = np.where(np.isnan(first) | np.isnan(second), 0.0, np.where(first >= second, 1.0, -1.0))
+    advantages = np.stack([signs, -signs], axis=1).reshape(-1)
+    values = {
+        "advantages": np.repeat(advantages, lengths),
+        "weights": np.repeat(np.abs(advantages), lengths),
+        "reference_tokens": np.concatenate(computed["reference_tokens"]),
+    }
+    tokens = {name: array.astype(np.float32) for name, array in values.items()}
+    return RolloutTokens(advantages, tokens, rewards, {})
+
+
+def _ppo_tokens(
+    stage: PpoConfig,
+    rollout: RolloutSection,
+    completions: Sequence[Completion],
+    rewards: PerCompletion,
+    computed: Mapping[str, Sequence[np.ndarray]],
+) -> RolloutTokens:
+    """Advantages and returns of every token; those of a completion that no function scores are 0, without weight."""
+    lengths = np.array([len(completion.ids) for completion in completions])
+    values = {name: np.concatenate(arrays).astype(np.float64) for name, arrays in computed.items()}
+    values["sampled"] = np.concatenate([np.asarray(completion.log_probs) for completion in completions])
+    values.pop("entropies", None)
+    scores = subtract_penalty(rewards, completions, stage.missing_eos_penalty)
+    mask, ends = np.repeat(~np.isnan(scores), lengths), np.cumsum(lengths) - 1
+    metrics = {}
+    of_tokens = np.zeros(len(mask))
+    if stage.kl_coef:
+        difference = values["old"] - values["reference_tokens"]
+        kl = difference if stage.kl_estimator == "k1" else np.expm1(-difference) + difference
+        of_tokens -= stage.kl_coef * kl
+        metrics["kl"] = float(kl[mask].mean()) if mask.any() else 0.0
+        del values["reference_tokens"]
+    of_tokens[ends] += np.nan_to_num(scores)
+    if stage.whiten_rewards:
+        of_tokens = whiten(of_tokens, mask, keep_mean=True)
+    advantages = gae(of_tokens, values["values_old"], lengths, stage.gamma, stage.lam)
+    values["returns"] = np.where(mask, advantages + values["values_old"], 0.0)
+    values["advantages"] = whiten(advantages, mask)
+    trained = np.where(np.isnan(scores), 0, lengths)
+    updates = np.arange(len(lengths)) // (len(lengths) // rollout.updates)
+    values["weights"] = np.repeat(loss_weights("bnpo", trained, updates, rollout.max_tokens), lengths) * mask
+    if rollout.correction is not None:
+        values["policy_weights"] = _correction(rollout, values, lengths)
+    tokens = {name: array.astype(np.float32) for name, array in values.items()}
+    of_completion = np.add.reduceat(values["advantages"], ends - lengths + 1) / lengths
+    return RolloutTokens(of_completion, tokens, rewards, metrics)
+
+
+def gae(rewards: PerToken, values: PerToken, lengths: Indices, gamma: float, lam: float) -> PerToken:
+    """Generalised advantages (https://arxiv.org/abs/1506.02438) of the tokens of completions."""
+    filled = np.arange(lengths.max()) < lengths[:, None]
+    padded = np.zeros((2, *filled.shape))
+    padded[0][filled], padded[1][filled] = rewards, values
+    following = np.zeros_like(padded[1])
+    following[:, :-1] = padded[1][:, 1:]
+    differences = padded[0] + gamma * following - padded[1]
+    result, later = np.zeros_like(differences), np.zeros(len(lengths))
+    for place in reversed(range(filled.shape[1])):
+        later = differences[:, place] + gamma * lam * later
+        result[:, place] = later
+    return result[filled]
+
+
+def whiten(values: PerToken, mask: Bool[np.ndarray, "M"], *, keep_mean: bool = False) -> PerToken:
+    """Values of mean 0, or their own, and variance 1 over the tokens in `mask`, 0 elsewhere (trl: masked_whiten)."""
+    inside = values[mask]
+    if len(inside) < 2 or np.ptp(inside) == 0:
+        return np.where(mask & keep_mean, values, 0.0)
+    mean = inside.mean()
+    whitened = (values - mean) / np.sqrt(inside.var(ddof=1) + 1e-8) + mean * keep_mean
+    return np.where(mask, whitened, 0.0)
+
+
+def subtract_penalty(rewards: PerCompletion, completions: Sequence[Completion], penalty: float | None) -> PerCompletion:
+    """Rewards less the `penalty` of completions that did not end by themselves."""
+    truncated = np.array([completion.reason == "length" for completion in completions])
+    return rewards - (penalty or 0.0) * truncated
 
 
 def advantages_of(
@@ -165,6 +256,12 @@ def entropy_weights(lengths: Indices, updates: Indices, mask: Bool[np.ndarray, "
 def entropy_threshold(entropies: PerToken, share: float) -> float:
     """The least entropy of the `share` of tokens that have the highest (https://arxiv.org/abs/2506.01939)."""
     return float(np.quantile(entropies, 1 - share)) if len(entropies) else np.inf
+
+
+def _correction(rollout: RolloutSection, values: Mapping[str, PerToken], lengths: Indices) -> PerToken:
+    level, mode = (rollout.correction or "").split("_")
+    bounds = rollout.correction_min, rollout.correction_max
+    return importance_correction(values["old"], values["sampled"], lengths, level, mode, *bounds)
 
 
 def importance_correction(

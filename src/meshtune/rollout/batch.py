@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import pack, unpacked_rows
-from meshtune.objectives.config import DistillConfig, GrpoConfig, RlooConfig
+from meshtune.objectives.config import DistillConfig, GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
 from meshtune.rollout.shared import Span, fill_shared_rows, plan_shared_rows
 
 
@@ -44,23 +44,26 @@ def completion_rows(
     *,
     packing: bool = True,
     shared: bool = False,
+    together: bool = False,
 ) -> CompletionRows:
     """Lays the completions of every prompt out in rows, those that hold something first.
 
     `sizes` are those of the logical axes of the arrays: rows, positions, and segments of a row, at most. Each
-    completion comes with its prompt, or with `shared` after its prompt, once for all of a row.
+    completion comes with its prompt, or with `shared` after its prompt, once for all of a row. With `together` the
+    completions of a prompt, which must fit in a row, are neighbours in one.
     """
     count, length = sizes["batch"], sizes["length"]
     if shared:
         of_group = [[len(ids) for ids in group] for group in completions]
-        plan = plan_shared_rows([len(prompt) for prompt in prompts], of_group, length)
+        plan = plan_shared_rows([len(prompt) for prompt in prompts], of_group, length, together=together)
         assert len(plan) <= count, f"{len(plan)} rows for {count}"
         plan += [[] for _ in range(count - len(plan))]
         arrays, groups = fill_shared_rows(prompts, completions, plan, length)
         spans = [span for group in groups for span in group]
     else:
-        pairs = [(prompt, ids) for prompt, group in zip(prompts, completions, strict=True) for ids in group]
-        arrays, spans = _fill_rows(pairs, count, length, packing=packing)
+        groups = [[(prompt, ids) for ids in group] for prompt, group in zip(prompts, completions, strict=True)]
+        units = groups if together else [[pair] for group in groups for pair in group]
+        arrays, spans = _fill_rows(units, count, length, packing=packing)
     arrays |= empty_arrays(["units", "completion"], sizes)
     for span in spans:
         arrays["completion"][span.row, span.start : span.stop] = 1.0
@@ -69,25 +72,27 @@ def completion_rows(
 
 
 def _fill_rows(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], count: int, length: int, *, packing: bool
+    units: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], count: int, length: int, *, packing: bool
 ) -> tuple[dict[str, np.ndarray], list[Span]]:
-    """Packs pairs of a prompt and a completion; the arrays of `count` rows, and the span of every completion."""
-    lengths, order = np.array([len(prompt) + len(ids) - 1 for prompt, ids in pairs], np.int64), np.arange(len(pairs))
+    """Packs units of neighbours, each a prompt and a completion; the arrays of `count` rows, and the span of every
+    completion."""
+    lengths = np.array([sum(len(prompt) + len(ids) - 1 for prompt, ids in unit) for unit in units], np.int64)
+    order = np.arange(len(units))
     plan = pack(lengths, order, length) if packing else unpacked_rows(order)
     assert len(plan) <= count, f"{len(plan)} rows for {count}"
     arrays = {name: np.zeros((count, length), np.int32) for name in TOKEN_ARRAYS if name != "weights"}
-    spans: dict[int, Span] = {}
+    spans: list[list[Span]] = [[] for _ in units]
     for row in range(len(plan)):
         stop = 0
-        for segment, number in enumerate(plan[row].tolist(), start=1):
-            prompt, completion = pairs[number]
+        members = [(number, *pair) for number in plan[row].tolist() for pair in units[number]]
+        for segment, (number, prompt, completion) in enumerate(members, start=1):
             ids = np.asarray([*prompt, *completion], np.int32)
             place = slice(stop, stop := stop + len(ids) - 1)
             arrays["tokens"][row, place], arrays["targets"][row, place] = ids[:-1], ids[1:]
             arrays["positions"][row, place] = np.arange(len(ids) - 1)
             arrays["segment_ids"][row, place] = segment
-            spans[number] = Span(row, place.start + len(prompt) - 1, stop, segment)
-    return arrays, [spans[number] for number in range(len(pairs))]
+            spans[number].append(Span(row, place.start + len(prompt) - 1, stop, segment))
+    return arrays, [span for unit in spans for span in unit]
 
 
 def micro_batches(arrays: Mapping[str, np.ndarray], accumulation: int) -> dict[str, np.ndarray]:
@@ -100,12 +105,23 @@ def online_arrays(recipe: Recipe, *, shared: bool) -> list[str]:
     stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion"] + ["parent_ids"] * shared
     if isinstance(stage, DistillConfig):
         return names
-    names += ["advantages", "sampled"]
+    names.append("advantages")
+    if isinstance(stage, OnlineDpoConfig):
+        return [*names, "reference_tokens"]
+    names.append("sampled")
     if is_reused(recipe):
         names.append("old")
     if isinstance(stage, GrpoConfig):
         names += ["reference_tokens"] * (stage.beta > 0) + ["entropy_weights"] * (stage.entropy_coef != 0)
+    if isinstance(stage, PpoConfig):
+        names += ["values_old", "returns"]
     return names + ["policy_weights"] * has_policy_weights(recipe)
+
+
+def loss_temperature(recipe: Recipe) -> float:
+    """The number that logits are divided by in the loss: the sampler's, which online DPO leaves out as trl does."""
+    assert recipe.rollout is not None
+    return 1.0 if isinstance(recipe.stage, OnlineDpoConfig) else recipe.rollout.temperature
 
 
 def has_policy_weights(recipe: Recipe) -> bool:
@@ -124,6 +140,10 @@ def is_reused(recipe: Recipe) -> bool:
 def computed_values(recipe: Recipe) -> set[str]:
     """The values of completion tokens that advantages.rollout_tokens needs from passes over the rollout."""
     stage, reference = recipe.stage, getattr(recipe.stage, "beta", 0.0) > 0
+    if isinstance(stage, OnlineDpoConfig):
+        return {"reference_tokens"}
+    if isinstance(stage, PpoConfig):
+        return {"old", "values_old"} | ({"reference_tokens"} if stage.kl_coef else set[str]())
     of_rewards = isinstance(stage, RlooConfig) and reference
     names = {"reference_tokens"} if reference else set[str]()
     return names | (

@@ -65,14 +65,19 @@ Row = list[Placement]
 
 
 def plan_shared_rows(
-    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], row_length: int
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[Sequence[int]],
+    row_length: int,
+    *,
+    together: bool = False,
 ) -> list[Row]:
     """Places all completions of all groups in rows of `row_length` positions.
 
     A group (one prompt, one entry in each argument, lengths in tokens) takes prompt - 1 positions and those of its
     completions, which have one each for every token. Groups are placed whole, by decreasing size in the fullest row
     with room; one that is longer than a row is split over rows, each with its prompt. Then rows are emptied, the
-    emptiest first, where all of their completions find room in others, also apart. Equal arguments give equal rows.
+    emptiest first, where all of their completions find room in others, also apart; not so if they must be `together`.
+    Equal arguments give equal rows.
     Raises: ValueError for a prompt and a completion that are longer than a row, or a prompt without tokens.
     """
     lengths = [list(group) for group in completion_lengths]
@@ -85,7 +90,8 @@ def plan_shared_rows(
     for group, completions in sorted(pieces, key=lambda piece: (-rows.size(*piece), piece)):
         place = rows.fullest_row(rows.size(group, completions))
         rows.contents[place].setdefault(group, []).extend(completions)
-    rows.remove_sparse_rows()
+    if not together:
+        rows.remove_sparse_rows()
     return [
         [Placement(group, tuple(sorted(completions))) for group, completions in sorted(content.items())]
         for content in rows.contents

@@ -20,6 +20,8 @@ from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import without_critic
+from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
 from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
 from meshtune.rollout.generate import Completion, generate, sample_seed
@@ -95,7 +97,7 @@ class RolloutSource:
         self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
         shortest = 1 if self._shared else int(loader.store.lengths.min())
-        self._segments = max(1, min(loader.batch_size * (1 + self._shared), loader.row_length // shortest))
+        self._segments = max(1, min(self.options.completions * (1 + self._shared), loader.row_length // shortest))
         self._rollout: Rollout | None = None
 
     @property
@@ -149,7 +151,7 @@ class RolloutSource:
         """Generates and scores rollout `number`; writes nothing. Raises: UserError as generation and rewards do."""
         started = time.perf_counter()
         records = self.loader.rollout(number)
-        groups = self._generate(params, records, number, self.options.samples)
+        groups = self._generate(without_critic(params), records, number, self.options.samples)
         scores = self._score(records, groups, number)
         completions = [completion for group in groups for completion in group]
         samples = self.options.samples
@@ -225,8 +227,8 @@ class RolloutSource:
     def _log_probs(
         self, params: Tree, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     ) -> dict[str, list[np.ndarray]]:
-        """Values of every completion's tokens before the first update: `old`, `entropies` and `reference_tokens`, as
-        far as the loss needs them."""
+        """Values of every completion's tokens before the first update: `old`, `entropies`, `values_old` and
+        `reference_tokens`, as far as the loss needs them."""
         needed = computed_values(self.recipe)
         result: dict[str, list[np.ndarray]] = {}
         if not needed:
@@ -238,6 +240,8 @@ class RolloutSource:
                 scores = self.model.scorer(params, rows.arrays, self.loader.accumulation)
                 result.setdefault("old", []).extend(rows.gather(scores["log_probs"]))
                 result.setdefault("entropies", []).extend(rows.gather(scores["entropies"]))
+                if "values_old" in needed:
+                    result.setdefault("values_old", []).extend(rows.gather(scores["values"]))
             if "reference_tokens" in needed:
                 assert self.model.reference is not None
                 scores = self.model.scorer(self.model.reference(params), rows.arrays, self.loader.accumulation)
@@ -256,11 +260,12 @@ class RolloutSource:
             self.rows_sizes,
             packing=self.recipe.data.packing,
             shared=self._shared,
+            together=STAGES[self.recipe.stage.kind].unit_segments == samples,
         )
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
         records = [self.loader.record(index) for index in rollout.prompts]
-        samples, size = self.options.samples, self.loader.batch_size
+        samples, size, count = self.options.samples, self.options.completions, self.loader.batch_size
         span = slice(part * size, (part + 1) * size)
         of_completion = [record for record in records for _ in range(samples)][span]
         rows = self._lay_out([record.ids for record in of_completion], rollout.completions[span])
@@ -268,13 +273,13 @@ class RolloutSource:
         for name in online_arrays(self.recipe, shared=self._shared):
             if name not in arrays:
                 arrays[name] = rows.scatter(rollout.per_completion(name)[span])
-        origins: list[list[Origin]] = [[] for _ in range(size)]
+        origins: list[list[Origin]] = [[] for _ in range(count)]
         for span, record in sorted(zip(rows.spans, of_completion, strict=True), key=lambda x: x[0].segment):
             origins[span.row].append(record.origin)
-        per_micro = size // self.loader.accumulation
+        per_micro = count // self.loader.accumulation
         return RolloutBatch(
             micro_batches(arrays, self.loader.accumulation),
-            [origins[start : start + per_micro] for start in range(0, size, per_micro)],
+            [origins[start : start + per_micro] for start in range(0, count, per_micro)],
             step,
             rollout.metrics,
             0.0,

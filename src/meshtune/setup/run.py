@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from meshtune.adapters.method import PreparedModel, abstract
+from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
@@ -15,10 +15,12 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.compute import OffloadName, Precision
 from meshtune.model.gather import check_batch
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import CRITIC
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
 from meshtune.setup.coverage import coverage_decisions, quantize_decisions
 from meshtune.setup.machine import Machine, ProcessDevices, check_devices
+from meshtune.setup.stage import abstract_model
 from meshtune.setup.start import Start, start_of
 from meshtune.setup.teacher import Teacher, teacher_of, with_teacher_axes
 from meshtune.weights.hub import CONFIG, MODEL, locate
@@ -89,7 +91,7 @@ def resolve_run(
     start = start_of(recipe, source, precision.frozen)
     _check_length(recipe.data.max_length, start.spec)
     quantize = quantization_of(recipe, start.spec)
-    arrays = abstract(start.method, start.spec, precision.trainable, quantize)
+    arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, quantize)
     teacher = teacher_of(recipe, precision.frozen, start.spec, weights=weights)
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:
@@ -100,6 +102,10 @@ def resolve_run(
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
     coverage = coverage_decisions(start.method, arrays.spec)
+    if CRITIC in arrays.trainable:
+        coverage.append(
+            Decision("critic", "trained with the model", "its own adapters or weights, no part of the result")
+        )
     decisions = [*notes, *coverage, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
     layout = with_teacher_axes(layout, teacher)
     if teacher is not None:

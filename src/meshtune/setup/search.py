@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from meshtune.adapters.method import abstract
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
 from meshtune.costs.decoding import Lengths, RolloutCost, filled_micro_batches, longest_lengths, rollout_cost
@@ -33,7 +32,7 @@ from meshtune.quantize.published.scheme import Scheme
 from meshtune.setup.choices import Decision, compute_of, optimizer_of, precision_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.memory import size_in_words
-from meshtune.setup.stage import row_length, scoring_passes
+from meshtune.setup.stage import abstract_model, row_length, scoring_passes
 from meshtune.setup.start import start_of
 from meshtune.setup.teacher import teacher_of
 from meshtune.weights.hub import CONFIG, locate
@@ -185,7 +184,7 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
-    arrays = abstract(start.method, start.spec, precision.trainable, recipe.quantize)
+    arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
     teacher = teacher_of(recipe, precision.frozen, start.spec, weights=False)
     if teacher is not None:
         arrays = dataclasses.replace(arrays, frozen=arrays.frozen | {TEACHER: teacher.parameters})

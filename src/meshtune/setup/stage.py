@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
@@ -15,10 +16,13 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.stages import STAGES
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
+abstract_critic = LazyFunction("meshtune.objectives.critic:abstract_critic")
 online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+loss_temperature = LazyFunction("meshtune.rollout.batch:loss_temperature")
 computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
@@ -29,9 +33,19 @@ def objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:
     if teacher is not None:
         return stage.make(recipe.stage, teacher)
     if stage.dataset_type == "prompts":
-        assert recipe.rollout is not None
-        return stage.make(recipe.stage, recipe.rollout.temperature)
+        return stage.make(recipe.stage, loss_temperature(recipe))
     return stage.make(recipe.stage)
+
+
+def abstract_model(
+    recipe: Recipe, method: Method, spec: ModelSpec, dtype: str, quantize: QuantizeConfig | None = None
+) -> PreparedModel:
+    """The model as the method splits it, with the critic of a stage that trains one, with ArraySpecs for arrays.
+
+    Trained arrays have `dtype`. Raises: UserError as adapters.method.abstract does.
+    """
+    model = abstract(method, spec, dtype, quantize)
+    return abstract_critic(model, dtype) if STAGES[recipe.stage.kind].has_critic else model
 
 
 def evaluation_objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:

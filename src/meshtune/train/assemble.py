@@ -31,6 +31,7 @@ from meshtune.mesh.placement import (
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
+from meshtune.objectives.answers import CRITIC, without_critic
 from meshtune.objectives.config import TEACHER
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.optimizer import Optimizer, Schedule
@@ -47,6 +48,7 @@ from meshtune.weights.load import LoadReport, load_params, load_weight, with_sco
 if TYPE_CHECKING:
     from meshtune.data.stream import Stream
 
+start_critic = LazyFunction("meshtune.objectives.critic:start_critic")
 input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
 resume_adapter = LazyFunction("meshtune.adapters.continued:resume_adapter")
 
@@ -189,10 +191,25 @@ def load_model(
     The `group` processes of a host share the reading of each file. Weights whose paths are `waiting` stay in the host's
     memory. Methods with calibration measure the inputs of weights on rows of `loader`, computed as `compute` says.
     """
+    model = _load_policy(run, console, job, group, waiting, compute, loader)
+    critic = run.arrays.trainable.get(CRITIC)
+    return model if critic is None else start_critic(model, critic, run.layout)
+
+
+def _load_policy(
+    run: Run,
+    console: Console,
+    job: Job,
+    group: int,
+    waiting: Sequence[str],
+    compute: Compute | None,
+    loader: Loader | Stream | PromptLoader | None,
+) -> PreparedModel:
     params = with_score(_load_base(run, console, job, group, waiting), run.spec, run.layout)
     continued = getattr(run.method, "continued", None)
     if continued is not None:
-        return resume_adapter(continued, run.arrays, run.spec, params, run.layout)
+        arrays = dataclasses.replace(run.arrays, trainable=without_critic(run.arrays.trainable))
+        return resume_adapter(continued, arrays, run.spec, params, run.layout)
     sizes: dict[str, jax.Array] = {}
     if run.method.calibration_rows:
         assert compute is not None
@@ -238,7 +255,7 @@ def _load_base(run: Run, console: Console, job: Job, group: int, waiting: Sequen
 def _measure_inputs(run: Run, params: Tree, compute: Compute, loader: Loader | Stream) -> dict[str, jax.Array]:
     """Measures the input magnitudes of every adapted weight, by path."""
     forms = flatten(abstract_params(run.spec))
-    adapted = [path.rpartition("/") for path in flatten(run.arrays.trainable)]
+    adapted = [path.rpartition("/") for path in flatten(without_critic(run.arrays.trainable))]
     paths = {node: held_weight(node, run.spec) for node, _, last in adapted if last == "adapter"}
     nodes = {node: forms[path] for node, path in paths.items()}
     rows = _calibration_rows(loader, compute.layout, run.method.calibration_rows)

@@ -23,8 +23,10 @@ from meshtune.generate.text import tokenizer_end
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.objectives.answers import Batch, without_adapters
+from meshtune.objectives.answers import Batch, without_adapters, without_critic
 from meshtune.objectives.config import DistillConfig
+from meshtune.objectives.stages import STAGES
+from meshtune.rollout.batch import loss_temperature
 from meshtune.rollout.distill import DistillSource
 from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
@@ -59,7 +61,7 @@ def rollout_source(
         remove_rollouts(run.output / FOLDER, after=(start - 1) // loader.updates)  # they are of the recipe before
     kind = DistillSource if isinstance(recipe.stage, DistillConfig) else RolloutSource
     ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
-    scorer = Scorer(run.model.spec, run.compute, place, rollout.temperature, order)
+    scorer = Scorer(run.model.spec, run.compute, place, loss_temperature(recipe), order)
     model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
     return kind(
         recipe,
@@ -94,9 +96,10 @@ def _rewards(run: LoadedRun, start: int | None) -> Rewards:
 def _reference(run: LoadedRun) -> Callable[[Tree], Tree]:
     """Returns the function from the current parameters to those of the reference model: the base with its adapters
     off, or a copy of the parameters that the run starts from."""
-    if run.method.reference_obstacle is None or not getattr(run.recipe.stage, "beta", 0.0):
-        return without_adapters
-    start = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))(run.model.trainable)
+    stage = run.recipe.stage
+    if run.method.reference_obstacle is None or not (getattr(stage, "beta", 0.0) or getattr(stage, "kl_coef", 0.0)):
+        return lambda params: without_adapters(without_critic(params))
+    start = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))(without_critic(run.model.trainable))
     return lambda params: merge(start, run.model.frozen)
 
 
@@ -135,9 +138,8 @@ def preview_rewards(recipe: Recipe, *, groups: int = 4, console: Console | None 
     require_online(recipe, "has no rewards to look at")
     console = console or terminal.console()
     rollout = recipe.rollout.model_copy(update={"prompts": groups, "updates": 1}) if recipe.rollout else None
-    train = recipe.train.model_copy(
-        update={"batch_size": groups * (rollout.samples if rollout else 1), "micro_batch": 1}
-    )
+    count = groups * (rollout.samples if rollout else 1) // STAGES[recipe.stage.kind].unit_segments
+    train = recipe.train.model_copy(update={"batch_size": count, "micro_batch": 1})
     recipe = recipe.model_copy(update={"rollout": rollout, "train": train, "resume": False, "overwrite": True})
     with log_console(console) as log:
         run = set_up_run(recipe, pathlib.Path(recipe.output).expanduser(), console, log, Job(ProcessInfo()))

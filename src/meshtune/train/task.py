@@ -36,7 +36,7 @@ from meshtune.train.evaluation.evaluate import (
 from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, Task
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
-from meshtune.train.step.state import TrainState
+from meshtune.train.step.state import TrainState, result_params
 
 rollout_source = LazyFunction("meshtune.train.online:rollout_source")
 evaluate_online = LazyFunction("meshtune.train.online:evaluate_online")
@@ -63,7 +63,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         frozen=run.frozen,
         batches=batches,
         place=place,
-        shown=lambda state: merge(run.optimizer.evaluation_params(state.trainable, state.opt_state), state.buffers),
+        shown=lambda state: result_params(run.optimizer, state),
         learning_rate=lambda number: float(rates[number]),
         epoch_at=lambda number: _epoch_at(run, number),
         cadence=Cadence(

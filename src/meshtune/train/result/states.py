@@ -18,7 +18,7 @@ from rich.console import Console
 
 from meshtune import terminal
 from meshtune.adapters.peft_format import BaseRecord
-from meshtune.arrays.tree import Tree, merge, named_leaves
+from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.config.load import load_recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
@@ -34,7 +34,7 @@ from meshtune.setup.start import tokenizer_of
 from meshtune.train.assemble import load_model, optimizer_for, state_like
 from meshtune.train.checkpoint.state_handler import read_arrays
 from meshtune.train.result.final import export_result
-from meshtune.train.step.state import TrainState
+from meshtune.train.step.state import TrainState, result_params
 from meshtune.weights.publish import disk_errors
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _calibration_data(run: Run, tokenizer: PreTrainedTokenizerFast) -> Loader | 
 
 
 def _load_trained(run: Run, checkpoint: pathlib.Path, total: int) -> Tree:
-    """The parameters of a checkpoint that the run evaluates, samples from and exports, buffers among them."""
+    """The parameters of a checkpoint that the run evaluates, samples from and exports."""
     optimizer, _ = optimizer_for(run, total)
     like = state_like(run, optimizer)
     if optimizer.eval_params is None:  # the optimizer's state is large, and nothing of it is in a result
@@ -119,7 +119,7 @@ def _load_trained(run: Run, checkpoint: pathlib.Path, total: int) -> Tree:
     arrays = read_arrays(checkpoint / "state", {name: tuple(leaf.shape) for name, leaf in named_leaves(like)})
     leaves = [jnp.asarray(arrays.pop(name)) for name, _ in named_leaves(like)]
     state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return merge(optimizer.evaluation_params(state.trainable, state.opt_state), state.buffers)
+    return result_params(optimizer, state)
 
 
 def _digest(checkpoint: pathlib.Path) -> str:

@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, merge
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, is_offloaded, offload_abstract
+from meshtune.objectives.answers import without_critic
 from meshtune.optim.optimizer import Optimizer, State
 
 Metrics = dict[str, Array]
@@ -55,6 +56,11 @@ def abstract_state(
     if "optimizer" in offload:
         like = dataclasses.replace(like, opt_state=offload_abstract(like.opt_state))
     return like
+
+
+def result_params(optimizer: Optimizer, state: TrainState) -> Tree:
+    """The parameters that a run evaluates, samples from and exports: buffers among them, a critic not."""
+    return merge(without_critic(optimizer.evaluation_params(state.trainable, state.opt_state)), state.buffers)
 
 
 def init_state(
