@@ -96,7 +96,8 @@ TABLE: Table = {
         """activation_offloading attn_implementation bnb_4bit_quant_storage dataset_batch_size dataset_num_proc
         discopop_tau do_predict do_train eval_packing f_alpha_divergence_coef ignore_bias_buffers is_encoder_decoder
         lora_task_type pad_to_multiple_of pad_token padding_free padding_value precompute_ref_batch_size
-        precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps trl_dataset_mixture trust_remote_code use_logits_to_keep"""
+        precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps trl_dataset_mixture trust_remote_code
+        use_logits_to_keep"""
     ),
 }
 # The fields of hub data sets in TABLE's own examples, which say what SFT learns of them.
