@@ -192,9 +192,6 @@ TRAIN: Table = {
     "sequence_parallel_degree": part("train.batch_size", integer, 1),
 }
 
-# Keys of the section `trl` that are axolotl's own and change nothing here.
-TRL_WITHOUT_EFFECT = {"use_liger_loss", "vllm_dtype", "vllm_max_model_len", "vllm_enable_prefix_caching"}
-
 WITHOUT_EFFECT = idle(
     """accelerator_config activation_offloading adam_beta3 adam_eps adam_epsilon2 attn_implementation
     axolotl_config_path base_model_config base_model_ignore_patterns batch_flattening bench_dataset bench_split
@@ -337,16 +334,7 @@ def _stage(draft: Draft) -> str:
         return "pt" if plain else "sft"
     if rl == "grpo":
         draft.put("stage.kind", rl, "rl")
-        options = {key: value for key, value in (draft.get("trl") or {}).items() if value is not None}
-        if unknown := [key for key in options if key not in online.TABLE and key not in TRL_WITHOUT_EFFECT]:
-            draft.refuse("trl", f"{', '.join(unknown)}: nothing here does that", "leave it out")
-        if options:
-            draft.mention("trl", "its keys are listed with the others")
-        draft.given |= {key: value for key, value in options.items() if key in online.TABLE}
-        draft.table = {**draft.table, **online.TABLE, "sequence_len": part("data.max_length", integer)}
-        online.put_stage(draft, rl)
-        online.put_rollout(draft, "micro_batch_size")
-        online.put_rewards(draft)
+        online.put_section(draft, "trl", "micro_batch_size", {"sequence_len": part("data.max_length", integer)})
         return rl
     if rl not in ("dpo", "ipo", "orpo", "simpo", "kto"):
         draft.refuse("rl", f"there is no stage {rl} in recipes here", "use dpo, ipo, orpo, simpo, kto or grpo")

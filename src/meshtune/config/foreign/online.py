@@ -177,3 +177,21 @@ def put_rewards(draft: Draft, model: str = "reward_model_name_or_path") -> None:
             draft.put(f"rewards.{index}.{option}", value, key)
         if "reward_weights" in draft.given:
             draft.put(f"rewards.{index}.weight", weight, "reward_weights")
+
+
+# Keys of axolotl's section `trl` that are its own and change nothing here.
+OF_AXOLOTL = {"use_liger_loss", "vllm_dtype", "vllm_max_model_len", "vllm_enable_prefix_caching"}
+
+
+def put_section(draft: Draft, section: str, per_device: str, other_rules: Table) -> None:
+    """Translates GRPO's arguments in a section of another tool's file, with its rules for other keys."""
+    options = {key: value for key, value in (draft.get(section) or {}).items() if value is not None}
+    if unknown := [key for key in options if key not in TABLE and key not in OF_AXOLOTL]:
+        draft.refuse(section, f"{', '.join(unknown)}: nothing here does that", "leave it out")
+    if options:
+        draft.mention(section, "its keys are listed with the others")
+    draft.given |= {key: value for key, value in options.items() if key in TABLE}
+    draft.table = {**draft.table, **TABLE, **other_rules}
+    put_stage(draft, "grpo")
+    put_rollout(draft, per_device)
+    put_rewards(draft)
