@@ -14,6 +14,9 @@ from meshtune.board import queue
 from meshtune.board.job import replace_json
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.errors import UserError
+from meshtune.train.report.events import RolledOut
+from meshtune.train.report.metrics_log import MetricsLog
+from meshtune.train.report.page import report_html
 
 HOSTILE = "<img src=x onerror=alert(1)>\n<script>alert(2)</script>"
 
@@ -167,3 +170,61 @@ def test_a_root_that_cannot_be_written_is_said(tmp_path):
         workspace_at(tmp_path / "file")
     with pytest.raises(UserError, match="no such directory"):
         workspace_at(tmp_path, (tmp_path / "none",))
+
+
+ONLINE = """
+stage: grpo
+rollout: {prompts: 1, samples: 2, max_tokens: 8}
+rewards: [REWARD]
+"""
+
+
+@pytest.mark.parametrize("reward", ["reward.py:score", "os:system", "{kind: code}"])
+def test_code_of_a_recipe_runs_only_on_a_board_with_leave_to(tmp_path, reward):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "reward.py").write_text("def score(completions, **kwargs): return [0.0] * len(completions)\n")
+    body = {"kind": "train", "recipe": recipe(extra=ONLINE.replace("REWARD", reward))}
+    answer = client(workspace_at(root, READABLE)).post("/api/check", json=body)
+    assert "with the rights of the board, which was started without leave to" in problems(answer)["rewards.0"]
+    assert "meshtune board --run-code" in answer.json()["problems"][0]["fix"]
+    workspace = workspace_at(root, READABLE, runs_code=True)
+    assert client(workspace).post("/api/check", json=body).status_code == 200
+    assert queue.add(workspace, request(workspace, "version")).request.runs_code
+
+
+def test_rewards_have_files_of_the_workspace_only(tmp_path):
+    board = client(workspace_at(tmp_path / "root", READABLE, runs_code=True))
+    outside = tmp_path / "other.py"
+    outside.write_text("def score(completions): return [0.0] * len(completions)\n")
+    for reward, key in (
+        (f"{outside}:score", "function"),
+        ("{model: ../run}", "model"),
+        ("{json_schema: /a}", "json_schema"),
+    ):
+        body = {"kind": "train", "recipe": recipe(extra=ONLINE.replace("REWARD", reward))}
+        assert list(problems(board.post("/api/check", json=body))) == [f"rewards.0.{key}"]
+
+
+def test_a_run_shows_its_newest_completions_in_page_and_report(board, workspace):
+    output = workspace.root / "runs/online"
+    output.mkdir(parents=True)
+    job = ended_job(workspace, output=str(output))
+    rollout = [
+        {"rollout": step, "step": step, "group": 0, "prompt": [{"role": "user", "content": HOSTILE}], "origin": "d",
+         "completion": f"{step}: {text}", "rewards": {"right": value, "form": None}, "advantage": value, "tokens": 3,
+         "reason": "stop"}
+        for step, text, value in ((1, "old", 0.5), (2, "worse", -1.0), (2, "better", 1.0))
+    ]  # fmt: skip
+    events = [RolledOut(row["step"], [row]) for row in rollout]
+    log = MetricsLog(output)
+    for event in events:
+        log.receive(event)
+    log.close()
+    answer = board.get(f"/api/jobs/{job.id}/rollouts").json()
+    assert [row["completion"] for row in answer["rows"]] == ["2: better", "2: worse"]
+    assert answer["rows"][0]["prompt"] == HOSTILE
+    report = report_html(output)
+    assert report.index("2: better") < report.index("2: worse")
+    assert "1: old" not in report
+    assert "<script>" not in report

@@ -13,6 +13,8 @@ from browsers import IMAGES, axe, chromium, complaints, eventually, look, press,
 from meshtune.board import queue
 from meshtune.board.job import replace_json
 from meshtune.board.workspace import workspace_at
+from meshtune.train.report.events import RolledOut
+from meshtune.train.report.metrics_log import MetricsLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -133,6 +135,28 @@ def test_hostile_text_stays_text(hostile_board):
     assert HOSTILE in driver.find_element("tag name", "body").text
     assert driver.find_elements("css selector", "img, script") == []
     assert complaints(driver) == []
+
+
+def test_the_newest_completions_are_a_table_with_their_rewards(tmp_path: pathlib.Path):
+    workspace = workspace_at(tmp_path / "root")
+    output = workspace.root / "runs/online"
+    output.mkdir(parents=True)
+    rows = [{"kind": "train", "step": step, "loss": 0.1, "reward": 0.5, "rewards/right/mean": 0.5} for step in (1, 2)]
+    (output / "metrics.jsonl").write_text("".join(json.dumps({**row, "seconds": 1}) + "\n" for row in rows))
+    log = MetricsLog(output)
+    for text, advantage in ((HOSTILE, -1.0), ("eleven", 1.0)):
+        fields = {"prompt": "5 + 6", "completion": text, "rewards": {"right": None}, "tokens": 2, "group": 0}
+        log.receive(RolledOut(1, [{**fields, "advantage": advantage}]))
+    log.close()
+    job = queue.add(workspace, request(workspace, "version", output=str(output)))
+    wait(lambda: queue.find(workspace, job.id).state == "finished")
+    with running(workspace.root) as board, chromium() as driver:
+        driver.get(f"{board.address}/#/runs/{job.id}")
+        eventually(lambda: "Reward right" in "".join(texts(driver, "figure")))
+        press(driver, "Newest completions")
+        assert eventually(lambda: texts(driver, "td.answer")) == ["eleven", HOSTILE]
+        assert texts(driver, "tbody th") == ["5 + 6"]
+        assert complaints(driver) == []
 
 
 def test_ten_thousand_updates_are_drawn_without_a_stutter(hostile_board):

@@ -111,6 +111,7 @@ class JobRequest:
     `devices` is a choice as board.devices reads it. `name` is shown. `is_slurm`: the arguments submit it to Slurm.
     `is_attached`: the run was started without the board, and the arguments would go on with it. `readable` are the
     folders besides `root` that the job may read; None in jobs of earlier versions, which are not checked as they start.
+    `runs_code`: its recipe may run code of its own.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class JobRequest:
     is_slurm: bool = False
     is_attached: bool = False
     readable: tuple[str, ...] | None = None
+    runs_code: bool = False
     created: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat())
 
     def to_json(self) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def resume(workspace: Workspace, job_id: str) -> Job:
         fields = job.request.to_json() | {
             "arguments": [*arguments, *again],
             "is_attached": False,
-            "readable": _readable(workspace),
+            **_rights(workspace),
         }
         replace_json(job.folder / JOB, fields)
         aside = attempts / str(job.attempt)
@@ -209,7 +209,7 @@ def _write(workspace: Workspace, jobs: list[Job], request: JobRequest, recipe: s
         if recipe is not None:
             (draft / RECIPE).write_text(recipe, encoding="utf-8")
         (draft / LOG).touch()
-        replace_json(draft / JOB, request.to_json() | {"arguments": arguments, "readable": _readable(workspace)})
+        replace_json(draft / JOB, request.to_json() | {"arguments": arguments, **_rights(workspace)})
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -217,8 +217,9 @@ def _write(workspace: Workspace, jobs: list[Job], request: JobRequest, recipe: s
     return folder
 
 
-def _readable(workspace: Workspace) -> list[str]:
-    return [str(folder) for folder in workspace.readable]
+def _rights(workspace: Workspace) -> dict[str, object]:
+    """What a job may do, for its JobRequest."""
+    return {"readable": [str(folder) for folder in workspace.readable], "runs_code": workspace.runs_code}
 
 
 def _submit(job: Job) -> None:

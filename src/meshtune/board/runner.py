@@ -110,7 +110,8 @@ def _paths_problem(job: Job) -> str | None:
     request = job.request
     try:
         if request.readable is not None:
-            check_job(Workspace(pathlib.Path(request.root), tuple(map(pathlib.Path, request.readable))), job)
+            readable = tuple(map(pathlib.Path, request.readable))
+            check_job(Workspace(pathlib.Path(request.root), readable, request.runs_code), job)
     except UserError as error:
         return str(error)
     return None

@@ -14,6 +14,7 @@ from meshtune.board.recipe_text import content_of
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
+from meshtune.config.rewards import CodeReward, FunctionReward, JsonSchemaReward, ModelReward, Reward
 from meshtune.data.chat_templates import template_names
 from meshtune.data.registry import FILE, load_registry
 from meshtune.errors import UserError
@@ -28,12 +29,14 @@ HUB_ID = re.compile(r"(modelscope:)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", r
 @dataclasses.dataclass(frozen=True)
 class Workspace:
     """`root` is the directory that commands are run in and written below; `readable` are others that may be read.
+    `runs_code`: recipes may run code of theirs, with the rights of the board.
 
     All are absolute and without symbolic links (`workspace_at`).
     """
 
     root: pathlib.Path
     readable: tuple[pathlib.Path, ...] = ()
+    runs_code: bool = False
 
     @property
     def folder(self) -> pathlib.Path:
@@ -132,7 +135,7 @@ def _brief(text: object) -> str:
     return shown if len(shown) <= 100 else f"{shown[:100]}..."
 
 
-def workspace_at(root: pathlib.Path, readable: tuple[pathlib.Path, ...] = ()) -> Workspace:
+def workspace_at(root: pathlib.Path, readable: tuple[pathlib.Path, ...] = (), *, runs_code: bool = False) -> Workspace:
     """The workspace at `root`, whose folders are created. Raises: UserError where that is impossible."""
     for folder in readable:
         if not folder.expanduser().is_dir():
@@ -142,7 +145,7 @@ def workspace_at(root: pathlib.Path, readable: tuple[pathlib.Path, ...] = ()) ->
     outermost = [
         folder for folder in folders if not any(folder.is_relative_to(parent) for parent in {base, *folders} - {folder})
     ]
-    workspace = Workspace(base, tuple(outermost))
+    workspace = Workspace(base, tuple(outermost), runs_code)
     try:
         for folder in (workspace.jobs, workspace.uploads):
             folder.mkdir(parents=True, exist_ok=True)
@@ -184,6 +187,27 @@ def check_paths(workspace: Workspace, recipe: Recipe) -> None:
         workspace.to_read(recipe.model.chat_template, "model.chat_template")
     for where, path in _registry_paths(workspace, recipe):
         _check_folder(workspace, workspace.source(path, where), where)
+    for number, reward in enumerate(recipe.rewards):
+        _check_reward(workspace, reward, f"rewards.{number}")
+
+
+def _check_reward(workspace: Workspace, reward: Reward, where: str) -> None:
+    """Raises: UserError for a reward that runs code where the board was not started with leave to, and for paths."""
+    if isinstance(reward, FunctionReward | CodeReward) and not workspace.runs_code:
+        kind = "a function" if isinstance(reward, FunctionReward) else "tests of code"
+        raise UserError(
+            f"this reward runs {kind} with the rights of the board, which was started without leave to",
+            where=where,
+            fix="start it as meshtune board --run-code, if whoever uses it may run code here; or choose another kind",
+        )
+    if isinstance(reward, FunctionReward):
+        file = reward.function.rpartition(":")[0]
+        if file.endswith(".py"):
+            workspace.to_read(file, f"{where}.function")
+    elif isinstance(reward, ModelReward):
+        check_references(workspace, workspace.source(reward.model, f"{where}.model"), f"{where}.model")
+    elif isinstance(reward, JsonSchemaReward) and isinstance(reward.json_schema, str):
+        workspace.to_read(reward.json_schema, f"{where}.json_schema")
 
 
 def check_references(workspace: Workspace, source: str, where: str) -> str:

@@ -223,6 +223,9 @@ def board(
         list[pathlib.Path] | None,
         typer.Option("--read", metavar="DIR", help="Another directory of models or data; may be repeated."),
     ] = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Recipes may run reward functions and tests of code, with your rights.")
+    ] = False,
 ) -> None:
     """Tune in the browser: start runs, watch them, compare them, talk to them.
 
@@ -239,7 +242,7 @@ def board(
     from meshtune.serve.guard import Gate
     from meshtune.serve.server import Server
 
-    workspace = workspace_at(root, (quickstart.DIRECTORY, *(read or [])))
+    workspace = workspace_at(root, (quickstart.DIRECTORY, *(read or [])), runs_code=run_code)
     os.chdir(workspace.root)  # relative paths of a request are those that were checked
     local = host in LOOPBACK
     if token is None and not local:

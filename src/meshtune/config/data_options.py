@@ -11,7 +11,7 @@ from meshtune.options import option
 
 FormatName = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh",
-    "stanford_alpaca", "hermes", "xlam",
+    "stanford_alpaca", "hermes", "xlam", "prompt",
 ]  # fmt: skip
 Overlong = Literal["truncate", "turns", "drop", "error"]
 Reasoning = Literal["template", "inline", "drop"]

@@ -14,11 +14,16 @@ from rich.text import Text
 from meshtune import terminal
 from meshtune.runs.output import ROLLOUTS
 
+NEWEST_BYTES = 1 << 22  # from the end of rollouts.jsonl, in which the newest rollout is looked for
 
-def read_rollouts(output: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads the undamaged lines of rollouts.jsonl; [] where there is none."""
+
+def read_rollouts(output: pathlib.Path, newest: int | None = None) -> list[dict[str, Any]]:
+    """Reads the undamaged lines of rollouts.jsonl, of its last `newest` bytes if given; [] where there is none."""
     try:
-        lines = (output / ROLLOUTS).read_text(encoding="utf-8", errors="replace").splitlines()
+        with (output / ROLLOUTS).open("rb") as file:
+            if newest is not None:
+                file.seek(max(0, file.seek(0, 2) - newest))
+            lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
     rows = []
@@ -27,6 +32,13 @@ def read_rollouts(output: pathlib.Path) -> list[dict[str, Any]]:
         if checksum.removesuffix("}") == str(zlib.crc32(content.encode())):
             rows.append(json.loads(content + "}"))
     return rows
+
+
+def newest_rollout(output: pathlib.Path) -> list[dict[str, Any]]:
+    """The completions of the newest rollout, best first in each group; [] where there is none."""
+    rows = read_rollouts(output, NEWEST_BYTES)
+    rows = [row for row in rows if row.get("step") == rows[-1].get("step")]
+    return sorted(rows, key=lambda row: (row.get("group", 0), -row["advantage"]))
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:

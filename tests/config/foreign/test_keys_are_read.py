@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from files import AXOLOTL, LLAMA_FACTORY, QLORA, finding_of
 
-from meshtune.config.foreign import axolotl, axolotl_data, importer, llama_factory, trl
+from meshtune.config.foreign import axolotl, axolotl_data, importer, llama_factory, online, trl
 from meshtune.config.foreign.draft import Draft
 
 # A value of each key of axolotl's data sets that is not its default.
@@ -126,7 +126,7 @@ LF_FILES = [
 AXOLOTL_FILES = [
     AXOLOTL | ({"rl": rl, "datasets": [{"path": "a", "type": "chat_template.default"}]} if rl else {}) | fields
     for rl, fields in itertools.product(
-        (None, "dpo", "ipo", "orpo", "simpo", "kto"),
+        (None, "dpo", "ipo", "orpo", "simpo", "kto", "grpo"),
         (
             QLORA | {"loraplus_lr_ratio": 4}, {"val_set_size": 0.1}, {"load_in_8bit": True, "adapter": "lora"},
             {"reward_model": True}, {"use_wandb": True, "wandb_project": "x"}, {"hub_model_id": "a/b"},
@@ -148,6 +148,7 @@ TRL_FILES = [
             {"push_to_hub": True, "hub_model_id": "a/b"}, {"fp16": True}, {"loss_type": "simpo"},
             {"dataset_streaming": True, "max_steps": 4}, {"dataset_name": "stanfordnlp/imdb"},
             {"datasets": [{"path": "a"}], "streaming": True},
+            {"scale_rewards": "batch", "beta": 0.1, "reward_funcs": ["a.b"]},
         ),
     )
 ]  # fmt: skip
@@ -158,7 +159,7 @@ TRL_FILES = [
     [
         (llama_factory.TABLE, LF_FILES, [{}]),
         (axolotl.TABLE, AXOLOTL_FILES, [{}]),
-        (trl.TABLE, TRL_FILES, [{"is_trl": True, "trainer": trainer} for trainer in trl.TRAINERS]),
+        (trl.TABLE | online.TABLE, TRL_FILES, [{"is_trl": True, "trainer": trainer} for trainer in trl.TRAINERS]),
     ],
     ids=["LLaMA-Factory", "axolotl", "TRL"],
 )

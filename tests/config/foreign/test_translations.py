@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 
 import pytest
 import yaml
 from files import AXOLOTL, LLAMA_FACTORY, QLORA, finding_of, verdicts
+from trl import GRPOConfig, RLOOConfig
 
 from meshtune.cli.main import main
-from meshtune.config.foreign import trainer
+from meshtune.config.foreign import trainer, trl
 from meshtune.config.foreign.keys import TABLES, markdown
 from meshtune.config.load import load_recipe
 from meshtune.data.chat_templates import template_names
@@ -160,6 +162,105 @@ def test_a_command_of_trl_is_read(recipe_of):
     assert recipe_of("trl sft --model_name_or_path m --dataset_name d --completion_only_loss false").stage.kind == "sft"
 
 
+GRPO = """
+    accelerate launch --config_file examples/accelerate_configs/deepspeed_zero3.yaml trl/scripts/grpo.py \\
+        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/DeepMath-103K \\
+        --reward_funcs accuracy_reward think_format_reward get_soft_overlong_punishment my_lib.rewards.mine \\
+        --reward_weights 1.0 0.5 0.1 2 --output_dir grpo --use_vllm --vllm_mode colocate --log_completions \\
+        --max_completion_length 1024 --gradient_accumulation_steps 4 --steps_per_generation 8 --use_peft \\
+        --loss_type dr_grpo --scale_rewards False --beta 0.04 --no_use_bias_correction_kl --bf16
+"""
+
+
+def test_a_command_of_trls_grpo_is_read(recipe_of, translate_file):
+    recipe = recipe_of(GRPO)
+    stage, rollout = recipe.stage, recipe.rollout
+    assert (stage.kind, stage.loss, stage.scale, stage.beta, stage.kl_correction) == (
+        "grpo", "dr_grpo", "none", 0.04, False,
+    )  # fmt: skip
+    # 8 a device x 8 steps a generation are 64 completions: 8 groups, of which an update of 4 x 8 has half.
+    assert (rollout.prompts, rollout.samples, rollout.updates, rollout.max_tokens) == (8, 8, 2, 1024)
+    assert (recipe.train.batch_size, recipe.train.micro_batch) == (32, 8)
+    rewards = [(reward.kind, reward.weight) for reward in recipe.rewards]
+    assert rewards == [("maths", 1.0), ("pattern", 0.5), ("overlong", 0.1), ("function", 2.0)]
+    assert recipe.rewards[3].function == "my_lib.rewards:mine"
+    assert recipe.data.train[0].format == "prompt"
+    verdict_of = verdicts(translate_file(GRPO))
+    assert (verdict_of["use_vllm"], verdict_of["steps_per_generation"]) == ("no effect", "differs")
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_defaults_of_online_trainers_are_trls(recipe_of, name):
+    config = {"grpo": GRPOConfig, "rloo": RLOOConfig}[name](output_dir="o", use_cpu=True, bf16=False)
+    recipe = recipe_of(f"trl {name} --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward")
+    stage, rollout = recipe.stage, recipe.rollout
+    assert (rollout.samples, rollout.iterations) == (config.num_generations, config.num_iterations)
+    assert rollout.prompts * rollout.samples == config.generation_batch_size
+    assert (rollout.max_tokens, rollout.temperature) == (config.max_completion_length, config.temperature)
+    assert (rollout.top_p, rollout.top_k, rollout.min_p) == (config.top_p, config.top_k, config.min_p or 0)
+    assert (stage.beta, stage.epsilon, stage.epsilon_high) == (config.beta, config.epsilon, config.epsilon_high)
+    assert stage.mask_truncated_completions == config.mask_truncated_completions
+    assert (recipe.optimizer.learning_rate, recipe.log.every) == (config.learning_rate, config.logging_steps)
+    assert recipe.method.kind == "full"
+    if name == "grpo":
+        assert (stage.loss, stage.ratio, stage.scale) == (
+            config.loss_type, config.importance_sampling_level, config.scale_rewards,
+        )  # fmt: skip
+        assert (stage.delta, stage.entropy_coef) == (config.delta, config.entropy_coef)
+        assert stage.top_entropy_quantile == config.top_entropy_quantile
+    else:
+        assert stage.normalize_advantages == config.normalize_advantages
+        assert stage.reward_clip_range == config.reward_clip_range
+
+
+def test_every_argument_of_trls_online_trainers_is_known():
+    for name, config in (("grpo", GRPOConfig), ("rloo", RLOOConfig)):
+        fields = {field.name for field in dataclasses.fields(config)}
+        assert fields - {*trl.TABLE, *trl.RULES[name]} == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "reason"),
+    [
+        ("--reward_funcs a.b --num_generations 3", "num_generations", "not whole groups of 3"),
+        ("", "reward_funcs", "no rewards are named"),
+        ("--reward_funcs a.b c.d --reward_weights 1", "reward_weights", "1 weights, and 2 rewards"),
+        ("--reward_funcs mine", "reward_funcs", "no reward mine"),
+        ("--reward_funcs a.b --repetition_penalty 1.2", "repetition_penalty", "a penalty changes"),
+        ("--reward_funcs a.b --sync_ref_model", "sync_ref_model", "the model that the run starts from"),
+    ],
+)
+def test_what_online_trainers_cannot_do_is_refused(translate_file, arguments, key, reason):
+    translation = translate_file(f"trl grpo --model_name_or_path m --dataset_name d {arguments}")
+    assert reason in finding_of(translation, key).note
+    assert finding_of(translation, key).fix
+
+
+def test_axolotls_grpo_is_read(recipe_of, translate_file):
+    trl_section = {
+        "beta": 0.001, "max_completion_length": 256, "use_vllm": True, "vllm_server_port": 8000, "num_generations": 4,
+        "reward_funcs": ["rewards.number", "rewards.form"], "reward_weights": [1.0, 0.5], "temperature": 0.7,
+    }  # fmt: skip
+    sizes = {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "datasets": [{"path": "prompts.jsonl"}]}
+    content = AXOLOTL | QLORA | sizes | {"rl": "grpo", "trl": trl_section}
+    recipe = recipe_of(content)
+    assert (recipe.stage.kind, recipe.stage.beta, recipe.data.max_length) == ("grpo", 0.001, 1280)
+    rollout = recipe.rollout
+    assert (rollout.prompts, rollout.samples, rollout.updates, rollout.temperature) == (2, 4, 1, 0.7)
+    rewards = [(reward.function, reward.weight) for reward in recipe.rewards]
+    assert rewards == [("rewards:number", 1.0), ("rewards:form", 0.5)]
+    assert recipe.data.train[0].format == "prompt"
+    changed = content | {"trl": trl_section | {"rollout_func": "a.b"}}
+    assert "rollout_func: nothing here" in finding_of(translate_file(changed), "trl").note
+    transformed = content | {"datasets": [{"path": "openai/gsm8k", "type": "rewards.transform"}]}
+    assert "code of recipes is not run" in finding_of(translate_file(transformed), "datasets").note
+
+
+def test_llama_factorys_ppo_is_refused_with_the_way_out(translate_file):
+    finding = finding_of(translate_file(LLAMA_FACTORY | {"stage": "ppo", "reward_model": "saves/rm"}), "stage")
+    assert "stage: grpo or rloo with rollout and rewards" in finding.fix
+
+
 def test_every_key_of_a_file_gets_one_verdict(translate_file):
     content = LLAMA_FACTORY | {"plot_loss": True, "ddp_timeout": 1, "packing": True, "bogus": 1, "shift_attn": True}
     translation = translate_file(content)
@@ -260,8 +361,8 @@ NOT_RECIPES = {
     "comments": ("# a recipe\n", "nothing but comments"),
     "a text": ("train the model\n", "holds one text"),
     "a trainer without a stage": (
-        "trl grpo --model_name_or_path m --dataset_name d",
-        "no stage for TRL's trainer 'grpo'",
+        "trl gkd --model_name_or_path m --dataset_name d",
+        "no stage for TRL's trainer 'gkd'",
     ),
     "torchtune": ("optimizer: {_component_: torch.optim.AdamW}\n", "recipes of torchtune are not translated"),
     "LLaMA-Factory's v1": ("model: m\ntrain_dataset: d\n", "v1 format are not translated"),

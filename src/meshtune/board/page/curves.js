@@ -5,7 +5,7 @@ import { fill, h } from './dom.js';
 import { number } from './format.js';
 import { has, t } from './text.js';
 
-const PLAIN = ['kind', 'step', 'epoch', 'loss', 'tokens', 'learned_tokens', 'seconds', 'machine', 'best'];
+const PLAIN = ['kind', 'step', 'epoch', 'loss', 'tokens', 'learned_tokens', 'seconds', 'rollout_seconds', 'machine', 'best'];
 const FIRST = ['learning_rate', 'grad_norm', 'tokens_per_second', 'memory'];
 const EXACT = ['learning_rate', 'memory']; // are drawn as they are
 const PER_DEVICE = /^device(\d+)_(\w+)$/;
@@ -16,12 +16,15 @@ const TIMES = [[1, 'seconds'], [60, 'minutes'], [3600, 'hours']];
 
 // What a metric is called: a text of the page, or its own name.
 export function metricName(key) {
+  const [, name, figure] = /^rewards\/(.+)\/(mean|std)$/.exec(key) ?? [];
+  if (name) return t(figure === 'mean' ? 'metric.reward_mean' : 'metric.reward_spread', { name });
   return has(`metric.${key}`) ? t(`metric.${key}`) : key;
 }
 
 // What a loss is averaged over, from a row of it: tokens, pairs, or answers, as objectives.stages has it.
 export function lossUnit(row) {
   const keys = Object.keys(row ?? {});
+  if (keys.includes('reward')) return t('chart.ofpolicy');
   if (keys.includes('kl')) return t('chart.peranswer');
   return keys.some((key) => key.startsWith('rewards/')) ? t('chart.perpair') : t('chart.pertoken');
 }

@@ -1,7 +1,8 @@
 // The recipe's JSON schema as a list of fields: what each takes, its default and its help.
 
-const SECTIONS = ['model', 'data', 'stage', 'method', 'quantize', 'train', 'optimizer', 'compute', 'mesh', 'eval', 'sample', 'evaluate',
+const SECTIONS = ['model', 'data', 'stage', 'rollout', 'method', 'quantize', 'train', 'optimizer', 'compute', 'mesh', 'eval', 'sample', 'evaluate',
   'checkpoint', 'log', 'hub'];
+const PLACED = { rewards: 'rollout' }; // a list that is shown with a section
 
 // The fields of a recipe with these values, in the order of the schema: {path, section, kind, choices, fallback, help}.
 // `kind` is boolean, choice, number, text, lines, yaml, sources; `fallback` is the default.
@@ -9,7 +10,7 @@ export function fieldsOf(schema, values) {
   const fields = [];
   for (const [name, property] of Object.entries(schema.properties)) {
     const section = sectionOf(schema, property, values?.[name]);
-    if (!section) fields.push(field(schema, name, '', property));
+    if (!section) fields.push(field(schema, name, PLACED[name] ?? '', property));
     for (const [key, inner] of Object.entries(section?.properties ?? {})) fields.push(field(schema, `${name}.${key}`, name, inner));
   }
   const order = (name) => (SECTIONS.indexOf(name) + SECTIONS.length + 1) % (SECTIONS.length + 1);

@@ -9,9 +9,9 @@ from typing import Any
 from meshtune.config import yaml_text
 
 # In the order of the page; the page's texts name them (recipe.preset).
-NAMES = ("lora", "qlora", "full", "dora", "low-memory", "dpo", "simpo", "orpo", "kto", "reward", "pretrain")
+NAMES = ("lora", "qlora", "full", "dora", "low-memory", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "pretrain")
 # What a preset replaces: other keys of the recipe stay.
-SECTIONS = ("stage", "method", "quantize", "optimizer", "compute")
+SECTIONS = ("stage", "rollout", "rewards", "method", "quantize", "optimizer", "compute")
 
 
 @functools.cache

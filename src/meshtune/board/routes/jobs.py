@@ -24,10 +24,12 @@ from meshtune.board.state import BoardState
 from meshtune.board.workspace import checked_recipe
 from meshtune.errors import UserError
 from meshtune.runs.output import branch
+from meshtune.runs.rollouts import newest_rollout, prompt_text
 from meshtune.terminal import command
 from meshtune.train.report.metrics_log import METRICS, SAMPLES
 from meshtune.train.report.page import report_html
 
+MOST_COMPLETIONS = 100  # that a page shows
 # The report is one file with its styles inside, and runs nothing.
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
 
@@ -137,6 +139,11 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
 
         return answer
 
+    def rollouts(job: Job, _: Request) -> Response:
+        rows = [] if job.output is None else newest_rollout(job.output)
+        shown = [follow.plain({**row, "prompt": prompt_text(row["prompt"])}) for row in rows[:MOST_COMPLETIONS]]
+        return Answer({"rows": shown, "count": len(rows)})
+
     def of_job(answer: Callable[[Job, Request], Response]) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
             job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])
@@ -170,6 +177,7 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
         Route("/api/jobs/{job}/log", of_job(log)),
         Route("/api/jobs/{job}/metrics", of_job(rows(METRICS))),
         Route("/api/jobs/{job}/samples", of_job(rows(SAMPLES))),
+        Route("/api/jobs/{job}/rollouts", of_job(rollouts)),
         Route("/api/jobs/{job}/stop", stop, methods=["POST"]),
         Route("/api/jobs/{job}/resume", resume, methods=["POST"]),
         Route("/api/jobs/{job}/remove", remove, methods=["POST"]),

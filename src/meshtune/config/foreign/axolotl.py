@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.config.foreign import axolotl_data, trainer
+from meshtune.config.foreign import axolotl_data, online, trainer
 from meshtune.config.foreign.draft import (
     ABSENT,
     ONE_TEXT,
@@ -104,6 +104,7 @@ STAGE: Table = {
     "kto_desirable_weight": direct("stage.desirable_weight", number, 1.0, when="kto"),
     "kto_undesirable_weight": direct("stage.undesirable_weight", number, 1.0, when="kto"),
     "rpo_alpha": direct("stage.sft_weight", number, when="dpo"),
+    "trl": part("rollout", mapping),
     "reward_model": part("stage", flag, False),
     "num_labels": part("stage", integer),
     "center_rewards_coefficient": direct("stage.centre", number, when="rm"),
@@ -246,7 +247,7 @@ WITHOUT_EFFECT = idle(
     tiled_mlp_use_original_mlp tokenizer_legacy tokenizer_save_jinja_files tokenizer_type tokenizer_use_fast
     tokenizer_use_mistral_common torch_compile torch_compile_backend torch_compile_mode torch_compile_options
     torch_dtype torch_empty_cache_steps torchdistx_path total_num_tokens total_supervised_tokens trackio_run_name
-    trackio_space_id trl trust_remote_code type_of_model use_dsv4_kernels use_glm_dsa_kernels use_kernels
+    trackio_space_id trust_remote_code type_of_model use_dsv4_kernels use_glm_dsa_kernels use_kernels
     use_otel_metrics use_ray use_scattermoe use_sonicmoe vllm wandb_entity wandb_log_model wandb_mode wandb_name
     wandb_run_id wandb_watch world_size xformers_attention"""
 )
@@ -331,8 +332,12 @@ def _stage(draft: Draft) -> str:
         )
         draft.put("stage.kind", "pt" if plain else "sft", "" if plain else "rl")
         return "pt" if plain else "sft"
+    if rl == "grpo":
+        draft.put("stage.kind", rl, "rl")
+        online.put_section(draft, "trl", "micro_batch_size", {"sequence_len": part("data.max_length", integer)})
+        return rl
     if rl not in ("dpo", "ipo", "orpo", "simpo", "kto"):
-        draft.refuse("rl", f"there is no stage {rl} in recipes here", "use dpo, ipo, orpo, simpo or kto")
+        draft.refuse("rl", f"there is no stage {rl} in recipes here", "use dpo, ipo, orpo, simpo, kto or grpo")
         return "dpo"
     kind = "dpo" if rl == "ipo" else rl
     draft.put("stage.kind", kind, "rl")

@@ -212,6 +212,13 @@ def _form(draft: Draft, key: str, prompts: str, entry: Entry, kind: str) -> tupl
         return "alpaca", {"instruction": "prompt", "output": "completion", "label": "label"}, {}
     if kind == "rm" and prompts == "bradley_terry.chat_template":
         return "alpaca", {"instruction": "input"}, {}
+    if kind == "grpo" and not prompts:
+        return "prompt", {}, {}
+    if kind == "grpo":
+        raise RefusedError(
+            f"'{prompts}' is a function that makes prompts, and code of recipes is not run",
+            "save its records as JSON lines with the field prompt, and write them into the recipe's data.train",
+        )
     if kind in ("dpo", "orpo", "simpo", "cpo", "ipo"):
         return _pairs(draft, key, prompts, entry)
     raise RefusedError(f"the prompts of type '{prompts}' are not written here", "write records as messages or texts")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 from meshtune.config.fields import keys
-from meshtune.config.foreign import axolotl, llama_factory, trl
+from meshtune.config.foreign import axolotl, llama_factory, online, trl
 from meshtune.config.foreign.draft import Table
 
 TABLES: dict[str, Table] = {
     llama_factory.NAME: llama_factory.TABLE,
     axolotl.NAME: axolotl.TABLE,
-    trl.NAME: trl.TABLE,
+    trl.NAME: {**online.TABLE, **trl.TABLE},
 }
 # Names of peft, unsloth, torchtune and of keys within sections of other tools' files.
 OTHER_NAMES = {

@@ -193,6 +193,10 @@ TOOLS_WRITTEN = (
     "that template must also write the tools and calls of the data: where it does not, set model.chat_template"
 )
 
+PPO = (
+    "write stage: grpo or rloo with rollout and rewards, such as rewards: [{model: RUN}] of the reward_model "
+    "(docs/rl.md): they need no model of values"
+)
 TABLE: Table = {**TRAINER, **MODEL, **DATA, **STAGE, **LORA, **OPTIMIZER, **WITHOUT_EFFECT}
 
 
@@ -237,7 +241,7 @@ def _stage(draft: Draft) -> str:
     """Writes the stage, and returns our name of it."""
     name, loss = str(draft.get("stage")), str(draft.get("pref_loss"))
     if name not in ("sft", "pt", "rm", "dpo", "kto"):
-        fix = "online reinforcement learning has recipes of its own" if name == "ppo" else "use sft, pt, rm, dpo or kto"
+        fix = PPO if name == "ppo" else "use sft, pt, rm, dpo or kto"
         draft.refuse("stage", f"there is no stage {name} in recipes here", fix)
         return "sft"
     kind = loss if name == "dpo" and loss in ("orpo", "simpo") else name

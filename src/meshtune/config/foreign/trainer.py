@@ -22,6 +22,7 @@ from meshtune.config.foreign.draft import (
     text,
 )
 from meshtune.config.sections import READERS
+from meshtune.objectives.config import ONLINE_STAGES
 
 TRAINER: Table = {
     "output_dir": direct("output", text, "trainer_output"),
@@ -391,6 +392,8 @@ def _obstacle(draft: Draft) -> str | None:
     kind, adapted = values.get("stage.kind"), values.get("method.kind") == "lora"
     if kind in ("dpo", "kto") and ("stage.reference" in values or not adapted):
         return "the reference's log-probabilities are computed before training"
+    if kind in ONLINE_STAGES:
+        return "prompts are read before training"
     if kind == "pt" and values.get("data.packing") is False:
         return "a stream of plain text fills its rows, and packing is off"
     return None

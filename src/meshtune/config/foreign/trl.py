@@ -9,7 +9,7 @@ import shlex
 from typing import Any
 
 from meshtune.config import yaml_text
-from meshtune.config.foreign import models, trainer
+from meshtune.config.foreign import models, online, trainer
 from meshtune.config.foreign.draft import (
     ABSENT,
     OTHER_ORDER,
@@ -33,8 +33,8 @@ from meshtune.config.foreign.models import NotExpandableError, is_expression, la
 from meshtune.config.foreign.trainer import TRAINER, stream
 
 NAME = "TRL"
-TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo")
-OTHER_TRAINERS = ("grpo", "rloo", "online_dpo", "ppo", "gkd", "distillation", "prm", "xpo", "nash_md", "bco")
+TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo")
+OTHER_TRAINERS = ("online_dpo", "ppo", "gkd", "distillation", "prm", "xpo", "nash_md", "bco")
 ADAPTERS = "lora dora"
 
 TABLE: Table = {
@@ -94,9 +94,10 @@ TABLE: Table = {
     "loss_weights": refused("one loss is computed", "leave it out", ([1.0],)),
     **idle(
         """activation_offloading attn_implementation bnb_4bit_quant_storage dataset_batch_size dataset_num_proc
-        discopop_tau eval_packing f_alpha_divergence_coef ignore_bias_buffers is_encoder_decoder lora_task_type
-        pad_to_multiple_of pad_token padding_free padding_value precompute_ref_batch_size precompute_ref_log_probs
-        ref_model_mixup_alpha ref_model_sync_steps trl_dataset_mixture trust_remote_code use_logits_to_keep"""
+        discopop_tau do_predict do_train eval_packing f_alpha_divergence_coef ignore_bias_buffers is_encoder_decoder
+        lora_task_type pad_to_multiple_of pad_token padding_free padding_value precompute_ref_batch_size
+        precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps trl_dataset_mixture trust_remote_code
+        use_logits_to_keep"""
     ),
 }
 # The fields of hub data sets in TABLE's own examples, which say what SFT learns of them.
@@ -109,14 +110,30 @@ FIELDS = {
 # Trainers whose loss balances the load of experts, and by how much where the arguments do not say it.
 BALANCED, BALANCE = ("sft", "dpo"), 0.001
 # Learning rates where the arguments name none.
-RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "orpo": 1e-6, "cpo": 1e-6}
+RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "orpo": 1e-6, "cpo": 1e-6, "grpo": 1e-6, "rloo": 1e-6}
+# The rules of keys that a trainer has, or has with another default.
+RULES: dict[str, Table] = {
+    "grpo": {**online.TABLE, "disable_dropout": part("method.dropout", flag, False)},
+    "rloo": {**online.TABLE, **online.RLOO, "disable_dropout": part("method.dropout", flag, False)},
+}
 OF_TRAINER = {
+    "rloo": {"normalize_advantages", "reward_clip_range"},
+    "grpo": {"num_generations", "reward_funcs", "reward_weights", "scale_rewards", "num_iterations"},
     "kto": {"desirable_weight", "undesirable_weight"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"ld_alpha", "rpo_alpha", "f_divergence_type", "beta", "precompute_ref_log_probs", "loss_weights"},
 }
-STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "orpo": "orpo", "cpo": "cpo"}
+STAGES = {
+    "sft": "sft",
+    "dpo": "dpo",
+    "kto": "kto",
+    "reward": "rm",
+    "orpo": "orpo",
+    "cpo": "cpo",
+    "grpo": "grpo",
+    "rloo": "rloo",
+}
 
 
 def commands(text: str) -> list[tuple[dict[str, Any], str]]:
@@ -168,7 +185,7 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     raw = {key: value for name, entry in raw.items() for key, value in [_switch(name, entry)]}
     name = chosen or next((name for name, keys in OF_TRAINER.items() if keys & set(raw)), "sft")
     rate = direct("optimizer.learning_rate", number, RATES.get(name, RATES["sft"]))
-    draft = Draft(NAME, raw, {**TABLE, "learning_rate": rate}, devices)
+    draft = Draft(NAME, raw, {**TABLE, **RULES.get(name, {}), "learning_rate": rate}, devices)
     if chosen is None:
         draft.remark(f"The arguments do not name the trainer: taken to be {name} (--trainer)")
     _model(draft)
@@ -186,7 +203,8 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
 def _switch(key: str, value: object) -> tuple[str, object]:
     """--no_KEY, which turns a switch off, as the key itself."""
     plain = key.removeprefix("no_")
-    return (plain, False) if plain != key and key not in TABLE and plain in TABLE and value is True else (key, value)
+    known = {*TABLE, *online.TABLE}
+    return (plain, False) if plain != key and key not in known and plain in known and value is True else (key, value)
 
 
 def _model(draft: Draft) -> None:
@@ -209,6 +227,9 @@ def _balance(draft: Draft, name: str) -> None:
 
 def _stage(draft: Draft, name: str) -> None:
     draft.put("stage.kind", STAGES[name], note=f"the trainer {name}")
+    if name in RULES:
+        online.put_stage(draft, name)
+        return
     losses = draft.get("loss_type")
     losses = losses if isinstance(losses, list) else [losses or {"sft": "nll", "kto": "kto"}.get(name, "sigmoid")]
     known = {
@@ -286,6 +307,9 @@ def _data(draft: Draft, name: str) -> bool:
         _source(draft, "data.train.0", path)
     else:
         draft.refuse("dataset_name", "no data set is named", "add dataset_name")
+    if name in RULES:
+        _put_prompts(draft)
+        return _put_validation(draft, path)
     length = draft.get("max_length") if "max_length" in draft.given else draft.get("max_seq_length")
     length = draft.get("max_length") if length is None else length
     draft.put("data.max_length", length, "max_length", "max_seq_length")
@@ -296,6 +320,20 @@ def _data(draft: Draft, name: str) -> bool:
         _put_supervision(draft, path)
     else:
         draft.put("data.packing", False, note="one pair a row, as there")
+    return _put_validation(draft, path)
+
+
+def _put_prompts(draft: Draft) -> None:
+    """The data of trainers that generate, with the rollouts and rewards."""
+    for key in [key for key in draft.settings if key.startswith("data.train.") and key.endswith(".path")]:
+        draft.put(key.replace(".path", ".format"), "prompt", note="the field prompt; all others go to the rewards")
+    if not draft.get("shuffle_dataset"):
+        draft.put("data.shuffle", False, "shuffle_dataset")
+    online.put_rollout(draft)
+    online.put_rewards(draft)
+
+
+def _put_validation(draft: Draft, path: str | None) -> bool:
     if str(draft.given.get("eval_strategy", "no")) == "no" or path is None:
         return False
     _source(draft, "data.validation.0", path, "dataset_test_split")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from meshtune.config import yaml_text
 from meshtune.config.load import load_recipe, silent
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
-from meshtune.runs.output import RECIPE, read_run
+from meshtune.runs.output import RECIPE, ROLLOUTS, read_run
 from meshtune.train.report.metrics_log import METRICS, SAMPLES, TIMINGS, read
 from meshtune.train.report.plot import SmoothedLoss
 
@@ -171,6 +172,23 @@ METRIC_NAMES = {
     "nll": "Cross-entropy of chosen answers",
     "kl": "KL from the reference",
     "aux_loss": "Loss of the router",
+    "reward": "Reward",
+    "reward_std": "Spread of rewards within a prompt",
+    "frac_reward_zero_std": "Share of prompts with equal rewards",
+    "completions/mean_length": "Tokens a completion",
+    "completions/min_length": "Tokens of the shortest completion",
+    "completions/max_length": "Tokens of the longest completion",
+    "completions/mean_terminated_length": "Tokens a completion that ended by itself",
+    "completions/clipped_ratio": "Share of completions cut at the limit",
+    "entropy": "Entropy of the next token",
+    "ratio/mean": "Mean ratio to the probability before",
+    "ratio/distance": "Mean distance of the ratio from 1",
+    "clip_ratio/low_mean": "Share of tokens clipped below",
+    "clip_ratio/high_mean": "Share of tokens clipped above",
+    "clip_ratio/region_mean": "Share of tokens clipped",
+    "cispo_clip_ratio": "Share of tokens with a capped ratio",
+    "sampling/sampling_logp_difference/mean": "Mean difference of log-probability, sampler and trainer",
+    "sampling/sampling_logp_difference/max": "Largest difference of log-probability, sampler and trainer",
 }
 EXACT = {"learning_rate", "memory"}  # are drawn as they are
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -199,7 +217,7 @@ table { border-collapse: collapse; } td, th { text-align: left; padding: .2rem 1
   border-bottom: 1px solid var(--line); }
 td:first-child { white-space: nowrap; } td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 pre { background: var(--code); padding: .8rem; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-.quiet { color: var(--quiet); }
+.quiet { color: var(--quiet); } .wide { overflow-x: auto; } .wide pre { margin: 0; }
 """
 
 
@@ -225,6 +243,7 @@ def report_html(output: pathlib.Path) -> str:
     parts = [f"<h1>{title}</h1>", _table(_facts(run, rows)), *_prediction_table(run.get("prediction"))]
     parts += ["<h2>Curves</h2>", *_curves(rows, run.get("total"))] if rows else []
     parts += ["<h2>Samples</h2>", *_samples(samples)] if samples else []
+    parts += _completions(output) if (output / ROLLOUTS).is_file() else []
     parts += _recipe(recipe)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{title}</title><style>{STYLE}</style>"
@@ -305,7 +324,7 @@ def _plot(
     else:
         label = "training" if any(value is not None for value in sides["validation"]) else "last"
     curves += [Curve(side, steps[side], values, side) for side, values in sides.items()]
-    title = METRIC_NAMES.get(name, name)
+    title = METRIC_NAMES.get(name) or re.sub(r"^rewards/(.+)/(mean|std)$", _reward_title, name)
     plot = svg_plot(title, curves, unit=unit, size=size)
     last = {
         side: next((value for value in reversed(values) if value is not None), None) for side, values in sides.items()
@@ -320,8 +339,14 @@ def _plot(
     return f'<div><h3>{html.escape(title)}</h3><p class="key">{key}</p>{plot}</div>' if plot else ""
 
 
+def _reward_title(match: re.Match[str]) -> str:
+    return f"Reward {match[1]}" if match[2] == "mean" else f"Spread of reward {match[1]}"
+
+
 def _loss_unit(keys: Collection[str]) -> str:
     """Returns the unit that a loss is averaged over, from the other metrics."""
+    if "reward" in keys:
+        return "of the policy"
     if "kl" in keys:
         return "per answer"
     return "per pair" if any(key.startswith("rewards/") for key in keys) else "nats per token"
@@ -360,6 +385,28 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> list[str]:
                 step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
                 parts.append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
     return parts
+
+
+def _completions(output: pathlib.Path) -> list[str]:
+    """A table of the newest rollout: each completion under its prompt, with its rewards."""
+    from meshtune.runs.rollouts import newest_rollout, prompt_text  # of runs of online stages only
+
+    rows = newest_rollout(output)
+    if not rows:
+        return []
+    names = list(rows[0]["rewards"])
+    titles = ["completion", *names, "advantage", "tokens"]
+    body, prompt = "", None
+    for row in rows:
+        if (row.get("group"), text := prompt_text(row["prompt"])) != prompt:
+            prompt = row.get("group"), text
+            body += f'<tr><th colspan="{len(titles)}">{html.escape(text)}</th></tr>'
+        values = [*(row["rewards"].get(name) for name in names), row["advantage"], row["tokens"]]
+        cells = "".join(f"<td>{'-' if value is None else _number(value)}</td>" for value in values)
+        body += f"<tr><td><pre>{html.escape(row['completion'])}</pre></td>{cells}</tr>"
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    table = f"<table>{'<tr>' + head + '</tr>'}{body}</table>"
+    return [f"<h2>Completions before update {rows[0]['step']}</h2>", f'<div class="wide">{table}</div>']
 
 
 def _table(facts: Sequence[tuple[str, object]]) -> str:

@@ -88,7 +88,8 @@ function one(place, id) {
   const log = logView();
   const shelf = h('div', { class: 'list' });
   const recipe = recipeView(id);
-  fill(place, h('p', {}, h('a', { href: '#/runs' }, t('runs.back'))), head, wrong, broken, plots.element, samples.element,
+  const completions = completionTable(id);
+  fill(place, h('p', {}, h('a', { href: '#/runs' }, t('runs.back'))), head, wrong, broken, plots.element, samples.element, completions.element,
     h('section', { hidden: true }, h('h2', {}, t('runs.checkpoints')), shelf), recipe, log.element, facts);
 
   async function refresh() {
@@ -151,6 +152,7 @@ function one(place, id) {
     run: (news) => {
       if (news.metrics) {
         plots.add(news.metrics);
+        completions.renew(news.metrics.rows);
         damaged = (news.metrics.reset ? 0 : damaged) + news.metrics.broken;
         fill(broken, t('runs.broken', { n: damaged })).hidden = !damaged;
       }
@@ -198,9 +200,39 @@ function sampleList() {
   };
 }
 
-function grouped(rows) {
+// The newest rollout of a run of an online stage: completions under their prompts, with their rewards.
+function completionTable(id) {
+  const body = h('div');
+  const element = h('details', { hidden: true, ontoggle: () => load() }, h('summary', {}, t('runs.completions')), body);
+  async function load() {
+    if (!element.open) return;
+    const { rows, count } = await get(`api/jobs/${id}/rollouts`).catch(() => ({ rows: [], count: 0 }));
+    if (!rows.length) return;
+    const names = Object.keys(rows[0].rewards);
+    const value = (entry) => h('td', { class: 'number' }, entry === null ? '–' : number(entry));
+    const groups = Map.groupBy ? Map.groupBy(rows, (row) => row.group) : grouped(rows, 'group');
+    fill(body, h('p', { class: 'quiet' }, t('runs.before', { step: number(rows[0].step) }), ' · ', t('runs.shown', { shown: number(rows.length), count: number(count) })),
+      h('div', { class: 'scroll' }, h('table', {},
+        h('thead', {}, h('tr', {}, h('th', {}, t('runs.completion')), names.map((name) => h('th', { class: 'number' }, name)),
+          h('th', { class: 'number' }, t('runs.advantage')), h('th', { class: 'number' }, t('runs.length')))),
+        h('tbody', {}, [...groups.values()].map((group) => [
+          h('tr', {}, h('th', { colspan: names.length + 3, scope: 'rowgroup' }, group[0].prompt)),
+          group.map((row) => h('tr', {}, h('td', { class: 'answer' }, row.completion), names.map((name) => value(row.rewards[name] ?? null)),
+            value(row.advantage), value(row.tokens)))])))));
+  }
+  return {
+    element,
+    renew(rows) {
+      if (!rows.some((row) => row.reward !== undefined)) return;
+      element.hidden = false;
+      load();
+    },
+  };
+}
+
+function grouped(rows, key = 'prompt') {
   const groups = new Map();
-  for (const row of rows) groups.set(row.prompt, [...(groups.get(row.prompt) ?? []), row]);
+  for (const row of rows) groups.set(row[key], [...(groups.get(row[key]) ?? []), row]);
   return groups;
 }
 
