@@ -35,7 +35,8 @@ def rollouts(
 ) -> None:
     """Show the completions that a run was trained on, best first in each group, with their rewards."""
     from meshtune.errors import UserError
-    from meshtune.runs.rollouts import ROLLOUTS, print_rollouts, read_rollouts
+    from meshtune.runs.output import ROLLOUTS
+    from meshtune.runs.rollouts import print_rollouts, read_rollouts
 
     rows = read_rollouts(run)
     if not rows:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraOptions
-from meshtune.config.data_options import FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
+from meshtune.config.data_options import GYM, FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
 from meshtune.config.rewards import rewards_written_out
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.objectives.config import (
     CpoConfig,
+    DistillConfig,
     DpoConfig,
     GrpoConfig,
     KtoConfig,
@@ -108,15 +109,16 @@ STAGE_PRESETS: dict[str, dict[str, object]] = {
 def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
-    `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
-    lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
-    of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
-    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
-    mappings. The short forms of `rewards` are in config.rewards.
+    `model: PATH` is `model: {path: PATH}`, and so is `teacher: PATH`; `method: full` is `method: {kind: full}`, and a
+    method without a kind is lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the
+    kind gspo, or of another of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is
+    `quantize: {format: nf4}`; `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
+    mappings; tasks of reasoning-gym bring their reward. The short forms of `rewards` are in config.rewards.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
-    if isinstance(raw.get("model"), str):
-        raw["model"] = {"path": raw["model"]}
+    for key in ("model", "teacher"):
+        if isinstance(raw.get(key), str):
+            raw[key] = {"path": raw[key]}
     for key, default in (("method", "lora"), ("stage", "sft")):
         value = raw.get(key)
         if isinstance(value, str):
@@ -127,15 +129,37 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
         raw["stage"] = {**preset, **stage, "kind": preset["kind"]}
     if "rewards" in raw:
         raw["rewards"] = rewards_written_out(raw["rewards"])
-    if isinstance(raw.get("quantize"), str):
-        raw["quantize"] = {"format": raw["quantize"]}
+    for section in (raw, raw.get("teacher")):
+        if isinstance(section, dict) and isinstance(section.get("quantize"), str):
+            section["quantize"] = {"format": section["quantize"]}
     if isinstance(raw.get("data"), str | list):
         raw["data"] = {"train": raw["data"]}
     if isinstance(data := raw.get("data"), dict):
         for key in ("train", "validation"):
             if key in data:
                 data[key] = sources(data[key])
+        _complete_gym(raw, data)
     return raw
+
+
+def _complete_gym(raw: dict[str, object], data: Mapping[str, Any]) -> None:
+    """Adds what `data` with tasks of reasoning-gym leave out: their reward, and another seed for validation."""
+    gym = {
+        key: [entry for entry in data.get(key) or () if isinstance(entry, dict) and is_gym(entry.get("path"))]
+        for key in ("train", "validation")
+        if isinstance(data.get(key), list)
+    }
+    for entry in gym.get("validation", ()):
+        options = entry.get("options", {})
+        if isinstance(options, dict):
+            entry["options"] = {"seed": 1, **options}
+    if gym.get("train") and "rollout" in raw and not raw.get("rewards"):
+        raw["rewards"] = [{"kind": "reasoning_gym"}]
+
+
+def is_gym(path: object) -> bool:
+    """Whether the path of a source names a task of reasoning-gym."""
+    return isinstance(path, str) and path.startswith(GYM)
 
 
 def sources(value: object) -> object:
@@ -171,6 +195,7 @@ class SourceSection(Section):
     tags: dict[str, str] = declared(SourceOptions, "tags")
     weight: float | None = declared(SourceOptions, "weight")
     cap: PositiveInt | None = declared(SourceOptions, "cap")
+    options: dict[str, Any] = declared(SourceOptions, "options")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceSection:
@@ -414,7 +439,19 @@ class KtoStage(KtoConfig):
     reference: Reference = "auto"
 
 
-STAGES = (SftConfig, PtConfig, RmConfig, DpoStage, OrpoConfig, SimpoConfig, CpoConfig, KtoStage, GrpoConfig, RlooConfig)
+STAGES = (
+    SftConfig,
+    PtConfig,
+    RmConfig,
+    DpoStage,
+    OrpoConfig,
+    SimpoConfig,
+    CpoConfig,
+    KtoStage,
+    DistillConfig,
+    GrpoConfig,
+    RlooConfig,
+)
 StageSection = Annotated[
     Annotated[SftConfig, refuse_truth_values(SftConfig)]
     | Annotated[PtConfig, refuse_truth_values(PtConfig)]
@@ -424,6 +461,7 @@ StageSection = Annotated[
     | Annotated[SimpoConfig, refuse_truth_values(SimpoConfig)]
     | Annotated[CpoConfig, refuse_truth_values(CpoConfig)]
     | Annotated[KtoStage, refuse_truth_values(KtoStage)]
+    | Annotated[DistillConfig, refuse_truth_values(DistillConfig)]
     | Annotated[GrpoConfig, refuse_truth_values(GrpoConfig)]
     | Annotated[RlooConfig, refuse_truth_values(RlooConfig)],
     Field(discriminator="kind"),

@@ -92,6 +92,7 @@ class RolloutSource:
         self._weights = np.array([reward.weight for reward in recipe.rewards])
         self._notify, self._shared = notify, model.compute.shared_prompts
         self.progress: Callable[[int, int], None] | None = None
+        self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
         shortest = 1 if self._shared else int(loader.store.lengths.min())
         self._segments = max(1, min(loader.batch_size * (1 + self._shared), loader.row_length // shortest))
@@ -157,6 +158,12 @@ class RolloutSource:
         computed = self._log_probs(params, prompts, completions)
         made = rollout_tokens(self.recipe, completions, scores.values, self._weights, group_ids, computed)
         metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids) | made.metrics
+        if metrics["frac_reward_zero_std"] == 1.0 and not self._said_equal:
+            self._said_equal = True
+            self._notify(
+                f"rollout {number}: in every group all completions have equal rewards, so there is nothing to learn "
+                "from; `meshtune rewards` shows what the rewards tell apart"
+            )
         return Rollout(
             number,
             [record.index for record in records],
@@ -307,12 +314,23 @@ class RolloutSource:
         return rollout_metrics(completions, scores, self.reward_names, total, group_ids), len(completions)
 
 
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """The lengths of completions and the share of those that were cut, under trl's names."""
+    lengths = np.array([len(completion.ids) for completion in completions])
+    ended = np.array([completion.reason == "stop" for completion in completions])
+    return {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
+    }
+
+
 def rollout_metrics(
     completions: Sequence[Completion], scores: Scores, names: Sequence[str], total: np.ndarray, groups: np.ndarray
 ) -> dict[str, float]:
     """The metrics of a rollout, under trl's names. `total` [N] is the weighted reward, NaN where there is none."""
-    lengths = np.array([len(completion.ids) for completion in completions])
-    ended = np.array([completion.reason == "stop" for completion in completions])
     scored = total[~np.isnan(total)]
     by_group = [total[groups == group] for group in np.unique(groups)]
     deviations = [float(np.std(group, ddof=1)) if len(group) > 1 else 0.0 for group in by_group]
@@ -320,12 +338,7 @@ def rollout_metrics(
         "reward": float(scored.mean()) if len(scored) else 0.0,
         "reward_std": float(np.nanmean(deviations)) if deviations else 0.0,
         "frac_reward_zero_std": float(np.mean([len(set(group.tolist())) == 1 for group in by_group])),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(1 - ended.mean()),
-        "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
-    }
+    } | completion_metrics(completions)
     for name, values in zip(names, scores.values.T, strict=True):
         values = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0

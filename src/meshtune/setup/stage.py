@@ -10,29 +10,36 @@ from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
+from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import Objective
-from meshtune.objectives.config import SftConfig
+from meshtune.objectives.config import DistillConfig, SftConfig
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.batch import computed_values, online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
+online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """Builds the objective that the step differentiates."""
+def objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:
+    """Builds the objective that the step differentiates; `teacher` is the spec of a distillation's teacher."""
     stage = STAGES[recipe.stage.kind]
+    if teacher is not None:
+        return stage.make(recipe.stage, teacher)
     if stage.dataset_type == "prompts":
         assert recipe.rollout is not None
         return stage.make(recipe.stage, recipe.rollout.temperature)
     return stage.make(recipe.stage)
 
 
-def evaluation_objective_of(recipe: Recipe) -> Objective:
+def evaluation_objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:
     """Builds the objective of validation: of supervised tuning, the plain loss of every target. Smoothed labels and
     weights by probability would hide it from early stopping and from the choice of the best checkpoint."""
     stage = recipe.stage
+    if teacher is not None:
+        return objective_of(recipe, teacher)
     if isinstance(stage, SftConfig):
         stage = dataclasses.replace(stage, loss="nll", label_smoothing=0.0)
     return STAGES[stage.kind].make(stage)
@@ -58,7 +65,7 @@ def batch_arrays(
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
-    if stage.dataset_type == "prompts":
+    if recipe.rollout is not None:
         names = online_arrays(recipe, shared=shared_prompts)
     elif stage.dataset_type != "documents":
         names += ["units", "values"]
@@ -75,7 +82,7 @@ def batch_arrays(
 
 def scoring_passes(recipe: Recipe) -> int:
     """Passes over a rollout before its first update: for old and for reference log-probabilities."""
-    needed = computed_values(recipe)
+    needed = set() if isinstance(recipe.stage, DistillConfig) else computed_values(recipe)
     return ("old" in needed) + ("reference_tokens" in needed)
 
 
