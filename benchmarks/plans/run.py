@@ -29,6 +29,7 @@ GOALS = {
 
 # The least memory that others published for tuning the same model in the same way, as they state it, and where.
 UNSLOTH_TABLE, UNSLOTH_EXPERTS = "unsloth.ai/docs, requirements", "unsloth.ai/docs/basics/faster-moe"
+VERL_DEVICES = "verl docs/perf/device_tuning.rst"
 PUBLISHED = {
     "405b-qlora-8xH100": ("Unsloth 237 GB", UNSLOTH_TABLE),
     "8b-qlora": ("Unsloth 6 GB", UNSLOTH_TABLE),
@@ -41,6 +42,19 @@ PUBLISHED = {
     "glm-4.5-air-lora": ("axolotl 63.4 GiB in 4 bits on one card", "axolotl examples/glm45"),
     "qwen3.5-27b-qlora-32k": ("axolotl 47 GiB, Unsloth 22 GB (any 27B)", f"axolotl examples/qwen3.5; {UNSLOTH_TABLE}"),
     "gemma-3-27b-qlora": ("Unsloth 22 GB (any 27B)", UNSLOTH_TABLE),
+    "8b-grpo-lora": ("Unsloth 54.3 GB, TRL 510.8 GB: 8 completions in contexts of 20,480", "unsloth.ai/blog/grpo"),
+    "8b-grpo-qlora": (
+        "Unsloth 24 GB to a context of 32K (Qwen3-VL 8B); verl 2 x H800 at least (7B, all weights trained)",
+        f"unsloth.ai/docs, grpo-long-context; {VERL_DEVICES}",
+    ),
+    "32b-grpo-lora-8xMI300X": (
+        "verl 8 x H20 at least (all weights trained); Unsloth 1 x H100 to a context of 6,144",
+        f"{VERL_DEVICES}; docs.unsloth.ai/basics/memory-efficient-rl",
+    ),
+    "70b-grpo-qlora-8xH100": (
+        "verl 32 x H800 at least, TRL with vLLM 8 x H100 (72B, all weights trained)",
+        f"{VERL_DEVICES}; huggingface.co/blog/vllm-colocate",
+    ),
     "deepseek-v3-lora-8xH200": ("Colossal-AI 24 x H100, over bfloat16", "Colossal-AI's announcement of February 2025"),
 }  # fmt: skip
 
@@ -90,9 +104,24 @@ def write_table() -> None:
         "| MFU | planned in |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for path in sorted(FOLDER.glob("*.json")):
-        about = json.loads(path.read_text(encoding="utf-8"))
-        lines.append(_row(path.stem, about, about["plan"]))
+    filed = {
+        recipe.stem: json.loads((FOLDER / f"{recipe.stem}.json").read_text(encoding="utf-8"))
+        for recipe in sorted(RECIPES.glob("*.yaml"))
+        if (FOLDER / f"{recipe.stem}.json").exists()
+    }
+    lines += [_row(name, about, about["plan"]) for name, about in filed.items()]
+    lines += [
+        "",
+        "## Rollouts of online stages",
+        "",
+        "An update's memory is the compiler's; that of a rollout, with its caches, and all times are estimates. Every",
+        "prompt and completion is as long as the recipe allows. Messages, `direct` attention over all slots of a",
+        "cache and weights that are decoded before every product are counted; rewards are not.",
+        "",
+        "| recipe | mesh | completions | decoded at once | memory of update, rollout | rollout | tokens/s | update |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [_rollout_row(name, about["plan"]) for name, about in filed.items() if about["plan"].get("rollout")]
     lines += [
         "",
         "## Beside what others published",
@@ -104,13 +133,27 @@ def write_table() -> None:
         "| --- | --- | --- | --- |",
     ]
     for name, (figure, source) in PUBLISHED.items():
-        filed = FOLDER / f"{name}.json"
-        if filed.exists():
-            plan = json.loads(filed.read_text(encoding="utf-8"))["plan"]
+        if name in filed:
+            plan = filed[name]["plan"]
             memory = plan["device_bytes"]
             ours = f"{plan['target']}: {memory / GIB:.1f} GiB"
             lines.append(f"| {name} | {ours} | {figure} | {source} |")
     (FOLDER / "RESULTS.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _rollout_row(name: str, plan: dict[str, Any]) -> str:
+    rollout = plan["rollout"]
+    cells = [
+        name,
+        " x ".join(f"{axis}={size}" for axis, size in plan["mesh"].items() if size > 1) or "-",
+        f"{rollout['completions']} of {rollout['lengths']['completion']:,.0f}",
+        str(rollout["rows"]),
+        f"{sum(plan['breakdown'].values()) / GIB:.1f}, {rollout['device_bytes'] / GIB:.1f} GiB",
+        f"{rollout['seconds']:.1f} s",
+        f"{rollout['tokens_per_second']:,.0f}",
+        f"{plan['step_seconds']:.1f} s",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _row(name: str, about: dict[str, Any], plan: dict[str, Any]) -> str:

@@ -58,9 +58,9 @@ def scored(tmp_path, model, target, *changes):
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        ("70B", ["mesh.fsdp=4", "mesh.tp=2"]),
-        ("8B", ["method=full", FSDP]),
-        ("8B", [FSDP, "method={kind: freeze, last_layers: 4}"]),
+        ("70B", ["mesh.fsdp=4", "mesh.tp=2", FULL]),
+        ("8B", ["method=full", FSDP, FULL]),
+        ("8B", [FSDP, "method={kind: freeze, last_layers: 4}", FULL]),
     ],
 )
 def test_persistent_arrays_are_counted_exactly(tmp_path, model, changes):

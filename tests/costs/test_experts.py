@@ -67,7 +67,8 @@ class Experts:
 def scored(tmp_path, mesh, *overrides):
     """Mixtral 8x7B by its numbers, tuned in full on eight H100."""
     target = find_target("8xH100", env={})
-    recipe = llama(tmp_path, "8B", "method=full", "data.max_length=2048", "compute.precision=mixed", *overrides)
+    fixed = ["method=full", "data.max_length=2048", "compute.precision=mixed", "compute.remat=selective"]
+    recipe = llama(tmp_path, "8B", *fixed, *overrides)
     recipe = apply_overrides(recipe, {"mesh": mesh})
     base = workload_of(recipe, "gpu")
     layer: LayerSpec = base.spec.stacks[0].pattern[0]

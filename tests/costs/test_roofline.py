@@ -25,7 +25,7 @@ WORK = Work(
 
 
 def candidate_on(tmp_path, model, target, *overrides):
-    recipe, machine = llama(tmp_path, model, *overrides), find_target(target, env={})
+    recipe, machine = llama(tmp_path, model, "compute.remat=selective", *overrides), find_target(target, env={})
     if recipe.mesh == "auto":
         recipe = apply_overrides(recipe, {"mesh": {"fsdp": machine.devices}})
     return predict_candidate(recipe, machine, workload_of(recipe, machine.device.backend)).candidate

@@ -422,6 +422,7 @@ def test_plan_counts_what_its_blocks_say(tmp_path):
             "method": "full",
             "train": train,
             "mesh": {},
+            "compute": {"remat": "selective"},
         }
     )
     target = find_target("H100", env={})

@@ -15,6 +15,7 @@ from meshtune.mesh.layout import SHARDS, Layout
 from meshtune.model.compute import CacheName
 from meshtune.model.model_cache import READ_ROWS, ROOM, cache_specs, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.config import TEACHER
 
 LAYER_COPIES = 4  # of a layer's largest cache array at once, decoded to its dtype: as XLA's GPU compilers make the step
 LOGITS_COPIES = 3  # float32 arrays [rows, vocab] at once: scores, their processed form, a temporary one
@@ -197,13 +198,15 @@ def _resident_bytes(candidate: Candidate) -> float:
 def _converts(candidate: Candidate) -> bool:
     """Whether a layer's weights are written out before a product reads them: gathered from a mesh, decoded from a
     quantised base, or cast from another dtype."""
-    stored = candidate.local_bytes("stacked") + sum(
-        array.local_bytes(candidate.layout)
-        for array in candidate.workload.persistent
-        if array.role == "full" and array.is_stacked
-    )
+    stored = _stored_bytes(candidate, "frozen") + _stored_bytes(candidate, "full")
     in_place = _layer_weights(candidate, math.inf) * candidate.activation_itemsize
     return candidate.weight_shards > 1 or not math.isclose(stored, in_place, rel_tol=0.05)
+
+
+def _stored_bytes(candidate: Candidate, role: str) -> float:
+    """Bytes on one device of the layers' weights of a role, without a teacher's, which generates nothing."""
+    arrays = (a for a in candidate.workload.persistent if a.role == role and a.is_stacked)
+    return sum(array.local_bytes(candidate.layout) for array in arrays if not array.path.startswith(f"{TEACHER}/"))
 
 
 def _gathered_bytes(candidate: Candidate) -> float:
@@ -263,7 +266,7 @@ def _read_prompts(candidate: Candidate, tokens: float, length: float) -> Rooflin
 def _collectives(candidate: Candidate, tokens: float) -> list[Collective]:
     """The messages of a forward pass over `tokens` tokens on each device: weights are gathered, residuals reduced."""
     spec, mesh, itemsize = candidate.workload.spec, candidate.mesh, candidate.activation_itemsize
-    stored = candidate.local_bytes("stacked") * candidate.weight_shards
+    stored = _stored_bytes(candidate, "frozen") * candidate.weight_shards
     stored += (
         sum(a.size for a in candidate.workload.persistent if a.role == "full" and a.is_stacked) * itemsize / mesh.tp
     )

@@ -16,6 +16,7 @@ from meshtune.costs.roofline import residual_bytes
 from meshtune.costs.workload import Candidate, LayerCost
 from meshtune.mesh.layout import SHARDS
 from meshtune.model.dispatch import HEADROOM
+from meshtune.objectives.config import GrpoConfig, RlooConfig
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")
 
@@ -108,7 +109,7 @@ def reference_bytes(candidate: Candidate) -> float:
     """Bytes on one device of the reference model that an online stage keeps: a copy of what is trained, where the base
     with its adapters off is not what the run starts from."""
     recipe, obstacle = candidate.workload.recipe, candidate.workload.method.reference_obstacle
-    is_kept = recipe.rollout is not None and getattr(recipe.stage, "beta", 0.0) > 0 and obstacle is not None
+    is_kept = isinstance(recipe.stage, GrpoConfig | RlooConfig) and recipe.stage.beta > 0 and obstacle is not None
     return candidate.local_bytes("full", "adapter") if is_kept else 0.0
 
 

@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import Objective
-from meshtune.objectives.config import SftConfig
+from meshtune.objectives.config import DistillConfig, SftConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision
@@ -96,7 +96,7 @@ def batch_arrays(
 
 def scoring_passes(recipe: Recipe) -> int:
     """Passes over a rollout before its first update: for old and for reference log-probabilities."""
-    needed = computed_values(recipe)
+    needed = set() if isinstance(recipe.stage, DistillConfig) else computed_values(recipe)
     return ("old" in needed) + ("reference_tokens" in needed)
 
 
