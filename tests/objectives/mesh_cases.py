@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 
@@ -23,17 +24,19 @@ from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
 from meshtune.model.gather import layout_for
-from meshtune.model.spec import init_params
+from meshtune.model.spec import abstract_params, init_params
 from meshtune.objectives.answers import metric_means
 from meshtune.objectives.stages import STAGES
 
-MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2})
+MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 2, "cp": 2})
 
 
 def case(stage: str, options: dict) -> list[dict]:
     spec = model_spec(BY_NAME["llama3"].changed(vocab_size=96, num_hidden_layers=2).torch_config().to_dict())
     spec = scored_spec(spec) if STAGES[stage].has_score_head else spec
-    objective = STAGES[stage].make(STAGES[stage].config(**options))
+    teacher = model_spec(BY_NAME["qwen2"].changed(vocab_size=96).torch_config().to_dict())
+    is_taught = stage == "distill"
+    objective = STAGES[stage].make(STAGES[stage].config(**options), *[teacher] * is_taught)
     documents = random_pairs(96, 8, longest=10)
     documents = [(*d[:2], float(n // 2 % 2)) for n, d in enumerate(documents)]
     if STAGES[stage].has_score_head:
@@ -51,18 +54,24 @@ def case(stage: str, options: dict) -> list[dict]:
         values["entropy_weights"] = arrays["weights"]
         tokens = {name: np.where(trained, array, 0).astype(np.float32) for name, array in values.items()}
         arrays = {name: arrays[name] for name in TOKEN_ARRAYS} | tokens | {"units": arrays["units"].repeat(2, axis=1)}
+    if is_taught:
+        arrays = {name: arrays[name] for name in TOKEN_ARRAYS}
     results = []
     for axes in (None, *MESHES):
         prepared = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))
         leaves, tree = jax.tree.flatten(prepared.trainable)
         moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
         trainable, frozen = jax.tree.unflatten(tree, moved), prepared.frozen
+        taught = {"teacher": init_params(teacher, jax.random.key(2))} if is_taught else {}
         layout, order = None, None
         if axes is not None:
-            layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), prepared.spec)[0]
+            layout = layout_for(
+                make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())]), prepared.spec
+            )[0]
             arrays_ = abstract(LoraConfig(rank=4), spec)
             trainable = jax.device_put(trainable, shardings(arrays_.trainable, layout))
             frozen = jax.device_put(frozen, shardings(arrays_.frozen, layout))
+            taught = jax.device_put(taught, shardings({"teacher": abstract_params(teacher)}, layout)) if taught else {}
             order = zigzag_order(64, axes["cp"]) if "cp" in axes else None
         compute = Compute(loss_chunk=16, layout=layout)
 
@@ -71,7 +80,7 @@ def case(stage: str, options: dict) -> list[dict]:
             return score.loss / score.weight, metric_means(score)
 
         step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        (value, metrics), gradient = step(trainable, frozen, place_batch(arrays, layout, order))
+        (value, metrics), gradient = step(trainable, frozen | taught, place_batch(arrays, layout, order))
         norms = [float(jnp.linalg.norm(g)) for g in jax.tree.leaves(gradient)]
         results.append({"loss": float(value), **{n: float(m) for n, m in metrics.items()}, "norms": norms})
     return results

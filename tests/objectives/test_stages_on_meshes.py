@@ -1,4 +1,4 @@
-"""Stages of pairs, labels and completions on four simulated devices equal one device: all axes split."""
+"""Stages of pairs, labels and completions on four and eight simulated devices equal one device: all axes split."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ STAGES = {
     "dpo": {"ld_alpha": 0.3, "sft_weight": 0.5},
     "kto": {},
     "rm": {"centre": 0.1},
+    "distill": {"loss": "jsd", "beta": 0.3},
     "grpo": {"loss": "grpo", "ratio": "sequence", "beta": 0.1, "entropy_coef": 0.3},
 }
 
@@ -25,7 +26,7 @@ STAGES = {
 def test_a_mesh_changes_nothing(stage):
     """Float32 sums in other orders: 1e-4 of losses, metrics and the norms of all gradients."""
     folder = pathlib.Path(__file__).parent
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"}
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"}
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
     command = [sys.executable, str(folder / "mesh_cases.py"), json.dumps({stage: STAGES[stage]})]
     ran = subprocess.run(command, env=os.environ | flags | paths, capture_output=True, text=True)

@@ -87,6 +87,7 @@ def learned(output: pathlib.Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_killed_anywhere_ends_with_the_same_files(live, tmp_path):
     assert live("whole", "never") == 0
     assert live("killed", "generate:0") == KILLED
@@ -149,6 +150,7 @@ def compare(output: pathlib.Path, expected: dict[str, object]) -> None:
             np.testing.assert_allclose(row[name], before[name], **CLOSE, err_msg=f"update {row['step']}: {name}")
 
 
+@pytest.mark.slow
 def test_micro_batches_packing_and_shared_prompts_change_nothing(live, tmp_path):
     few = {"train": {"steps": 4}, "stage": {"kind": "grpo", "loss": "dr_grpo", "beta": 0.05}}
     assert live("plain", "never", **few) == 0

@@ -125,6 +125,27 @@ MeshSection = Annotated[MeshConfig, refuse_truth_values(MeshConfig)]
 QuantizeSection = Annotated[QuantizeConfig, refuse_truth_values(QuantizeConfig)]
 
 
+class TeacherSection(Section):
+    """The model that stage distill learns from. It is frozen, and in memory beside the student."""
+
+    path: PathText = Field(
+        description="A Hugging Face directory, a hub id, or a run (RUN, RUN@best); of the student's vocabulary."
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    quantize: QuantizeSection | None = Field(
+        default=None, description="Keep the teacher in few bits (nf4, int8, fp8 or int4); null: as it is."
+    )
+
+    @model_validator(mode="after")
+    def _no_address(self) -> TeacherSection:
+        if self.path.startswith(("http://", "https://")):
+            raise ValueError(
+                "a server gives the probabilities of a few tokens, and distillation compares whole vocabularies: give "
+                "the folder or hub id of its model, or let it answer (meshtune predict) and use stage: sft"
+            )
+        return self
+
+
 class EvalSection(Section):
     """Loss on the validation data while training."""
 
@@ -186,8 +207,9 @@ class Recipe(Section):
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
     stage: StageSection = Field(default_factory=SftConfig, description="What is learned and how it is scored.")
+    teacher: TeacherSection | None = Field(default=None, description="The model that stage distill learns from.")
     rollout: RolloutSection | None = Field(
-        default=None, description="Completions that online stages (grpo, rloo) are trained on."
+        default=None, description="Completions that online stages (grpo, rloo), and distill on policy, are trained on."
     )
     rewards: list[RewardSection] = Field(default_factory=list, description="Scores of completions; they are added up.")
     method: MethodSection = Field(default_factory=LoraOptions)

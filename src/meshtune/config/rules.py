@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from meshtune.config.sections import LOW_RANK
 from meshtune.errors import UserError
-from meshtune.objectives.config import ONLINE_STAGES, PAIR_STAGES
+from meshtune.objectives.config import ONLINE_STAGES, PAIR_STAGES, DistillConfig
 
 if TYPE_CHECKING:
     from meshtune.config.recipe import Recipe
+    from meshtune.config.sections import RolloutSection
 
 
 def check_together(recipe: Recipe) -> None:
@@ -23,6 +24,7 @@ def check_together(recipe: Recipe) -> None:
     if recipe.optimizer.layerwise:
         _check_layerwise(recipe)
     _check_answers(recipe)
+    _check_distillation(recipe)
     _check_online(recipe)
 
 
@@ -158,6 +160,24 @@ def _check_answers(recipe: Recipe) -> None:
         )
 
 
+def _check_distillation(recipe: Recipe) -> None:
+    if not isinstance(recipe.stage, DistillConfig):
+        if recipe.teacher is not None:
+            raise ValueError(f"teacher is read by stage distill only, and stage is {recipe.stage.kind}: remove it")
+        return
+    if recipe.teacher is None:
+        raise ValueError("stage distill needs a teacher: give its model, such as teacher: Qwen/Qwen3-8B")
+    if recipe.rewards:
+        raise ValueError("stage distill has no rewards, the teacher's predictions are what it learns: remove rewards")
+    if recipe.stage.on_policy == 0:
+        return
+    if recipe.rollout is None:
+        raise ValueError(
+            f"stage.on_policy {recipe.stage.on_policy:g} trains on completions that the student generates: give "
+            "rollout, such as {prompts: 16, samples: 1, max_tokens: 256}"
+        )
+
+
 def require_online(recipe: Recipe, problem: str) -> None:
     """Raises UserError for a stage that does not generate what it trains on."""
     if recipe.stage.kind not in ONLINE_STAGES:
@@ -169,7 +189,13 @@ def _check_online(recipe: Recipe) -> None:
     """Rules for stages that train on completions of their own."""
     stage, rollout, online = recipe.stage.kind, recipe.rollout, recipe.stage.kind in ONLINE_STAGES
     if not online:
-        for section, given in (("rollout", rollout is not None), ("rewards", bool(recipe.rewards))):
+        generates = isinstance(recipe.stage, DistillConfig) and recipe.stage.on_policy > 0
+        if rollout is not None and generates:
+            _check_rollout(recipe, rollout)
+        for section, given in (
+            ("rollout", rollout is not None and not generates),
+            ("rewards", bool(recipe.rewards)),
+        ):
             if given:
                 raise ValueError(
                     f"{section} is read by online stages only, such as grpo, and stage is {stage}: remove it"
@@ -204,6 +230,12 @@ def _check_online(recipe: Recipe) -> None:
         )
     if rollout.samples < 2 and stage != "ppo":
         raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
+    _check_rollout(recipe, rollout)
+
+
+def _check_rollout(recipe: Recipe, rollout: RolloutSection) -> None:
+    """Rules for the completions of a stage that generates some."""
+    stage = recipe.stage.kind
     if recipe.data.max_length <= rollout.max_tokens:
         raise ValueError(
             f"data.max_length {recipe.data.max_length} is the room of a prompt and its completion, and "

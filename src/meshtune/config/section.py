@@ -28,7 +28,7 @@ from meshtune.config.yaml_text import Path, value_at
 # The keys that name what is read. `output` is written, always below the current directory.
 MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
 REWARD_KEYS = ("function", "model", "json_schema")
-OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"))
+OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"), ("teacher", "path"))
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*))")
 
 

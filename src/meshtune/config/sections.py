@@ -14,6 +14,7 @@ from meshtune.config.rewards import rewards_written_out
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.objectives.config import (
     CpoConfig,
+    DistillConfig,
     DpoConfig,
     GrpoConfig,
     KtoConfig,
@@ -110,15 +111,16 @@ STAGE_PRESETS: dict[str, dict[str, object]] = {
 def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
-    `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
-    lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
-    of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
-    `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
+    `model: PATH` is `model: {path: PATH}`, and so is `teacher: PATH`; `method: full` is `method: {kind: full}`, and a
+    method without a kind is lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the
+    kind gspo, or of another of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is
+    `quantize: {format: nf4}`; `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
     mappings; tasks of reasoning-gym bring their reward. The short forms of `rewards` are in config.rewards.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
-    if isinstance(raw.get("model"), str):
-        raw["model"] = {"path": raw["model"]}
+    for key in ("model", "teacher"):
+        if isinstance(raw.get(key), str):
+            raw[key] = {"path": raw[key]}
     for key, default in (("method", "lora"), ("stage", "sft")):
         value = raw.get(key)
         if isinstance(value, str):
@@ -129,8 +131,9 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
         raw["stage"] = {**preset, **stage, "kind": preset["kind"]}
     if "rewards" in raw:
         raw["rewards"] = rewards_written_out(raw["rewards"])
-    if isinstance(raw.get("quantize"), str):
-        raw["quantize"] = {"format": raw["quantize"]}
+    for section in (raw, raw.get("teacher")):
+        if isinstance(section, dict) and isinstance(section.get("quantize"), str):
+            section["quantize"] = {"format": section["quantize"]}
     if isinstance(raw.get("data"), str | list):
         raw["data"] = {"train": raw["data"]}
     if isinstance(data := raw.get("data"), dict):
@@ -447,6 +450,7 @@ STAGES = (
     SimpoConfig,
     CpoConfig,
     KtoStage,
+    DistillConfig,
     GrpoConfig,
     RlooConfig,
     OnlineDpoConfig,
@@ -461,6 +465,7 @@ StageSection = Annotated[
     | Annotated[SimpoConfig, refuse_truth_values(SimpoConfig)]
     | Annotated[CpoConfig, refuse_truth_values(CpoConfig)]
     | Annotated[KtoStage, refuse_truth_values(KtoStage)]
+    | Annotated[DistillConfig, refuse_truth_values(DistillConfig)]
     | Annotated[GrpoConfig, refuse_truth_values(GrpoConfig)]
     | Annotated[RlooConfig, refuse_truth_values(RlooConfig)]
     | Annotated[OnlineDpoConfig, refuse_truth_values(OnlineDpoConfig)]

@@ -198,7 +198,8 @@ class Workload:
 class Candidate:
     """One way to run a workload: `accumulation` micro-batches of `rows` rows (over all devices) of `length` tokens.
 
-    `remat`, `loss_chunk` (tokens of a row), `mlp_chunk`, `attention_chunk` and `offload` are as in model.compute, and `shared_prompts` too.
+    `remat`, `loss_chunk` (tokens of a row), `mlp_chunk`, `attention_chunk`, `offload` and `shared_prompts` are as in
+    model.compute.
     """
 
     workload: Workload

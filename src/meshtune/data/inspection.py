@@ -18,6 +18,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.prompts import PromptLoader
 from meshtune.data.report import render
+from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.data.tokens import Example
@@ -62,6 +63,8 @@ def _first_examples(data: Loader | Stream | PromptLoader, count: int) -> Sequenc
     order."""
     if isinstance(data, Stream):
         return data.rows.first_examples(count)
+    if not isinstance(data.store, Store):
+        return [data.store[index] for index in range(min(count, len(data.store)))]
     first = range(min(count, len(data.store)))
     of_sources = np.unique(data.store.sources, return_index=True)[1].tolist() if count else []
     return [data.store[index] for index in sorted({*first, *of_sources})]

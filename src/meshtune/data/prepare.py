@@ -14,7 +14,7 @@ from meshtune.data.documents import DocumentList, Documents, load_documents, ope
 from meshtune.data.formats.record import MARGIN
 from meshtune.data.loader import Loader, Units, nll_share
 from meshtune.data.progress import Progress
-from meshtune.data.prompts import PromptLoader
+from meshtune.data.prompts import AnsweredPrompts, PromptLoader
 from meshtune.data.report import DataReport, make_report, prompt_report
 from meshtune.data.store import Store
 from meshtune.data.tokenise import (
@@ -119,7 +119,7 @@ class _Preparation:
             name,
             samples.with_system(data.system),
             self.tokenizer,
-            token_options(data, self.recipe.stage.kind, self.recipe.rollout.max_tokens if self.recipe.rollout else 0),
+            token_options(data, self.recipe.stage.kind, self._room if stage.dataset_type == "prompts" else 0),
             self.recipe.stage.kind,
             self.cache,
             self.progress,
@@ -130,7 +130,7 @@ class _Preparation:
         if stage.dataset_type == "labelled" and name == "train":
             _check_both_labels(store)
         is_train = name == "train"
-        if stage.dataset_type == "prompts":
+        if stage.dataset_type == "prompts" or (is_train and self.recipe.rollout is not None):
             loader = self._prompts(store, is_train=is_train)
             return loader, prompt_report(
                 name, loader, counts, documents.skipped if documents else (), data.max_length, template
@@ -157,11 +157,17 @@ class _Preparation:
         )
         return loader, self._with_template_fix(report)
 
+    @property
+    def _room(self) -> int:
+        """Tokens that a prompt leaves to its completion."""
+        return self.recipe.rollout.max_tokens if self.recipe.rollout else 0
+
     def _prompts(self, store: Store, *, is_train: bool) -> PromptLoader:
         recipe, rollout = self.recipe, self.recipe.rollout
         assert rollout is not None, "config.rules requires it"
+        answered = STAGES[recipe.stage.kind].dataset_type == "documents"
         return PromptLoader(
-            store,
+            AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
             row_length=recipe.data.max_length * STAGES[recipe.stage.kind].unit_segments,

@@ -169,7 +169,7 @@ def prompt_report(
         efficiency=1.0,
         histogram=histogram(lengths),
         longest=int(lengths.max()),
-        copies=_copies(loader.store, "documents"),
+        copies=len(lengths) - len(np.unique(loader.store.digests)),
         max_length=max_length,
         template=template,
         cache_damage=loader.store.damage,

@@ -350,3 +350,41 @@ class PpoConfig:
     def upper_epsilon(self) -> float:
         """How far the ratio may rise above 1."""
         return self.cliprange
+
+
+TEACHER = "teacher"  # where the teacher's parameters are among the step's frozen ones
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Distillation: the student learns a teacher's predictions of every token (https://arxiv.org/abs/2306.13649).
+
+    `loss` is reverse_kl, KL(student || teacher); forward_kl, KL(teacher || student); or jsd, the generalised
+    Jensen-Shannon divergence, as trl's GKD has them with beta 1, beta 0 and beta between.
+    """
+
+    kind: Literal["distill"] = "distill"
+    loss: Literal["reverse_kl", "forward_kl", "jsd"] = option(
+        "jsd", "distill: reverse_kl seeks the teacher's likeliest answers, forward_kl all of them, jsd both."
+    )
+    beta: float = option(0.5, "distill: weight of the teacher in the mixture that jsd compares both with.", gt=0, lt=1)
+    temperature: float = option(1.0, "distill: divides the logits of both models in the loss.", gt=0)
+    on_policy: float = option(
+        0.0,
+        "distill: share of updates on completions of the student's own; the others are on the data's answers.",
+        ge=0,
+        le=1,
+    )
+
+    def __post_init__(self):
+        if self.loss != "jsd" and self.beta != 0.5:
+            raise UserError(
+                f"beta has no meaning for loss {self.loss}",
+                where="stage.beta",
+                fix="use loss jsd, or leave beta out",
+            )
+
+    @property
+    def interpolation(self) -> float:
+        """The beta of trl's GKD: 0 is forward KL, 1 reverse KL."""
+        return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.beta}[self.loss]

@@ -16,6 +16,7 @@ from meshtune.objectives import sft
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import (
     CpoConfig,
+    DistillConfig,
     DpoConfig,
     GrpoConfig,
     KtoConfig,
@@ -43,7 +44,7 @@ class Stage(Generic[Options]):
     """A kind of training.
 
     `config` is the dataclass of its options and `make(options)` builds its objective; those of prompts take
-    the sampler's temperature too. `title` names the stage for
+    the sampler's temperature too, and distillation the teacher's spec. `title` names the stage for
     people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
     training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
     `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `has_critic` that a
@@ -121,6 +122,12 @@ STAGES: dict[str, Stage[Any]] = {
         unit="answer",
         headline=(("rewards/chosen", "chosen reward"), ("rewards/rejected", "rejected reward")),
         needs_reference=True,
+    ),
+    "distill": Stage(
+        DistillConfig,
+        LazyFunction("meshtune.objectives.distill:make"),
+        "distillation",
+        headline=(("agreement", "agreement"),),
     ),
     "grpo": _online_stage(GrpoConfig, LazyFunction("meshtune.objectives.policy:grpo"), "GRPO"),
     "rloo": _online_stage(RlooConfig, LazyFunction("meshtune.objectives.policy:rloo"), "RLOO"),

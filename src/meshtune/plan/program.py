@@ -176,6 +176,7 @@ STAGE_OF: dict[str, Overrides] = {
     name: {"stage": {"kind": name}, **(PAIRS if name in PAIR_STAGES else ONLINE if name in ONLINE_STAGES else {})}
     for name in STAGES
 }
+STAGE_OF["distill"] = {**STAGE_OF["distill"], "teacher": "."}  # recipe_of gives it the small model
 OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES.get(name, {})}} for name in OPTIMIZERS}
 UPDATE_VARIANTS: dict[str, Overrides] = {
     "clipping": {"optimizer": {"max_grad_norm": 1.0}},
@@ -206,6 +207,7 @@ def recipe_of(*parts: Overrides) -> Recipe:
     fields |= {"train": {"steps": 10, "batch_size": 4}}
     for part in parts:
         for section, value in part.items():
+            value = model() if section == "teacher" else value
             current = fields.get(section)
             fields[section] = {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value
     return load_recipe(fields)

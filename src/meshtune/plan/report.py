@@ -19,6 +19,7 @@ from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.data.documents import CheckedSource, DocumentList, load_documents
 from meshtune.data.prepare import prepare_data
+from meshtune.data.prompts import PromptLoader
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
@@ -111,6 +112,7 @@ def lengths_of(recipe: Recipe) -> Lengths | None:
     with contextlib.suppress(UserError):
         if not _remote_paths(recipe) and len(_documents(recipe, recipe.data)) <= SAMPLE:
             prompts = prepare_data(recipe, tokenizer_of(recipe.model)[0]).train
+            assert isinstance(prompts, PromptLoader)
             prompt = float(prompts.store.lengths.mean())
     return Lengths(prompt, completion, longest, f"measured in {recipe.output}")
 

@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import pack, unpacked_rows
-from meshtune.objectives.config import GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
+from meshtune.objectives.config import DistillConfig, GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
 from meshtune.rollout.shared import Span, fill_shared_rows, plan_shared_rows
 
 
@@ -102,17 +102,19 @@ def micro_batches(arrays: Mapping[str, np.ndarray], accumulation: int) -> dict[s
 
 def online_arrays(recipe: Recipe, *, shared: bool) -> list[str]:
     """The arrays of a batch of an online stage, whose prompts are `shared` or not."""
-    stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion", "advantages"]
+    stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion"] + ["parent_ids"] * shared
+    if isinstance(stage, DistillConfig):
+        return names
     if isinstance(stage, OnlineDpoConfig):
-        return [*names, "reference_tokens"] + ["parent_ids"] * shared
-    names.append("sampled")
+        return [*names, "advantages", "reference_tokens"]
+    names += ["advantages", "sampled"]
     if is_reused(recipe):
         names.append("old")
     if isinstance(stage, GrpoConfig):
         names += ["reference_tokens"] * (stage.beta > 0) + ["entropy_weights"] * (stage.entropy_coef != 0)
     if isinstance(stage, PpoConfig):
         names += ["values_old", "returns"]
-    return names + ["parent_ids"] * shared + ["policy_weights"] * has_policy_weights(recipe)
+    return names + ["policy_weights"] * has_policy_weights(recipe)
 
 
 def loss_temperature(recipe: Recipe) -> float:

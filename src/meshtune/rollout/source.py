@@ -260,7 +260,7 @@ class RolloutSource:
             self.rows_sizes,
             packing=self.recipe.data.packing,
             shared=self._shared,
-            together=STAGES[self.recipe.stage.kind].unit_segments == samples,
+            together=STAGES[self.recipe.stage.kind].unit_segments == 2,
         )
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
@@ -319,12 +319,23 @@ class RolloutSource:
         return rollout_metrics(completions, scores, self.reward_names, total, group_ids), len(completions)
 
 
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """The lengths of completions and the share of those that were cut, under trl's names."""
+    lengths = np.array([len(completion.ids) for completion in completions])
+    ended = np.array([completion.reason == "stop" for completion in completions])
+    return {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
+    }
+
+
 def rollout_metrics(
     completions: Sequence[Completion], scores: Scores, names: Sequence[str], total: np.ndarray, groups: np.ndarray
 ) -> dict[str, float]:
     """The metrics of a rollout, under trl's names. `total` [N] is the weighted reward, NaN where there is none."""
-    lengths = np.array([len(completion.ids) for completion in completions])
-    ended = np.array([completion.reason == "stop" for completion in completions])
     scored = total[~np.isnan(total)]
     by_group = [total[groups == group] for group in np.unique(groups)]
     deviations = [float(np.std(group, ddof=1)) if len(group) > 1 else 0.0 for group in by_group]
@@ -332,12 +343,7 @@ def rollout_metrics(
         "reward": float(scored.mean()) if len(scored) else 0.0,
         "reward_std": float(np.nanmean(deviations)) if deviations else 0.0,
         "frac_reward_zero_std": float(np.mean([len(set(group.tolist())) == 1 for group in by_group])),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(1 - ended.mean()),
-        "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
-    }
+    } | completion_metrics(completions)
     for name, values in zip(names, scores.values.T, strict=True):
         values = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0

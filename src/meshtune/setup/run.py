@@ -22,6 +22,7 @@ from meshtune.setup.coverage import coverage_decisions, quantize_decisions
 from meshtune.setup.machine import Machine, ProcessDevices, check_devices
 from meshtune.setup.stage import abstract_model
 from meshtune.setup.start import Start, start_of
+from meshtune.setup.teacher import Teacher, teacher_of, with_teacher_axes
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
 from meshtune.weights.passed_through import notes as passing_notes
@@ -33,7 +34,7 @@ class Run:
 
     `recipe` has no key left at `auto` that the search decides. `source` holds the weights: the published model, or
     `start` once it is written. `arrays` is the model as the method splits it, with ArraySpecs for arrays, and the spec
-    that fits it. `decisions` are the automatic choices, for the banner.
+    that fits it. `decisions` are the automatic choices, for the banner. `teacher` is what a distillation learns from.
 
     The later stages have these fields too: train.run_setup.PreparedRun, and train.assemble.LoadedRun.
     """
@@ -46,6 +47,7 @@ class Run:
     machine: Machine
     layout: Layout | None
     decisions: list[Decision]
+    teacher: Teacher | None
 
     @property
     def spec(self) -> ModelSpec:
@@ -90,6 +92,7 @@ def resolve_run(
     _check_length(recipe.data.max_length, start.spec)
     quantize = quantization_of(recipe, start.spec)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, quantize)
+    teacher = teacher_of(recipe, precision.frozen, start.spec, weights=weights)
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:
         check_devices(processes, mesh.devices, mesh=str(mesh), launcher=launcher)
@@ -104,7 +107,10 @@ def resolve_run(
             Decision("critic", "trained with the model", "its own adapters or weights, no part of the result")
         )
     decisions = [*notes, *coverage, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
-    return Run(recipe, start, source, precision, arrays, machine, layout, decisions)
+    layout = with_teacher_axes(layout, teacher)
+    if teacher is not None:
+        decisions.append(Decision("teacher", teacher.path, f"{teacher.spec.family}, frozen beside the student"))
+    return Run(recipe, start, source, precision, arrays, machine, layout, decisions, teacher)
 
 
 def quantization_of(recipe: Recipe, spec: ModelSpec) -> QuantizeConfig | None:

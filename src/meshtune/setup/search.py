@@ -25,6 +25,7 @@ from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.gather import check_batch, check_experts
 from meshtune.model.model_cache import rows_bucket
+from meshtune.objectives.config import TEACHER
 from meshtune.quantize.config import FormatName, QuantizeConfig
 from meshtune.quantize.published import read_scheme
 from meshtune.quantize.published.scheme import Scheme
@@ -33,6 +34,7 @@ from meshtune.setup.machine import Machine
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import abstract_model, row_length, scoring_passes
 from meshtune.setup.start import start_of
+from meshtune.setup.teacher import teacher_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
 
@@ -183,6 +185,9 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
+    teacher = teacher_of(recipe, precision.frozen, start.spec, weights=False)
+    if teacher is not None:
+        arrays = dataclasses.replace(arrays, frozen=arrays.frozen | {TEACHER: teacher.parameters})
     return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
 
 

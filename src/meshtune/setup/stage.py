@@ -27,9 +27,11 @@ computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """Builds the objective that the step differentiates."""
+def objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:
+    """Builds the objective that the step differentiates; `teacher` is the spec of a distillation's teacher."""
     stage = STAGES[recipe.stage.kind]
+    if teacher is not None:
+        return stage.make(recipe.stage, teacher)
     if stage.dataset_type == "prompts":
         return stage.make(recipe.stage, loss_temperature(recipe))
     return stage.make(recipe.stage)
@@ -46,10 +48,12 @@ def abstract_model(
     return abstract_critic(model, dtype) if STAGES[recipe.stage.kind].has_critic else model
 
 
-def evaluation_objective_of(recipe: Recipe) -> Objective:
+def evaluation_objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:
     """Builds the objective of validation: of supervised tuning, the plain loss of every target. Smoothed labels and
     weights by probability would hide it from early stopping and from the choice of the best checkpoint."""
     stage = recipe.stage
+    if teacher is not None:
+        return objective_of(recipe, teacher)
     if isinstance(stage, SftConfig):
         stage = dataclasses.replace(stage, loss="nll", label_smoothing=0.0)
     return STAGES[stage.kind].make(stage)
@@ -75,7 +79,7 @@ def batch_arrays(
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
-    if stage.dataset_type == "prompts":
+    if recipe.rollout is not None:
         names = online_arrays(recipe, shared=shared_prompts)
     elif stage.dataset_type != "documents":
         names += ["units", "values"]

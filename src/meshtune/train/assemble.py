@@ -32,12 +32,14 @@ from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
 from meshtune.objectives.answers import CRITIC, without_critic
+from meshtune.objectives.config import TEACHER
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.optimizer import Optimizer, Schedule
 from meshtune.setup.choices import optimizer_of
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.run import Run
 from meshtune.setup.stage import batch_arrays, draws, objective_of
+from meshtune.setup.teacher import Teacher
 from meshtune.train.run_setup import PreparedRun
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state, init_state
@@ -59,7 +61,7 @@ def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:
 def step_for(run: Run, compute: Compute, optimizer: Optimizer) -> jax.stages.Wrapped:
     """Builds the jitted train step (train.step.build.make_train_step)."""
     return make_train_step(
-        objective_of(run.recipe),
+        objective_of(run.recipe, run.teacher and run.teacher.spec),
         run.spec,
         compute,
         optimizer,
@@ -90,7 +92,7 @@ def frozen_like(run: Run) -> Tree:
 
     Raises: UserError if the recipe offloads tables and all of them are trained.
     """
-    frozen = run.arrays.frozen
+    frozen = run.arrays.frozen | ({} if run.teacher is None else {TEACHER: run.teacher.parameters})
     if run.layout is None:
         like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), frozen)
     else:
@@ -132,11 +134,15 @@ CALIBRATED = 2048  # tokens per row at most: calibration does not chunk longer r
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun(PreparedRun):
-    """A run with its weights: the third stage. `model.trainable` are the initial values of the trained arrays."""
+    """A run with its weights: the third stage. `model.trainable` are the initial values of the trained arrays.
+
+    `frozen` is what the step is given: the model's frozen arrays, and those of the teacher of a distillation.
+    """
 
     model: PreparedModel
     optimizer: Optimizer
     schedule: Schedule
+    frozen: Tree
 
 
 def load_run(run: PreparedRun) -> tuple[LoadedRun, TrainState]:
@@ -154,9 +160,20 @@ def load_run(run: PreparedRun) -> tuple[LoadedRun, TrainState]:
     like = None if run.layout is None and not run.offload else state_like(run, optimizer)
     if like is not None and not {"weights", "tables"}.isdisjoint(run.offload):
         trainable = offload_arrays(model.trainable, like.trainable)
-        model = dataclasses.replace(model, trainable=trainable, frozen=offload_arrays(model.frozen, frozen_like(run)))
+        waiting = {name: node for name, node in frozen_like(run).items() if name != TEACHER}
+        model = dataclasses.replace(model, trainable=trainable, frozen=offload_arrays(model.frozen, waiting))
     state = init_state(model.trainable, optimizer, like, model.buffers)
-    return LoadedRun(**vars(run), model=model, optimizer=optimizer, schedule=schedule), state
+    frozen = model.frozen
+    if run.teacher is not None:
+        frozen = frozen | {TEACHER: _load_teacher(run, run.teacher)}
+    return LoadedRun(**vars(run), model=model, optimizer=optimizer, schedule=schedule, frozen=frozen), state
+
+
+def _load_teacher(run: PreparedRun, teacher: Teacher) -> Tree:
+    with run.console.status("loading the teacher"):
+        params = teacher.load(run.layout)
+    run.console.print(f"[bold]loaded[/] the teacher, {teacher.path}", highlight=False)
+    return offload_arrays(params, frozen_like(run)[TEACHER]) if run.offload else params
 
 
 def load_model(

@@ -24,8 +24,10 @@ from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.answers import Batch, without_adapters, without_critic
+from meshtune.objectives.config import DistillConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.batch import loss_temperature
+from meshtune.rollout.distill import DistillSource
 from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
 from meshtune.rollout.scoring import Scorer
@@ -57,10 +59,11 @@ def rollout_source(
     assert isinstance(loader, PromptLoader)
     if start and recipe.accept_changes and run.job.is_main_process:
         remove_rollouts(run.output / FOLDER, after=(start - 1) // loader.updates)  # they are of the recipe before
+    kind = DistillSource if isinstance(recipe.stage, DistillConfig) else RolloutSource
     ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
     scorer = Scorer(run.model.spec, run.compute, place, loss_temperature(recipe), order)
     model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
-    return RolloutSource(
+    return kind(
         recipe,
         loader,
         model,

@@ -188,7 +188,7 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
-    banner.show_plan(console, run.plan(loaded.model, state), run.decisions)
+    banner.show_plan(console, run.plan(loaded.model, state, loaded.frozen), run.decisions)
     if record.step < run.total_steps:
         checkpoints.check_room(state)
     if run.job.is_main_process:

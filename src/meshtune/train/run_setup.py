@@ -16,6 +16,7 @@ from rich.console import Console
 from meshtune import terminal
 from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, quantize_record
+from meshtune.arrays.tree import Tree
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import Target
@@ -109,8 +110,8 @@ class PreparedRun(Run):
         """Whether a micro-batch that does not fit is made smaller."""
         return self.requested.train.micro_batch == "auto"
 
-    def plan(self, model: PreparedModel, state: TrainState) -> banner.Plan:
-        """The run in numbers, for the banner."""
+    def plan(self, model: PreparedModel, state: TrainState, frozen: Tree) -> banner.Plan:
+        """The run in numbers, for the banner; `frozen` are all arrays that no update changes."""
         recipe, report, method = self.recipe, self.data.report, self.method
         gradients = 0 if recipe.optimizer.layerwise else bytes_on_each(model.trainable, itemsize=4)
         optimizer = optimizer_of(recipe, self.precision)
@@ -126,7 +127,7 @@ class PreparedRun(Run):
             tokens=report.counts.tokens / max(1, report.steps_per_epoch),
             records=f"{report.samples:,} {report.noun}",
             optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule}",
-            state_bytes=bytes_on_each((state, model.frozen)) + gradients,
+            state_bytes=bytes_on_each((state, frozen)) + gradients,
         )
 
 
@@ -152,6 +153,8 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     check_source(run.source, job)
     reference = reference_of(recipe, run.method)
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
+    if run.teacher is not None:
+        run.teacher.check_tokenizer(tokenizer)
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
         data = _prepare_data(run, tokenizer, console, share)
     length = data.train.row_length

@@ -60,7 +60,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     early = recipe.eval
     return Task(
         step=step,
-        frozen=run.model.frozen,
+        frozen=run.frozen,
         batches=batches,
         place=place,
         shown=lambda state: result_params(run.optimizer, state),
@@ -121,7 +121,7 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
 def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
     started = time.monotonic()
     with run.console.status("compiling the training step"):
-        compiled = step.lower(state, run.model.frozen, batch, np.int32(0)).compile()
+        compiled = step.lower(state, run.frozen, batch, np.int32(0)).compile()
     facts = compiled.memory_analysis()
     memory = ""
     if facts is not None:
@@ -149,12 +149,14 @@ def _evaluator(
         return None
     if isinstance(loader, PromptLoader):
         return functools.partial(evaluate_online, batches, run.model.frozen, loader)
-    step = make_eval_step(evaluation_objective_of(run.recipe), run.model.spec, run.compute)
+    step = make_eval_step(
+        evaluation_objective_of(run.recipe, run.teacher and run.teacher.spec), run.model.spec, run.compute
+    )
 
     def validate(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
             arrays = (batch.arrays for batch in batches)
-            return evaluate(step, run.model.spec, trainable, run.model.frozen, arrays, place=place)
+            return evaluate(step, run.model.spec, trainable, run.frozen, arrays, place=place)
 
     return validate
 

@@ -1,0 +1,170 @@
+"""Divergences between the predictions of two models, with the logits of one chunk of positions of both at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, PyTree
+
+from meshtune.kernels.cross_entropy import ChunkSchedule, Head, LossSharding, flatten_rows, run_over_mesh
+
+
+def divergence(
+    heads: tuple[Head, Head],
+    student_head: PyTree,
+    teacher_head: PyTree,
+    student: Float[Array, "B T D"],
+    teacher: Float[Array, "B T E"],
+    weights: Float[Array, "B T"],
+    *,
+    beta: float,
+    chunk: int,
+    sharding: LossSharding | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The weighted sums of the generalised Jensen-Shannon divergence and of equal predictions: float32 scalars.
+
+    With p of the student, q of the teacher and m = (1 - beta) p + beta q, a position's divergence is beta KL(q || m) +
+    (1 - beta) KL(p || m), KL(q || p) for beta 0 and KL(p || q) for beta 1, over the whole vocabulary (GKD,
+    https://arxiv.org/abs/2306.13649, as trl computes it). Predictions are equal where both have the same likeliest
+    token. `heads` make float32 logits [..,V] of each model's head and hidden states; at most B * chunk * V of each
+    model exist at a time. `student` and the differentiated leaves of `student_head` get gradients, the teacher none.
+    `sharding` is that of the leaves of both heads, the student's first, which split the vocabulary alike.
+    """
+    size = min(chunk, student.shape[1])
+    return _divergence(heads, beta, size, sharding, student_head, teacher_head, student, teacher, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _divergence(heads, beta, chunk, sharding, student_head, teacher_head, student, teacher, weights):
+    leaves, treedef = jax.tree.flatten((student_head, teacher_head))
+
+    def local_sums(vocab_axis, leaves, student, teacher, weights):
+        size = chunk * weights.shape[0]
+        student, teacher, weights = flatten_rows(student, teacher, weights)
+        schedule, params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, leaves)
+
+        def add_chunk(c, sums):
+            positions, chunk_weights = schedule.chunk(c, size)
+            logits = heads[0](params[0], student[positions]), heads[1](params[1], teacher[positions])
+            loss, equal = _compare(*logits, vocab_axis, beta).sums(chunk_weights)
+            return sums[0] + loss, sums[1] + equal
+
+        return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
+
+    return run_over_mesh(local_sums, sharding, ("sum", "sum"), leaves, student, teacher, weights)
+
+
+def _forward(heads, beta, chunk, sharding, student_head, teacher_head, student, teacher, weights):
+    """The sums, and the first one's gradients: of the student's hidden states and its head's differentiated leaves."""
+    assert not any(leaf.perturbed for leaf in jax.tree.leaves((teacher, teacher_head))), "the teacher is frozen"
+    assert not weights.perturbed, "the weights are data"
+    leaves, treedef = jax.tree.flatten((student_head, teacher_head))
+    trainable = [n for n, leaf in enumerate(leaves) if leaf.perturbed]
+    hidden_grad = student.perturbed
+
+    def local_sums_and_grads(vocab_axis, values, student, teacher, weights):
+        size, shape = chunk * weights.shape[0], student.shape
+        student, teacher, weights = flatten_rows(student, teacher, weights)
+        schedule, teacher_params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, values)[1]
+
+        def logits_of(trained, hidden):
+            params = list(values)
+            for n, value in zip(trainable, trained, strict=True):
+                params[n] = value
+            return heads[0](jax.tree.unflatten(treedef, params)[0], hidden)
+
+        def add_chunk(c, running):
+            loss, equal, d_params, d_hidden = running
+            positions, chunk_weights = schedule.chunk(c, size)
+            logits, vjp = jax.vjp(logits_of, [values[n] for n in trainable], student[positions])
+            compared = _compare(logits, heads[1](teacher_params, teacher[positions]), vocab_axis, beta)
+            trained_grads, hidden_grads = vjp(compared.gradients * chunk_weights[..., None])
+            d_params = [total + grad.astype(total.dtype) for total, grad in zip(d_params, trained_grads, strict=True)]
+            if hidden_grad:
+                d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, hidden_grads, c * size, axis=0)
+            chunk_loss, chunk_equal = compared.sums(chunk_weights)
+            return loss + chunk_loss, equal + chunk_equal, d_params, d_hidden
+
+        # The gradient of a bfloat16 head is accumulated over the chunks in float32.
+        zero_grads = [jnp.zeros(values[n].shape, jnp.promote_types(values[n].dtype, jnp.float32)) for n in trainable]
+        zero_hidden = jnp.zeros((schedule.order.shape[0], shape[2]), student.dtype) if hidden_grad else None
+        zeros = jnp.float32(0.0), jnp.float32(0.0), zero_grads, zero_hidden
+        loss, equal, d_params, d_hidden = jax.lax.fori_loop(0, schedule.count, add_chunk, zeros)
+        if hidden_grad:
+            d_hidden = schedule.unsort(d_hidden, weights.shape[0]).reshape(shape)
+        return loss, equal, d_params, d_hidden
+
+    values = [leaf.value for leaf in leaves]
+    results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
+    arguments = values, student.value, teacher.value, weights.value
+    loss, equal, d_params, d_hidden = run_over_mesh(local_sums_and_grads, sharding, results, *arguments)
+    d_leaves: list[jax.Array | None] = [None] * len(leaves)
+    for n, grad in zip(trainable, d_params, strict=True):
+        d_leaves[n] = grad.astype(values[n].dtype)
+    return (loss, equal), (*jax.tree.unflatten(treedef, d_leaves), d_hidden)
+
+
+def _backward(heads, beta, chunk, sharding, grads, cotangents):
+    d_loss = jnp.float32(0.0) if isinstance(cotangents[0], SymbolicZero) else cotangents[0]
+    d_student_head, d_teacher_head, d_hidden = jax.tree.map(lambda x: (x * d_loss).astype(x.dtype), grads)
+    return d_student_head, d_teacher_head, d_hidden, None, None
+
+
+_divergence.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class Compared(NamedTuple):
+    """The divergences of a chunk of positions, their gradients with respect to the student's logits, and 1 where both
+    models have the same likeliest token."""
+
+    losses: Float[Array, "N"]
+    gradients: Float[Array, "N V"]
+    equal: Float[Array, "N"]
+
+    def sums(self, weights: Float[Array, "N"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The weighted sums of the divergences, of which those of weight 0 may be infinite, and of `equal`."""
+        return jnp.where(weights != 0, self.losses * weights, 0.0).sum(), (self.equal * weights).sum()
+
+
+def _compare(student: jax.Array, teacher: jax.Array, vocab_axis: str | None, beta: float) -> Compared:
+    """Compares logits [N, V] of both models, whose vocabulary may be sharded over `vocab_axis`.
+
+    The gradient of every divergence is p (g - sum p g), with g = log(p / q) for beta 1 and (1 - beta) log(p / m) below;
+    for beta 0 it is p - q.
+    """
+    if vocab_axis is None:
+        max_over_vocab, sum_over_vocab = lambda x: x, lambda x: x
+    else:
+        max_over_vocab = functools.partial(jax.lax.pmax, axis_name=vocab_axis)
+        sum_over_vocab = functools.partial(jax.lax.psum, axis_name=vocab_axis)
+
+    def predict(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        maximum = max_over_vocab(logits.max(-1, keepdims=True))
+        exponentials = jnp.exp(logits - maximum)
+        total = sum_over_vocab(exponentials.sum(-1, keepdims=True))
+        return exponentials / total, logits - maximum - jnp.log(total), logits == maximum
+
+    def total(values: jax.Array) -> jax.Array:
+        return sum_over_vocab(values.sum(-1, keepdims=True))
+
+    def product(probabilities: jax.Array, logs: jax.Array) -> jax.Array:
+        return jnp.where(probabilities > 0, probabilities * logs, 0.0)  # also for a logit of minus infinity
+
+    p, log_p, likeliest = predict(student)
+    q, log_q, teacher_likeliest = predict(teacher)
+    equal = sum_over_vocab((likeliest & teacher_likeliest).any(-1).astype(jnp.float32)) > 0
+    if beta == 0:
+        losses, gradients = total(product(q, log_q - log_p)), p - q
+    elif beta == 1:
+        losses = total(product(p, log_p - log_q))
+        gradients = product(p, log_p - log_q - losses)
+    else:
+        log_m = jnp.logaddexp(log_p + jnp.log1p(-beta), log_q + jnp.log(beta))
+        distance = total(product(p, log_p - log_m))
+        losses = beta * total(product(q, log_q - log_m)) + (1 - beta) * distance
+        gradients = (1 - beta) * product(p, log_p - log_m - distance)
+    return Compared(losses[..., 0], gradients, equal.astype(jnp.float32))

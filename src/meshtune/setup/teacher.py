@@ -1,0 +1,119 @@
+"""Resolves the teacher of a distillation: its arrays, which are frozen in the step, without reading weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.continued import resume_adapter, resumed_config
+from meshtune.adapters.method import PreparedModel, abstract
+from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.config.recipe import Recipe
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+from meshtune.families.quantised import quantised_leaves
+from meshtune.mesh.layout import Layout
+from meshtune.model.gather import layout_for
+from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.runs.sources import ADAPTER_CONFIG, Source, find, is_run, split_state
+from meshtune.weights.hub import CONFIG, locate
+from meshtune.weights.load import load_params, load_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """The teacher of a run, without weights: `arrays` has ArraySpecs for arrays, of any adapter as `trainable`."""
+
+    path: str
+    source: Source
+    quantize: QuantizeConfig | None
+    arrays: PreparedModel
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.arrays.spec
+
+    @property
+    def parameters(self) -> Tree:
+        """One tree of all ArraySpecs."""
+        return self.arrays.parameters
+
+    def load(self, layout: Layout | None) -> Tree:
+        """Loads the parameters, sharded by `layout`. Collective."""
+        params = load_params(
+            self.source.base, self.spec, layout=layout, quantize=self.quantize, plain=flatten(self.arrays.trainable)
+        )
+        if self.source.adapter is None:
+            return params
+        return resume_adapter(self.source.adapter, self.arrays, self.spec, params, layout).parameters
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Raises UserError if the teacher has another tokenizer than the student."""
+        ours, theirs = tokenizer.get_vocab(), load_tokenizer(self.source.tokenizer).get_vocab()
+        if ours == theirs:
+            return
+        differing = next((token for token in ours if theirs.get(token) != ours[token]), None)
+        token = differing or next(token for token in theirs if token not in ours)
+        raise UserError(
+            f"the teacher has another tokenizer: {token!r} is {theirs.get(token, 'no token')} in {self.path} and "
+            f"{ours.get(token, 'no token')} in the student's, so their predictions are of other tokens",
+            where="teacher.path, model.path",
+            fix="use a teacher of the student's family and vocabulary; or generate answers with this one (meshtune "
+            "predict) and learn them by stage: sft",
+        )
+
+
+def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool = True) -> Teacher | None:
+    """Resolves the teacher of a recipe, None where it has none; its weights will be `dtype`.
+
+    Without `weights` the config of a teacher on a hub is enough. Raises: UserError for a teacher that does not exist,
+    and for one without predictions over the student's vocabulary.
+    """
+    section = recipe.teacher
+    if section is None:
+        return None
+    directory, _ = split_state(section.path)
+    if not weights and not is_run(directory) and not (directory / ADAPTER_CONFIG).is_file():
+        source = Source(locate(section.path, section.revision, allow=CONFIG), None, section.path, None)
+    else:
+        source = find(section.path, revision=section.revision)
+    spec, _ = load_spec(source.base, dtype)
+    if spec.scored:
+        raise UserError(
+            "the teacher is a reward model: it gives scores, and predicts no tokens",
+            where="teacher.path",
+            fix="give a causal language model",
+        )
+    if source.adapter is None:
+        leaves = quantised_leaves(flatten(abstract_params(spec)), section.quantize, spec)
+        arrays = PreparedModel(spec, {}, unflatten(flatten(abstract_params(spec)) | leaves))
+    else:
+        arrays = abstract(resumed_config(source.adapter, spec, LoraConfig()), spec, dtype, section.quantize)
+    if arrays.spec.vocab != student.vocab:
+        larger = arrays.spec.vocab > student.vocab
+        raise UserError(
+            f"the teacher predicts {arrays.spec.vocab:,} tokens ({section.path}) and the student {student.vocab:,} "
+            f"({recipe.model.path}): predictions over different vocabularies cannot be compared",
+            where="teacher.path, model.path",
+            fix=f"where both have the same tokenizer, set model.pad_vocab_to: {arrays.spec.vocab}, which gives the "
+            "student as many rows; else use a teacher of the student's family"
+            if larger
+            else "use a teacher of the student's family with as many rows",
+        )
+    return Teacher(section.path, source, section.quantize, arrays)
+
+
+def with_teacher_axes(layout: Layout | None, teacher: Teacher | None) -> Layout | None:
+    """The layout for both models: what tp cannot split in either is whole in both.
+
+    Raises: UserError for a mesh that the teacher does not support.
+    """
+    if layout is None or teacher is None:
+        return layout
+    other, _ = layout_for(layout.mesh, teacher.spec)
+    return dataclasses.replace(layout, tp_replicated=layout.tp_replicated | other.tp_replicated)
