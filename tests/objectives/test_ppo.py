@@ -265,5 +265,5 @@ def test_recipes_of_ppo():
     fields |= {"rewards": [{"kind": "length", "target": 4}], "rollout": {"max_tokens": 8}}
     for optimizer in ({"name": "badam"}, {"in_backward": True, "max_grad_norm": None}):
         with pytest.raises(UserError, match="the critic"):
-            load_recipe(fields | {"optimizer": optimizer, "train": {"micro_batch": 16}})
+            load_recipe(fields | {"optimizer": optimizer, "train": {"micro_batch": 32}})
     assert dataclasses.asdict(recipe_of().stage)["vf_coef"] == 0.1
