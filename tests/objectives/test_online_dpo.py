@@ -12,6 +12,7 @@ import copy
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -136,6 +137,7 @@ def test_a_pairs_loss_and_gradients_equal_trls(loss_type, shared, drawn):
     assert made.advantages.tolist() == [1, -1, 1, -1, -1, 1]
     spec, params = same_weights(model)
     objective = STAGES["online_dpo"].make(recipe.stage)
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
 
     @jax.jit
     def both(params):
@@ -189,7 +191,7 @@ def test_pairs_stay_together_where_packing_would_part_them(shared, lengths):
 
 def test_a_batch_is_of_pairs_and_other_numbers_of_samples_are_refused():
     recipe = recipe_of()
-    assert (recipe.train.batch_size, recipe.rollout.completions) == (3, 6)
+    assert recipe.train.batch_size == 3
     for rollout, message in (
         ({"samples": 8}, "rollout.samples: 2"),
         ({"samples": 2, "correction": "token_mask"}, "no ratio"),

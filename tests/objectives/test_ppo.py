@@ -25,6 +25,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.inputs import inputs_of
 from meshtune.objectives.answers import CRITIC, metric_means, without_adapters, without_critic
+from meshtune.objectives.config import PpoConfig
 from meshtune.objectives.critic import abstract_critic, critic_values, start_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens
@@ -40,7 +41,7 @@ SPLITS = np.cumsum(LENGTHS)[:-1]
 
 
 def recipe_of(rollout=None, **options):
-    fields = {"model": "m", "data": {"train": "d.jsonl", "max_length": 16}, "output": "o"}
+    fields: dict[str, object] = {"model": "m", "data": {"train": "d.jsonl", "max_length": 16}, "output": "o"}
     fields |= {"stage": {"kind": "ppo", **options}, "rewards": [{"kind": "length", "target": 4}]}
     rollout = {"prompts": 3, "samples": 2, "max_tokens": 8, "iterations": 2, "temperature": 0.7} | (rollout or {})
     return load_recipe(fields | {"rollout": rollout})
@@ -83,7 +84,7 @@ def trls(values, scores, stage):
     logr = ref_logprobs - logprobs
     kl = -logr if stage.kl_estimator == "k1" else (logr.exp() - 1) - logr
     rewards = -stage.kl_coef * kl
-    rewards[torch.arange(len(rewards)), mask.sum(1) - 1] += scores
+    rewards[torch.arange(len(rewards)), mask.sum(dim=1) - 1] += scores
     if stage.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False)
     rewards = torch.masked_fill(rewards, ~mask, 0)
@@ -93,7 +94,7 @@ def trls(values, scores, stage):
         delta = rewards[:, t] + stage.gamma * nextvalues - values[:, t]
         lastgaelam = delta + stage.gamma * stage.lam * lastgaelam
         advantages_reversed.append(lastgaelam)
-    advantages = torch.stack(advantages_reversed[::-1], axis=1)
+    advantages = torch.stack(advantages_reversed[::-1], dim=1)
     returns = advantages + values
     return masked_whiten(advantages, mask) * mask, returns * mask, mask
 
@@ -156,6 +157,7 @@ def test_a_steps_loss_and_gradients_equal_trls(models):
     policy, critic, score, prompts, completions = models
     recipe = recipe_of(vf_coef=0.4, cliprange=0.1, cliprange_value=0.3)
     stage = recipe.stage
+    assert isinstance(stage, PpoConfig)
     new, vpred = [], []
     for number, ids in enumerate(completions):
         prompt = prompts[number // 2]
@@ -189,7 +191,7 @@ def test_a_steps_loss_and_gradients_equal_trls(models):
     groups = [completions[start : start + 2] for start in range(0, 6, 2)]
     rows = completion_rows(prompts, groups, {"batch": 3, "length": 32, "units": 8}, shared=True)
     arrays = rows.arrays | {name: rows.scatter(np.split(v, SPLITS)) for name, v in made.tokens.items()}
-    arrays = {name: arrays[name] for name in online_arrays(recipe, shared=True)}
+    arrays = {name: jnp.asarray(arrays[name]) for name in online_arrays(recipe, shared=True)}
     spec, params = same_weights(policy)
     body = without_head(same_weights(critic)[1])
     params = params | {CRITIC: body | {"score": {"weight": jnp.asarray(score.detach().numpy())}}}
@@ -263,5 +265,5 @@ def test_recipes_of_ppo():
     fields |= {"rewards": [{"kind": "length", "target": 4}], "rollout": {"max_tokens": 8}}
     for optimizer in ({"name": "badam"}, {"in_backward": True, "max_grad_norm": None}):
         with pytest.raises(UserError, match="the critic"):
-            load_recipe(fields | {"optimizer": optimizer, "train": {"micro_batch": 16}})
+            load_recipe(fields | {"optimizer": optimizer, "train": {"micro_batch": 32}})
     assert dataclasses.asdict(recipe_of().stage)["vf_coef"] == 0.1

@@ -108,6 +108,18 @@ def test_a_run_killed_anywhere_ends_with_the_same_files(live, tmp_path):
     assert kept == [2, 3], "the newest two checkpoints, of updates 12 and 14, need no others"
 
 
+@pytest.mark.slow
+def test_a_killed_run_of_ppo_continues_with_its_critic(live, tmp_path):
+    options = {"stage": {"kind": "ppo"}, "train": {"steps": 7}}
+    assert live("whole", "never", **options) == 0
+    assert live("killed", "step:5", **options) == KILLED
+    assert live("killed", "never", **options) == 0
+    expected = learned(tmp_path / "whole")
+    assert learned(tmp_path / "killed") == expected
+    assert any(row["loss/value_avg"] > 0 for row in expected["metrics"])
+    assert b"critic" not in expected["adapter"]
+
+
 def test_what_a_reward_drew_is_read_back(live, tmp_path):
     """The reward is of the process: only the file can give a resumed run the same numbers."""
     reward = [f"{tmp_path}/reward.py:noise"]

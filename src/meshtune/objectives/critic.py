@@ -50,7 +50,7 @@ def start_critic(model: PreparedModel, abstract: Tree, layout: Layout | None) ->
 def critic_values(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None
 ) -> Float[Array, "B T"]:
-    """The critic's float32 value at every token, of what is still to come after it."""
+    """The critic's float32 value at every token: the reward that it expects after it."""
     critic = unflatten(flatten(_body(without_critic(params))) | flatten(params[CRITIC]))
     hidden, _, _ = forward(critic, spec, compute, inputs_of(batch), rng=rng)
     return scores(critic, hidden)

@@ -60,8 +60,8 @@ class Stage(Generic[Options]):
     headline: tuple[tuple[str, str], ...] = ()
     needs_reference: bool = False
     has_score_head: bool = False
-    has_critic: bool = False
     nll_mean: Callable[[Options], NllMean | None] = lambda options: None
+    has_critic: bool = False
 
     @property
     def unit_segments(self) -> int:

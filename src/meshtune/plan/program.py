@@ -171,7 +171,7 @@ ONLINE: Overrides = {
     "rollout": {"prompts": 2, "samples": 2, "max_tokens": 16},
     "rewards": [{"kind": "function", "function": "reward.py:score"}],
 }
-PAIRS: Overrides = {**ONLINE, "rollout": {**ONLINE["rollout"], "prompts": 4}}
+PAIRS: Overrides = {**ONLINE, "rollout": {"prompts": 4, "samples": 2, "max_tokens": 16}}
 STAGE_OF: dict[str, Overrides] = {
     name: {"stage": {"kind": name}, **(PAIRS if name in PAIR_STAGES else ONLINE if name in ONLINE_STAGES else {})}
     for name in STAGES

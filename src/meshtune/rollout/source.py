@@ -260,7 +260,7 @@ class RolloutSource:
             self.rows_sizes,
             packing=self.recipe.data.packing,
             shared=self._shared,
-            together=STAGES[self.recipe.stage.kind].unit_segments == samples,
+            together=STAGES[self.recipe.stage.kind].unit_segments == 2,
         )
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
