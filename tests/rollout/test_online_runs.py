@@ -7,6 +7,7 @@ in a save; the same command then goes on.
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -177,3 +178,36 @@ def test_micro_batches_packing_and_shared_prompts_change_nothing(live, tmp_path)
     for name, sections in splits.items():
         assert live(name, "never", **sections) == 0
         compare(tmp_path / name, expected)
+
+
+@pytest.mark.slow
+def test_a_mixed_distillation_that_is_killed_ends_with_the_same_files(live, tmp_path, stories260k):
+    """Own samples and the data's answers by turns; the teacher is the model with noise on its weights."""
+    from safetensors.numpy import load_file, save_file
+
+    teacher, rng = tmp_path / "teacher", np.random.default_rng(0)
+    shutil.copytree(stories260k, teacher)
+    teacher.chmod(0o755)
+    for file in teacher.glob("*.safetensors"):
+        tensors = {name: value + 0.1 * rng.normal(size=value.shape) for name, value in load_file(file).items()}
+        file.unlink()
+        save_file({name: value.astype(np.float32) for name, value in tensors.items()}, file, {"format": "pt"})
+    records = [{"prompt": text, "completion": " went home. The end."} for text in PROMPTS]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    sections = {
+        "data": {"train": str(tmp_path / "answers.jsonl"), "max_length": 48},
+        "teacher": str(teacher),
+        "stage": {"kind": "distill", "on_policy": 0.5},
+        "rollout": {"prompts": 4, "samples": 1, "max_tokens": 12, "updates": 2},
+        "rewards": [],
+        "train": {"steps": 8},
+    }
+    assert live("distilled", "never", **sections) == 0
+    assert live("cut", "step:3", **sections) == KILLED
+    assert live("cut", "never", **sections) == 0
+    expected = learned(tmp_path / "distilled")
+    assert learned(tmp_path / "cut") == expected
+    own = {row["step"]: row["on_policy"] for row in expected["metrics"] if row["kind"] == "train"}
+    assert set(own.values()) == {0.0, 1.0}, "seed 0 draws both kinds"
+    assert {row["reason"] == "data" for row in expected["rollouts"]} == {True, False}
+    assert {bool(own[row["step"]]) == (row["reason"] != "data") for row in expected["rollouts"]} == {True}

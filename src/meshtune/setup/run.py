@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import OffloadName, Precision
@@ -22,10 +24,15 @@ from meshtune.setup.coverage import coverage_decisions, quantize_decisions
 from meshtune.setup.machine import Machine, ProcessDevices, check_devices
 from meshtune.setup.stage import abstract_model
 from meshtune.setup.start import Start, start_of
-from meshtune.setup.teacher import Teacher, teacher_of, with_teacher_axes
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
 from meshtune.weights.passed_through import notes as passing_notes
+
+if TYPE_CHECKING:
+    from meshtune.setup.teacher import Teacher
+
+teacher_of = LazyFunction("meshtune.setup.teacher:teacher_of")
+with_teacher_axes = LazyFunction("meshtune.setup.teacher:with_teacher_axes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +99,7 @@ def resolve_run(
     _check_length(recipe.data.max_length, start.spec)
     quantize = quantization_of(recipe, start.spec)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, quantize)
-    teacher = teacher_of(recipe, precision.frozen, start.spec, weights=weights)
+    teacher = teacher_of(recipe, precision.frozen, start.spec, weights=weights) if recipe.teacher else None
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:
         check_devices(processes, mesh.devices, mesh=str(mesh), launcher=launcher)
@@ -107,8 +114,8 @@ def resolve_run(
             Decision("critic", "trained with the model", "its own adapters or weights, no part of the result")
         )
     decisions = [*notes, *coverage, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
-    layout = with_teacher_axes(layout, teacher)
     if teacher is not None:
+        layout = with_teacher_axes(layout, teacher)
         decisions.append(Decision("teacher", teacher.path, f"{teacher.spec.family}, frozen beside the student"))
     return Run(recipe, start, source, precision, arrays, machine, layout, decisions, teacher)
 

@@ -21,6 +21,7 @@ from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.costs.workload import Candidate, Workload, layout_on, workload_on
 from meshtune.errors import UserError, amount
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.gather import check_batch, check_experts
@@ -34,9 +35,10 @@ from meshtune.setup.machine import Machine
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import abstract_model, row_length, scoring_passes
 from meshtune.setup.start import start_of
-from meshtune.setup.teacher import teacher_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
+
+teacher_of = LazyFunction("meshtune.setup.teacher:teacher_of")
 
 RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
@@ -185,8 +187,8 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
-    teacher = teacher_of(recipe, precision.frozen, start.spec, weights=False)
-    if teacher is not None:
+    if recipe.teacher is not None:
+        teacher = teacher_of(recipe, precision.frozen, start.spec, weights=False)
         arrays = dataclasses.replace(arrays, frozen=arrays.frozen | {TEACHER: teacher.parameters})
     return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
 

@@ -68,15 +68,14 @@ class Teacher:
         )
 
 
-def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool = True) -> Teacher | None:
-    """Resolves the teacher of a recipe, None where it has none; its weights will be `dtype`.
+def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool = True) -> Teacher:
+    """Resolves the teacher of a recipe that has one; its weights will be `dtype`.
 
     Without `weights` the config of a teacher on a hub is enough. Raises: UserError for a teacher that does not exist,
     and for one without predictions over the student's vocabulary.
     """
     section = recipe.teacher
-    if section is None:
-        return None
+    assert section is not None
     directory, _ = split_state(section.path)
     if not weights and not is_run(directory) and not (directory / ADAPTER_CONFIG).is_file():
         source = Source(locate(section.path, section.revision, allow=CONFIG), None, section.path, None)
@@ -108,12 +107,12 @@ def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool 
     return Teacher(section.path, source, section.quantize, arrays)
 
 
-def with_teacher_axes(layout: Layout | None, teacher: Teacher | None) -> Layout | None:
+def with_teacher_axes(layout: Layout | None, teacher: Teacher) -> Layout | None:
     """The layout for both models: what tp cannot split in either is whole in both.
 
     Raises: UserError for a mesh that the teacher does not support.
     """
-    if layout is None or teacher is None:
+    if layout is None:
         return layout
     other, _ = layout_for(layout.mesh, teacher.spec)
     return dataclasses.replace(layout, tp_replicated=layout.tp_replicated | other.tp_replicated)

@@ -39,7 +39,6 @@ from meshtune.setup.choices import optimizer_of
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.run import Run
 from meshtune.setup.stage import batch_arrays, draws, objective_of
-from meshtune.setup.teacher import Teacher
 from meshtune.train.run_setup import PreparedRun
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state, init_state
@@ -47,6 +46,7 @@ from meshtune.weights.load import LoadReport, load_params, load_weight, with_sco
 
 if TYPE_CHECKING:
     from meshtune.data.stream import Stream
+    from meshtune.setup.teacher import Teacher
 
 start_critic = LazyFunction("meshtune.objectives.critic:start_critic")
 input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
