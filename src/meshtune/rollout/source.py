@@ -21,7 +21,8 @@ from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
 from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
-from meshtune.rollout.generate import Completion, generate, sample_seed
+from meshtune.rollout.environment import Environments, Episodes
+from meshtune.rollout.generate import Completion, FollowTurns, generate, sample_seed
 from meshtune.rollout.rewards import Completions, Rewards, Scores
 from meshtune.rollout.saved import (
     Rollout,
@@ -68,7 +69,7 @@ class RolloutSource:
 
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
     `params_of(state)` is the whole tree of parameters. `notify` gets messages; `progress(done, all)`, if it is set, is
-    called while completions are generated.
+    called while completions are generated. With `environments`, completions have turns that call tools of theirs.
     """
 
     uses_state = True
@@ -83,13 +84,15 @@ class RolloutSource:
         job: Job,
         folder: pathlib.Path,
         notify: Callable[[str], None] = print,
+        environments: Environments | None = None,
     ):
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
         self.rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
-        self._notify = notify
+        self._notify, self._environments = notify, environments
         self.progress: Callable[[int, int], None] | None = None
-        shortest = int(loader.store.lengths.min())  # a completion with its prompt has at least as many positions
+        # A completion with its prompt has at least as many positions; an environment makes other prompts.
+        shortest = int(loader.store.lengths.min()) if environments is None else 1
         self._segments = max(1, min(loader.batch_size, loader.row_length // shortest))
         self._rollout: Rollout | None = None
 
@@ -148,7 +151,8 @@ class RolloutSource:
         completions = [completion for group in groups for completion in group]
         samples = self.options.samples
         group_ids = np.repeat(np.arange(len(records)), samples)
-        prompts = [record.ids for record in records for _ in range(samples)]
+        of_completion = [record for record in records for _ in range(samples)]
+        prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
         computed = self._log_probs(params, prompts, completions)
         made = rollout_tokens(self.recipe, completions, scores.values, self.rewards.weights, group_ids, computed)
         metrics = rollout_metrics(completions, scores, self.rewards, made.rewards, group_ids) | made.metrics
@@ -167,18 +171,55 @@ class RolloutSource:
     def _generate(
         self, params: Tree, records: Sequence[PromptRecord], number: int, samples: int
     ) -> list[list[Completion]]:
-        model, seed = self.model, self.recipe.seed
+        if self._environments is not None:
+            return self._generate_episodes(self._environments, params, records, number, samples)
+        prompts = [record.ids for record in records]
+        return self._draw(
+            params, prompts, samples, records, lambda *place: sample_seed(self.recipe.seed, number, *place)
+        )
+
+    def _generate_episodes(
+        self, environments: Environments, params: Tree, records: Sequence[PromptRecord], number: int, samples: int
+    ) -> list[list[Completion]]:
+        """Generates completions of several turns; every one has a prompt, which its environment may have added to."""
+        model, of_completion = self.model, [record for record in records for _ in range(samples)]
+        most_ids = min(self.loader.row_length, model.spec.max_length) - self.options.max_tokens
+        tag = f"rollout {number}"
+        episodes = Episodes(environments, model.tokenizer, model.stop_ids, of_completion, self._job, tag, most_ids)
+        seed = self.recipe.seed
+        completions = self._draw(
+            params,
+            episodes.prompt_ids,
+            1,
+            of_completion,
+            lambda place, _: sample_seed(seed, number, *divmod(place, samples)),
+            episodes.follow,
+        )
+        completed = episodes.complete([completion for (completion,) in completions])
+        return [completed[start : start + samples] for start in range(0, len(completed), samples)]
+
+    def _draw(
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        records: Sequence[PromptRecord],
+        seed_of: Callable[[int, int], int],
+        follow_turns: FollowTurns | None = None,
+    ) -> list[list[Completion]]:
+        model = self.model
         return generate(
             params,
             model.spec,
             model.compute,
-            [record.ids for record in records],
+            prompts,
             samples,
             self.options,
             model.stop_ids,
-            lambda prompt, sample: sample_seed(seed, number, prompt, sample),
+            seed_of,
             [str(record.origin) for record in records],
             self.progress,
+            follow_turns,
         )
 
     def _score(self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int) -> Scores:
@@ -193,18 +234,22 @@ class RolloutSource:
     ) -> Completions:
         pairs = [(record, completion) for record, group in zip(records, groups, strict=True) for completion in group]
         names = dict.fromkeys(name for record in records for name in record.columns)
-        texts = [self._text(completion) for _, completion in pairs]
         return Completions(
-            prompts=[record.prompt for record, _ in pairs],
+            prompts=[prompt_of(*pair) for pair in pairs],
             completions=[
-                text if isinstance(record.prompt, str) else [{"role": "assistant", "content": text}]
-                for text, (record, _) in zip(texts, pairs, strict=True)
+                self._text(completion)
+                if isinstance(record.prompt, str)
+                else completion.episode.messages
+                if completion.episode is not None
+                else [{"role": "assistant", "content": self._text(completion)}]
+                for record, completion in pairs
             ],
             completion_ids=[completion.ids for _, completion in pairs],
             columns={name: [record.columns.get(name) for record, _ in pairs] for name in names},
             origins=[record.origin for record, _ in pairs],
             step=max(0, number) * self.loader.updates,
             reasons=[completion.reason for _, completion in pairs],
+            environments=self._environments.instances if self._environments is not None else None,
         )
 
     def _text(self, completion: Completion) -> str:
@@ -236,7 +281,7 @@ class RolloutSource:
     # Batches
 
     def _lay_out(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> CompletionRows:
-        return completion_rows(
+        rows = completion_rows(
             prompts,
             [completion.ids for completion in completions],
             self.loader.row_length,
@@ -244,13 +289,17 @@ class RolloutSource:
             self._segments,
             packing=self.recipe.data.packing,
         )
+        drawn = rows.scatter([np.array(completion.drawn, np.float32) for completion in completions])
+        return dataclasses.replace(rows, arrays=rows.arrays | {"completion": drawn})
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
         records = [self.loader.record(index) for index in rollout.prompts]
         samples, size = self.options.samples, self.loader.batch_size
         span = slice(part * size, (part + 1) * size)
         of_completion = [record for record in records for _ in range(samples)][span]
-        rows = self._lay_out([record.ids for record in of_completion], rollout.completions[span])
+        completions = rollout.completions[span]
+        prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
+        rows = self._lay_out(prompts, completions)
         arrays = dict(rows.arrays)
         for name in online_arrays(self.recipe):
             if name not in arrays:
@@ -278,11 +327,11 @@ class RolloutSource:
                 {
                     "rollout": rollout.number,
                     "group": number // samples,
-                    "prompt": record.prompt,
+                    "prompt": prompt_of(record, completion),
                     "completion": self._text(completion),
                     "rewards": {name: None if math.isnan(value) else value for name, value in values},
                     "advantage": float(rollout.advantages[number]),
-                    "tokens": len(completion.ids),
+                    "tokens": sum(completion.drawn),
                     "reason": completion.reason,
                     "origin": str(record.origin),
                     **{name: values[number] for name, values in rollout.notes.items()},
@@ -301,11 +350,21 @@ class RolloutSource:
         return rollout_metrics(completions, scores, self.rewards, total, group_ids), len(completions)
 
 
+def prompt_of(record: PromptRecord, completion: Completion) -> str | list[dict[str, Any]]:
+    """The prompt of a completion as people and rewards read it, with the text of its environment."""
+    return record.prompt if completion.episode is None else completion.episode.prompt
+
+
+def prompt_ids(record: PromptRecord, completion: Completion) -> list[int]:
+    """The ids of a completion's prompt."""
+    return record.ids if completion.episode is None else completion.episode.prompt_ids
+
+
 def rollout_metrics(
     completions: Sequence[Completion], scores: Scores, rewards: Rewards, total: np.ndarray, groups: np.ndarray
 ) -> dict[str, float]:
     """The metrics of a rollout, under trl's names. `total` [N] is the weighted reward, NaN where there is none."""
-    lengths = np.array([len(completion.ids) for completion in completions])
+    lengths = np.array([sum(completion.drawn) for completion in completions])
     ended = np.array([completion.reason == "stop" for completion in completions])
     scored = total[~np.isnan(total)]
     by_group = [total[groups == group] for group in np.unique(groups)]
@@ -320,6 +379,11 @@ def rollout_metrics(
         "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
     }
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if episodes:
+        calls = sum(episode.calls for episode in episodes)
+        metrics["tools/call_frequency"] = calls / len(episodes)
+        metrics["tools/failure_frequency"] = sum(episode.failures for episode in episodes) / max(calls, 1)
     for name, values in zip(rewards.names, scores.values.T, strict=True):
         values = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0

@@ -24,6 +24,7 @@ from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.answers import Batch, without_adapters
+from meshtune.rollout.environment import Environments
 from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
 from meshtune.rollout.scoring import Scorer
@@ -56,15 +57,17 @@ def rollout_source(
     ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
     scorer = Scorer(run.model.spec, run.compute, place, rollout.temperature, order)
     model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
+    environments = Environments(rollout) if rollout.environment is not None else None
     return RolloutSource(
         recipe,
         loader,
         model,
-        Rewards(recipe.rewards, max_tokens=rollout.max_tokens),
+        Rewards(recipe.rewards, max_tokens=rollout.max_tokens, environments=environments),
         lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
         run.job,
         run.output / FOLDER,
         run.console.print,
+        environments,
     )
 
 
