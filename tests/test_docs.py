@@ -12,6 +12,7 @@ from cli.test_fixes import commands, known_keys
 from meshtune.adapters.combine import METHODS as COMBINATIONS
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import section_fields
+from meshtune.config.sections import STAGE_PRESETS
 from meshtune.data.chat_templates import template_names
 from meshtune.data.formats import FORMATS_BY_TYPE
 from meshtune.kernels.attention import BACKENDS
@@ -43,7 +44,7 @@ REGISTRIES = {
     "optimizer": set(generate.OPTIMIZERS),
     "optimizer.name": set(generate.OPTIMIZERS),
     "quant_method": set(generate.PUBLISHED),
-    "stage": set(generate.STAGES),
+    "stage": {*generate.STAGES, *STAGE_PRESETS},
     "template": set(template_names()),
 }
 # Modules of models and attributes in Python that look like keys.

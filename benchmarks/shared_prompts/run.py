@@ -23,7 +23,7 @@ import numpy as np
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.model.compute import Compute
-from meshtune.objectives.stages import OBJECTIVES
+from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
 from meshtune.rollout.shared import fill_shared_rows, plan_shared_rows
@@ -82,7 +82,7 @@ def main() -> None:
     results, record = {}, {"load": os.getloadavg()[0], "jax": jax.__version__, "row_length": row_length}
     runs = {}
     for name, batch in batches.items():
-        step = make_train_step(OBJECTIVES["sft"], prepared.spec, Compute(), optimizer, max_grad_norm=1.0)
+        step = make_train_step(sft_objective, prepared.spec, Compute(), optimizer, max_grad_norm=1.0)
         state = init_state(jax.tree.map(jnp.copy, prepared.trainable), optimizer)
         arrays = {key: jnp.asarray(value)[None] for key, value in batch.items()}
         runs[name] = [step, state, arrays]

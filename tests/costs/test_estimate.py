@@ -11,7 +11,7 @@ from meshtune.costs.hardware import find_target
 from meshtune.mesh.config import MeshConfig
 from meshtune.plan.compilers import compile_recipe
 from meshtune.plan.shards import shardings_of
-from meshtune.setup.search import score, workload_of
+from meshtune.setup.search import predict_candidate, workload_of
 
 FSDP, TP = "mesh.fsdp=8", "mesh.tp=8"
 FULL, SELECTIVE, NONE = (f"compute.remat={name}" for name in ("full", "selective", "none"))
@@ -52,7 +52,7 @@ MATRIX = [
 
 def scored(tmp_path, model, target, *changes):
     recipe, machine = llama(tmp_path, model, *changes), find_target(target, env={})
-    return recipe, machine, score(recipe, machine, workload_of(recipe, machine.device.backend))
+    return recipe, machine, predict_candidate(recipe, machine, workload_of(recipe, machine.device.backend))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from meshtune.model.block import Activation, BlockChoice, Cost, Divisor
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import abstract_params
 from meshtune.setup.choices import optimizer_of
-from meshtune.setup.search import apply_overrides, score, workload_of
+from meshtune.setup.search import apply_overrides, predict_candidate, workload_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def scored(tmp_path, mesh, *overrides):
     spec = dataclasses.replace(base.spec, vocab=32000, stacks=(stack,), dtype="float32")
     arrays = PreparedModel(spec, frozen={}, trainable=abstract_params(spec))
     workload = workload_on(arrays, recipe, FullConfig(), base.precision, optimizer_of(recipe, base.precision))
-    return score(recipe, target, workload)
+    return predict_candidate(recipe, target, workload)
 
 
 def test_operations_are_those_of_active_experts(tmp_path):

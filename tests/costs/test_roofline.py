@@ -11,7 +11,7 @@ from meshtune.costs.collectives import Collective
 from meshtune.costs.hardware import find_target, known_devices
 from meshtune.costs.roofline import EFFICIENCY, Work, roofline, work_of
 from meshtune.errors import UserError
-from meshtune.setup.search import apply_overrides, score, workload_of
+from meshtune.setup.search import apply_overrides, predict_candidate, workload_of
 
 WORK = Work(
     flops=1e15,
@@ -28,7 +28,7 @@ def candidate_on(tmp_path, model, target, *overrides):
     recipe, machine = llama(tmp_path, model, *overrides), find_target(target, env={})
     if recipe.mesh == "auto":
         recipe = apply_overrides(recipe, {"mesh": {"fsdp": machine.devices}})
-    return score(recipe, machine, workload_of(recipe, machine.device.backend)).candidate
+    return predict_candidate(recipe, machine, workload_of(recipe, machine.device.backend)).candidate
 
 
 @pytest.mark.parametrize("model", ["8B", "70B", "405B"])

@@ -74,7 +74,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(stories, golden):
 
 def test_a_cache_that_grows_leaves_every_row_its_request(stories, golden, monkeypatch):
     """Requests that were let in at different times, while a row between them is free; one is still read as it grows."""
-    monkeypatch.setattr("meshtune.generate.scheduler.FEWEST_SLOTS", 32)
+    monkeypatch.setattr("meshtune.model.model_cache.FEWEST_SLOTS", 32)
     monkeypatch.setattr("meshtune.generate.scheduler.ROOM", 4)  # for answers, before the cache has to grow
     samplings = [
         None,

@@ -52,7 +52,7 @@ from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
-from meshtune.setup.search import score, workload_of
+from meshtune.setup.search import predict_candidate, workload_of
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import abstract_state, init_state
 from meshtune.weights.export import export_model
@@ -425,7 +425,7 @@ def test_plan_counts_what_its_blocks_say(tmp_path):
         }
     )
     target = find_target("H100", env={})
-    scored = score(recipe, target, workload_of(recipe, target.device.backend))
+    scored = predict_candidate(recipe, target, workload_of(recipe, target.device.backend))
     active = LAYERS * (2 * EMBED * WIDTH + (2 * EMBED + SIDE) * FFN) + VOCAB * EMBED
     length = scored.candidate.length
     pairs = LAYERS * 2 * WIDTH * length / 2

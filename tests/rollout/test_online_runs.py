@@ -131,3 +131,35 @@ def test_equal_rewards_change_no_weight(live, tmp_path, stories260k):
     assert all(not np.any(value) for name, value in tensors.items() if "lora_B" in name)
     metrics = learned(tmp_path / "equal")["metrics"]
     assert [(row["grad_norm"], row["frac_reward_zero_std"]) for row in metrics] == [(0.0, 1.0)] * 2
+
+
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums in another order
+
+
+def compare(output: pathlib.Path, expected: dict[str, object]) -> None:
+    """The same completions, and metrics that differ by rounding."""
+    result = learned(output)
+    columns = ("step", "prompt", "completion", "rewards", "tokens", "reason")
+    rows = [[{name: row[name] for name in columns} for row in run["rollouts"]] for run in (result, expected)]
+    assert rows[0] == rows[1]
+    for row, before in zip(result["metrics"], expected["metrics"], strict=True):
+        names = row.keys() - {"tokens"}  # a shared prompt has fewer
+        assert row.keys() == before.keys()
+        for name in names - {"kind"}:
+            np.testing.assert_allclose(row[name], before[name], **CLOSE, err_msg=f"update {row['step']}: {name}")
+
+
+def test_micro_batches_packing_and_shared_prompts_change_nothing(live, tmp_path):
+    few = {"train": {"steps": 4}, "stage": {"kind": "grpo", "loss": "dr_grpo", "beta": 0.05}}
+    assert live("plain", "never", **few) == 0
+    expected = learned(tmp_path / "plain")
+    rollout = {"prompts": 2, "samples": 3, "max_tokens": 12, "updates": 2, "iterations": 2}
+    data = {"train": str(tmp_path / "prompts.jsonl"), "max_length": 96}
+    splits = {
+        "repeated": few | {"rollout": rollout | {"shared_prompts": False}, "train": {"steps": 4, "micro_batch": 1}},
+        "longer": few | {"data": data, "train": {"steps": 4, "micro_batch": 3}},
+        "padded": few | {"data": data | {"packing": False}, "train": {"steps": 4, "micro_batch": 1}},
+    }
+    for name, sections in splits.items():
+        assert live(name, "never", **sections) == 0
+        compare(tmp_path / name, expected)

@@ -20,6 +20,10 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_for
 
 from meshtune.config.load import load_recipe
 from meshtune.config.rewards import FunctionReward, RewardSection, rewards_written_out
+from meshtune.config.sections import DataSection, SourceSection
+from meshtune.data.conversation import Conversation, Prompt
+from meshtune.data.documents import load_documents
+from meshtune.data.sources import DataSource, open_source
 from meshtune.errors import UserError
 from meshtune.rollout.code_sandbox import Limits, passed_share
 from meshtune.rollout.reward_functions import Completions
@@ -406,13 +410,13 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(package, rewa
 def test_tasks_of_reasoning_gym_are_records_with_their_score():
     import reasoning_gym
 
-    from meshtune.rollout.reasoning_gym import gym_records
+    from meshtune.data.readers.reasoning_gym import gym_records
 
     for task in ("chain_sum", "word_sorting", "countdown"):
         records = gym_records(task, {"size": 4, "seed": 3})
         assert records == gym_records(task, {"seed": 3, "size": 4})
         dataset = reasoning_gym.create_dataset(task, size=4, seed=3)
-        assert [record["prompt"] for record in records] == [entry["question"] for entry in dataset]
+        assert [record["prompt"][0]["content"] for record in records] == [entry["question"] for entry in dataset]
         answers = [records[0]["answer"], f"I think\n<answer>{records[1]['answer']}</answer>", "nonsense", ""]
         batch = completions(*answers, **{name: [record[name] for record in records] for name in ("answer", "entry")})
         expected = [
@@ -425,8 +429,44 @@ def test_tasks_of_reasoning_gym_are_records_with_their_score():
     assert "did you mean 'chain_sum'" in records_error("chainsum", {}).fix
 
 
+def test_a_task_as_data_brings_its_reward_and_another_seed_for_validation():
+    task = "reasoning_gym:chain_sum"
+    data = {"train": task, "validation": {"path": task, "options": {"size": 8}}}
+    raw = {"model": "m", "data": data, "stage": "grpo", "rollout": {"samples": 2}, "output": "o"}
+    recipe = load_recipe(raw)
+    assert [reward.kind for reward in recipe.rewards] == ["reasoning_gym"]
+    assert isinstance(recipe.data.validation, list)
+    assert recipe.data.validation[0].options == {"seed": 1, "size": 8}
+    assert load_recipe(recipe.model_dump(mode="json")) == recipe
+    own = load_recipe({**raw, "rewards": ["length"], "data": {**data, "validation": 0.1}}, ["rewards.0.target=3"])
+    assert [reward.kind for reward in own.rewards] == ["length"]
+
+
+def test_options_of_a_task_are_refused_for_other_sources(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Say"}\n')
+    with pytest.raises(UserError, match="options are those of a task of reasoning-gym"):
+        open_source(DataSource(path=str(tmp_path / "a.jsonl"), options={"size": 3}))
+
+
+@needs["reasoning_gym"]
+def test_a_task_is_a_source_of_prompts_with_its_columns():
+    task = "reasoning_gym:chain_sum"
+    data = DataSection(
+        train=[SourceSection(path=task, options={"size": 3})],
+        validation=[SourceSection(path=task, options={"seed": 1})],
+    )
+    documents = load_documents(data, seed=0, dataset_type="prompts")
+    assert len(documents.train) == 3
+    assert documents.validation is not None
+    assert len(documents.validation) == 500
+    samples = documents.train[0], documents.validation[0]
+    assert all(isinstance(sample, Prompt) and isinstance(sample.document, Conversation) for sample in samples)
+    assert json.loads(samples[0].columns).keys() == {"answer", "entry"}
+    assert samples[0].document != samples[1].document
+
+
 def records_error(task, options) -> UserError:
-    from meshtune.rollout.reasoning_gym import gym_records
+    from meshtune.data.readers.reasoning_gym import gym_records
 
     with pytest.raises(UserError) as error:
         gym_records(task, options)

@@ -16,7 +16,7 @@ from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
-from meshtune.mesh.client import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute, compiler_options

@@ -12,7 +12,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.plan.report import PlanReport, Updates, compiler_for, report_for, to_json, updates_of
+from meshtune.plan.report import PlanReport, Updates, compiler_for, lengths_of, report_for, to_json, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.search import memory_limit, predict_candidate, workload_of
@@ -26,7 +26,9 @@ def plan(request: dict[str, Any]) -> dict[str, Any]:
     compile_step, reason = compiler_for(target) if request.get("compile") else (None, "")
     updates = updates_of(recipe) if request.get("count") else _stated_updates(recipe)
     price = request.get("price")
-    report = report_for(recipe, target, compile_step, price=price, updates=updates, reason=reason)
+    report = report_for(
+        recipe, target, compile_step, price=price, updates=updates, lengths=lengths_of(recipe), reason=reason
+    )
     fields: dict[str, Any] = to_json(report) | {"reason": reason, "limit": report.best.memory_limit}
     for remedy, shown in zip(report.remedies, fields["remedies"], strict=True):
         shown["templates"] = _templates(remedy=remedy.name, cost=remedy.cost, refused=remedy.refusal)
@@ -116,9 +118,7 @@ def methods(request: dict[str, Any]) -> dict[str, Any]:
         content |= {"compute": {"precision": "mixed", "remat": "full"}}
         try:
             recipe = load_recipe(content, notify=silent)
-            sizes[name] = predict_candidate(
-                recipe, target, workload_of(recipe, target.device.backend)
-            ).estimate.device_bytes
+            sizes[name] = predict_candidate(recipe, target, workload_of(recipe, target.device.backend)).device_bytes
         except UserError as error:
             sizes[name] = error.what
     return {"bytes": sizes, **machine({})}

@@ -19,6 +19,7 @@ def rewards(
     from meshtune.setup.early import check_run
 
     recipe_file, overrides = split(arguments)
+    overrides = [*overrides, "resume=false", "overwrite=true"]  # nothing is written to the output
     check_run(load_recipe(recipe_file, overrides, notify=silent))
     recipe = load_recipe(recipe_file, overrides, notify=to_stderr)
 
@@ -34,7 +35,8 @@ def rollouts(
 ) -> None:
     """Show the completions that a run was trained on, best first in each group, with their rewards."""
     from meshtune.errors import UserError
-    from meshtune.runs.rollouts import ROLLOUTS, print_rollouts, read_rollouts
+    from meshtune.runs.output import ROLLOUTS
+    from meshtune.runs.rollouts import print_rollouts, read_rollouts
 
     rows = read_rollouts(run)
     if not rows:

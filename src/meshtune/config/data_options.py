@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from meshtune.errors import UserError
 from meshtune.options import option
@@ -15,6 +15,7 @@ FormatName = Literal[
 ]  # fmt: skip
 Overlong = Literal["truncate", "turns", "drop", "error"]
 Reasoning = Literal["template", "inline", "drop"]
+GYM = "reasoning_gym:"  # begins the path of a source that is a task of reasoning-gym
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,13 @@ class SourceOptions:
     revision: str | None = option(None, "Revision of a hub data set.")
     weight: float | None = option(None, "Share of the mixture, relative to the other weights.", gt=0)
     cap: int | None = option(None, "Use only the first records, at most this many.")
+    options: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "description": "Of a task of reasoning-gym: size (500), seed (0; 1 for validation) and those of its "
+            "configuration."
+        },
+    )
 
 
 @dataclasses.dataclass(frozen=True)

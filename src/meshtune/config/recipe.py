@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from meshtune.adapters.config import LoraOptions
 from meshtune.config.rewards import RewardSection
@@ -58,16 +58,21 @@ class TrainSection(Section):
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
 
 
-def online_batch(train: TrainSection, rollout: RolloutSection | None) -> TrainSection:
-    """The section with the batch of an online stage: a row for every completion of an update, if none is given.
+def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
+    """A raw recipe with the batch of an online stage: a row for every completion of an update, if none is given.
 
-    Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is four of them.
+    Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is eight of them.
     """
-    if rollout is None or "batch_size" in train.model_fields_set:
-        return train
-    rows = rollout.completions
-    micro_batch = train.micro_batch or next(rows // parts for parts in (4, 2, 1) if rows % parts == 0)
-    return TrainSection(**{**train.model_dump(), "batch_size": rows, "micro_batch": micro_batch})
+    train = raw.get("train", {})
+    if not isinstance(raw.get("rollout"), dict) or not isinstance(train, dict):
+        return raw
+    try:
+        rows = RolloutSection.model_validate(raw["rollout"]).completions
+    except ValidationError:
+        return raw  # whose mistake is reported with those of the other sections
+    micro_batch = next(rows // parts for parts in (8, 4, 2, 1) if rows % parts == 0)
+    given = {key: value for key, value in train.items() if value is not None or key != "micro_batch"}
+    return raw | {"train": {"batch_size": rows, "micro_batch": micro_batch, **given}}
 
 
 class ComputeSection(Section):
@@ -214,10 +219,9 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: object) -> object:
-        return written_out(value) if isinstance(value, dict) else value
+        return with_online_batch(written_out(value)) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> Recipe:
-        object.__setattr__(self, "train", online_batch(self.train, self.rollout))  # before anybody can read it
         check_together(self)
         return self

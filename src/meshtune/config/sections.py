@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraOptions
-from meshtune.config.data_options import FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
+from meshtune.config.data_options import GYM, FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
 from meshtune.config.rewards import rewards_written_out
 from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.objectives.config import (
@@ -112,7 +112,7 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     lora; `stage: dpo` is `stage: {kind: dpo}`, a stage without a kind is sft, and one of the kind gspo, or of another
     of STAGE_PRESETS, has the preset's options where it gives none; `quantize: nf4` is `quantize: {format: nf4}`;
     `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
-    mappings. The short forms of `rewards` are in config.rewards.
+    mappings; tasks of reasoning-gym bring their reward. The short forms of `rewards` are in config.rewards.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):
@@ -135,7 +135,28 @@ def written_out(raw: Mapping[str, object]) -> dict[str, object]:
         for key in ("train", "validation"):
             if key in data:
                 data[key] = sources(data[key])
+        _complete_gym(raw, data)
     return raw
+
+
+def _complete_gym(raw: dict[str, object], data: Mapping[str, Any]) -> None:
+    """Adds what `data` with tasks of reasoning-gym leave out: their reward, and another seed for validation."""
+    gym = {
+        key: [entry for entry in data.get(key) or () if isinstance(entry, dict) and is_gym(entry.get("path"))]
+        for key in ("train", "validation")
+        if isinstance(data.get(key), list)
+    }
+    for entry in gym.get("validation", ()):
+        options = entry.get("options", {})
+        if isinstance(options, dict):
+            entry["options"] = {"seed": 1, **options}
+    if gym.get("train") and "rollout" in raw and not raw.get("rewards"):
+        raw["rewards"] = [{"kind": "reasoning_gym"}]
+
+
+def is_gym(path: object) -> bool:
+    """Whether the path of a source names a task of reasoning-gym."""
+    return isinstance(path, str) and path.startswith(GYM)
 
 
 def sources(value: object) -> object:
@@ -171,6 +192,7 @@ class SourceSection(Section):
     tags: dict[str, str] = declared(SourceOptions, "tags")
     weight: float | None = declared(SourceOptions, "weight")
     cap: PositiveInt | None = declared(SourceOptions, "cap")
+    options: dict[str, Any] = declared(SourceOptions, "options")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceSection:
@@ -265,7 +287,6 @@ class RolloutSection(Section):
     )
     correction_min: float | None = Field(default=None, ge=0, description="Lower bound of the correction.")
     correction_max: float | None = Field(default=3.0, gt=0, description="Upper bound of the correction.")
-    rows: PositiveInt | None = Field(default=None, description="Completions decoded at once; default: at most 64.")
     environment: str | dict[str, str] | None = Field(
         default=None,
         description='A class "file.py:Class" whose methods are tools that completions call, or several, by the names '
@@ -275,6 +296,13 @@ class RolloutSection(Section):
         default=None, description="Turns that may call tools; null: as many as max_tokens has room for."
     )
     tool_timeout: float = Field(default=60.0, gt=0, description="Seconds for the tool calls of a turn.")
+    shared_prompts: bool | None = Field(
+        default=None,
+        description="Compute a prompt once for all of its completions in training; null: where the model allows it.",
+    )
+    rows: PositiveInt | None = Field(
+        default=None, description="Completions decoded at once; default: as many as are expected to fit."
+    )
     eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
         default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."

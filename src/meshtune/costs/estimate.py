@@ -97,11 +97,19 @@ def estimate(candidate: Candidate) -> Estimate:
 def persistent_bytes(candidate: Candidate) -> dict[str, float]:
     """Weights (frozen or trained in full), adapters, gradients and optimizer state on one device."""
     return {
-        "weights": candidate.local_bytes("frozen", "full"),
+        "weights": candidate.local_bytes("frozen", "full") + reference_bytes(candidate),
         "adapters": candidate.local_bytes("adapter"),
         "gradients": candidate.local_bytes("gradient"),
         "optimizer": candidate.local_bytes("optimizer"),
     }
+
+
+def reference_bytes(candidate: Candidate) -> float:
+    """Bytes on one device of the reference model that an online stage keeps: a copy of what is trained, where the base
+    with its adapters off is not what the run starts from."""
+    recipe, obstacle = candidate.workload.recipe, candidate.workload.method.reference_obstacle
+    is_kept = recipe.rollout is not None and getattr(recipe.stage, "beta", 0.0) > 0 and obstacle is not None
+    return candidate.local_bytes("full", "adapter") if is_kept else 0.0
 
 
 def activation_bytes(candidate: Candidate) -> float:

@@ -198,7 +198,7 @@ class Workload:
 class Candidate:
     """One way to run a workload: `accumulation` micro-batches of `rows` rows (over all devices) of `length` tokens.
 
-    `remat`, `loss_chunk` (tokens of a row), `mlp_chunk`, `attention_chunk` and `offload` are as in model.compute.
+    `remat`, `loss_chunk` (tokens of a row), `mlp_chunk`, `attention_chunk` and `offload` are as in model.compute, and `shared_prompts` too.
     """
 
     workload: Workload
@@ -213,6 +213,7 @@ class Candidate:
     mlp_chunk: int | None
     attention_chunk: int | None
     offload: tuple[OffloadName, ...]
+    shared_prompts: bool = False
 
     @property
     def tokens(self) -> float:

@@ -2,7 +2,7 @@
 
 Local .json, .jsonl, .csv, .tsv and .txt files (also .gz) are read lazily from an index of where each record begins;
 .parquet, .arrow and hub data sets go through `datasets`, memory-mapped from its cache (HF_HOME). Nothing is unpickled,
-and no code of a data set is run.
+and no code of a data set is run. Tasks of reasoning-gym are made by that package.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from meshtune.config.data_options import SourceOptions
+from meshtune.config.data_options import GYM, SourceOptions
 from meshtune.data.readers.textfiles import ConcatenatedRecords, Records, open_json, open_text
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.weights.hub import modelscope_id
 
 open_csv = LazyFunction("meshtune.data.readers.csvfile:open_csv")
+open_gym = LazyFunction("meshtune.data.readers.reasoning_gym:open_gym")
 open_hub = LazyFunction("meshtune.data.readers.hub:open_hub")
 open_modelscope = LazyFunction("meshtune.data.readers.hub:open_modelscope")
 open_saved = LazyFunction("meshtune.data.readers.columnar:open_saved")
@@ -54,7 +55,15 @@ class DataSource(SourceOptions):
 
 
 def open_source(source: DataSource) -> Records:
-    """Opens a source lazily. Raises UserError as `open_path` and `readers.hub.open_hub` do."""
+    """Opens a source lazily. Raises UserError as `open_path` and the readers of hubs and of reasoning-gym do."""
+    if source.path.startswith(GYM):
+        return open_gym(source.path.removeprefix(GYM), source.path, source.options)
+    if source.options:
+        raise UserError(
+            "options are those of a task of reasoning-gym, and this is none",
+            where=source.path,
+            fix=f"leave options out, or give {GYM}TASK",
+        )
     path = pathlib.Path(source.path).expanduser()
     if path.exists() and not source.hub:
         return open_path(path, source.path, split=source.split)
@@ -89,6 +98,8 @@ def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records
 def check_source_path(path: str) -> None:
     """Raises UserError, without reading a file, for a path that is neither a file of a type that is read, a folder nor
     perhaps the id of a data set on a hub."""
+    if path.startswith(GYM):
+        return
     local = pathlib.Path(path).expanduser()
     missing = not local.exists()
     if not local.is_dir() and not (missing and (modelscope_id(path) is not None or _may_be_hub_id(path))):

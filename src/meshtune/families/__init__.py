@@ -19,7 +19,6 @@ from meshtune.families.config_fields import HARMLESS, recorded_fields
 from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
-from meshtune.families.unsupported import unsupported_error
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.published import FIELD, read_scheme
 
@@ -124,6 +123,8 @@ def model_spec(
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
+        from meshtune.families.unsupported import unsupported_error
+
         raise unsupported_error(config, FAMILIES, where)
     try:
         spec = family_module(kind).model_spec(config, where)

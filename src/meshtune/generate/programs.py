@@ -335,12 +335,6 @@ class Decoded:
     finite: Bool[Array, "B"]
 
 
-def rows_bucket(n: int) -> int:
-    """The next of 1, 2, 4, 6, 8, 12, 16, ...: rows that are filled up cost less than another compilation."""
-    power = 1 << (n - 1).bit_length()
-    return power * 3 // 4 if 4 < n <= power * 3 // 4 else power
-
-
 def length_bucket(n: int) -> int:
     """The next of 32, 48, 64, 96, 128, ...: at most half as much again, and few different lengths."""
     power = 1 << max(5, (n - 1).bit_length())

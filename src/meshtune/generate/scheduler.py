@@ -29,14 +29,12 @@ from meshtune.generate.programs import (
     compiled_form,
     length_bucket,
     original_context,
-    rows_bucket,
 )
 from meshtune.generate.request import FinishReason, Generation, GenerationRequest, Token, packed_masks
 from meshtune.generate.weights import Weights
+from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
 
-ROOM = 512  # slots made at first for tokens to come; a longer text lets the cache grow
-FEWEST_SLOTS = 128  # then powers of two: empty slots cost little, another length costs a compilation
 SHORTEST_SHARED = 16  # tokens at least that are not read again where another row has them
 
 
@@ -149,7 +147,7 @@ class Rows:
 
         Empty rows are dropped first, the oldest first. The others keep their order, which decode steps rely on.
         """
-        slots = max(FEWEST_SLOTS, self.slots, 1 << (length - 1).bit_length())
+        slots = max(self.slots, slots_bucket(length))
         count = count if count > len(self.rows) or 4 * count <= len(self.rows) else len(self.rows)
         if slots == self.slots and count == len(self.rows):
             return
@@ -221,7 +219,7 @@ class Rows:
             if piece is None:
                 continue
             depends = any(piece.source == earlier.target for earlier in batch)
-            if batch and (depends or piece.shape != batch[0].shape):
+            if batch and (depends or piece.shape != batch[0].shape or len(batch) == READ_ROWS):
                 self._compute(batch)
                 batch = []
             if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state

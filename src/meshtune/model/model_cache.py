@@ -13,6 +13,21 @@ from meshtune.model.cache import Cache, code_specs, empty, is_key_or_value
 from meshtune.model.compute import CacheName
 from meshtune.model.spec import ModelSpec
 
+ROOM = 512  # slots made at first for tokens to come; a longer text lets the cache grow
+READ_ROWS = 16  # rows that read prompts at once, at most: their caches exist twice more meanwhile
+FEWEST_SLOTS = 128  # then powers of two: empty slots cost little, another length costs a compilation
+
+
+def rows_bucket(n: int) -> int:
+    """The next of 1, 2, 4, 6, 8, 12, 16, ...: rows that are filled up cost less than another compilation."""
+    power = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if 4 < n <= power * 3 // 4 else power
+
+
+def slots_bucket(length: int) -> int:
+    """The slots of caches for `length` tokens."""
+    return max(FEWEST_SLOTS, 1 << (length - 1).bit_length())
+
 
 def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str, cache: CacheName | None = None) -> dict[str, Tree]:
     """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens.

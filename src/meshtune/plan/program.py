@@ -118,7 +118,7 @@ def step_of(
     arguments = (
         state_like(run, optimizer),
         frozen_like(run),
-        batch_like(run, (accumulation, run.rows, length)),
+        batch_like(run, (accumulation, run.rows, length), shared_prompts=compute.shared_prompts),
         jax.ShapeDtypeStruct((), np.dtype("int32")),
     )
     if target is not None and run.layout is None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune import terminal
+from meshtune.costs.decoding import RolloutCost
 from meshtune.costs.roofline import EFFICIENCY
 from meshtune.mesh.config import MeshConfig
 from meshtune.plan.report import PlanReport, StepPlan
@@ -104,10 +105,16 @@ def _roles(best: StepPlan, report: PlanReport) -> Table:
     labels = {"activations": "activations and temporaries"}
     for role, size in best.breakdown.items():
         if size:
-            share = f"{100 * size / best.device_bytes:.0f}%"
+            share = f"{100 * size / best.update_bytes:.0f}%"
             table.add_row(
                 Text("■ ", style=COLORS[role]).append(labels.get(role, role), "default"), size_in_words(size), share
             )
+    rollout = best.rollout
+    if rollout is not None:
+        parts = f"weights and optimizer {size_in_words(rollout.resident)}, caches of {rollout.rows} rows "
+        parts += f"of {rollout.slots:,} tokens {size_in_words(rollout.caches)}"
+        table.add_row("update", size_in_words(best.update_bytes), "the sum of these")
+        table.add_row("rollout", size_in_words(rollout.device_bytes), parts)
     table.add_row(Text("per device", style="bold"), Text(size_in_words(best.device_bytes), style="bold"), "")
     if best.host:
         parts = ", ".join(f"{role} {size_in_words(size)}" for role, size in best.host.items())
@@ -144,7 +151,11 @@ def _times(report: PlanReport) -> Table:
     table.add_row("\nmesh", f"\n{best.predicted.mesh}, {batch}, remat {candidate.remat}")
     exposed = 100 * times.exposed / times.seconds
     waiting = f", {exposed:.0f}% of it waiting for transfers" if exposed > 1 else ""
-    table.add_row("an update", f"{format_duration(times.seconds)}, bound by {RESOURCES[times.bound_by]}{waiting}")
+    name = "an update" if best.rollout is None else "update"
+    table.add_row(name, f"{format_duration(times.seconds)}, bound by {RESOURCES[times.bound_by]}{waiting}")
+    if best.rollout is not None:
+        for label, text in _rollout_times(best.rollout, candidate.accumulation):
+            table.add_row(label, text)
     per_device = times.tokens_per_second / report.target.devices
     table.add_row("tokens per second", f"{times.tokens_per_second:,.0f} ({per_device:,.0f} per device)")
     table.add_row("MFU", f"{100 * times.mfu:.0f}% expected, {100 * times.mfu_bound:.0f}% at most")
@@ -161,6 +172,20 @@ def _times(report: PlanReport) -> Table:
         seconds = best.compiled.lower_seconds + best.compiled.compile_seconds
         table.add_row("compiled", f"in {seconds:.0f} s by {best.compiled.compiler}{cached}")
     return table
+
+
+def _rollout_times(rollout: RolloutCost, micro_batches: int) -> list[tuple[str, str]]:
+    lengths, parts = rollout.lengths, [("reading prompts", rollout.reading), ("decoding", rollout.decoding)]
+    parts += [("scoring", rollout.scoring)] if rollout.scoring else []
+    seconds = ", ".join(f"{part} {format_duration(time)}" for part, time in parts)
+    shared = f", for {rollout.updates} updates" if rollout.updates > 1 else ""
+    sizes = f"{rollout.completions} completions of {lengths.completion:,.0f} tokens after {lengths.prompt:,.0f}"
+    filled = f"{rollout.micro_batches} of {micro_batches} micro-batches hold something"
+    speed = f"{rollout.tokens_per_second:,.0f} tokens a second while decoding"
+    return [
+        ("rollout", f"{format_duration(rollout.seconds)}{shared}: {seconds}; {speed}"),
+        ("", f"{sizes} ({lengths.source}), {rollout.rows} at once; {filled}"),
+    ]
 
 
 def _coverage(report: PlanReport) -> Table:
@@ -186,7 +211,7 @@ def _remedies(report: PlanReport) -> Table:
             table.add_row("", remedy.name, remedy.cost, "", "not needed in the end", style="dim")
         else:
             mark = "[green]fits[/]" if remedy.fits else "[red]no[/]"
-            size = size_in_words(remedy.predicted.estimate.device_bytes)
+            size = size_in_words(remedy.predicted.device_bytes)
             table.add_row(mark, remedy.name, remedy.cost, size, "")
     return table
 
@@ -208,7 +233,7 @@ def _candidates(report: PlanReport) -> Table:
             candidate.remat,
             ", ".join([*candidate.offload, *([str(base)] if base else [])]),
             size_in_words(plan.device_bytes),
-            format_duration(times.seconds),
+            format_duration(plan.seconds),
             f"{times.tokens_per_second:,.0f}",
             f"{100 * times.mfu:.0f}%",
             style="" if plan.fits else "dim",

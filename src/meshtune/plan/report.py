@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +13,11 @@ from typing import Any
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.config.sections import DataSection
 from meshtune.costs.collectives import Collective
-from meshtune.costs.estimate import ROLES, estimated_collectives
+from meshtune.costs.decoding import Lengths, RolloutCost
+from meshtune.costs.estimate import ROLES, estimated_collectives, reference_bytes
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
-from meshtune.data.documents import CheckedSource, load_documents
+from meshtune.data.documents import CheckedSource, DocumentList, load_documents
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
@@ -28,13 +31,17 @@ from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.fit import Remedy, smallest_machine, try_remedies
 from meshtune.setup.search import (
     RESERVE,
+    ROWS,
     PredictedCandidate,
+    apply_overrides,
+    filled_candidate,
     memory_limit,
     open_keys,
     predict_candidate,
     rank_candidates,
     workload_of,
 )
+from meshtune.train.report.metrics_log import METRICS, parse_line
 
 CompileStep = Callable[[Recipe, Target], Compiled]
 
@@ -53,6 +60,8 @@ def compiler_for(target: Target, progress: Progress | None = None) -> tuple[Comp
 
 
 SAMPLE = 2000  # documents that are tokenised
+RECENT = 10  # updates of a run by which the lengths of its completions are known
+MEAN_LENGTH, MAX_LENGTH = "completions/mean_length", "completions/max_length"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +93,41 @@ def _remote_paths(recipe: Recipe) -> list[str]:
     return [path for path in paths if not pathlib.Path(path).expanduser().exists()]
 
 
+def lengths_of(recipe: Recipe) -> Lengths | None:
+    """The lengths of completions that a run in the recipe's output had in its last rollouts; None without such a run.
+
+    Prompts are those of the recipe's data if these are local and few, else as long as they may be.
+    """
+    rollout, log = recipe.rollout, pathlib.Path(recipe.output).expanduser() / METRICS
+    if rollout is None or not log.is_file():
+        return None
+    lines = [line for text in log.read_bytes().splitlines(keepends=True) if (line := parse_line(text))]
+    rollouts = [line for line in lines if line.get("kind") == "train" and MEAN_LENGTH in line][-RECENT:]
+    if not rollouts:
+        return None
+    completion = sum(line[MEAN_LENGTH] for line in rollouts) / len(rollouts)
+    longest = max(line[MAX_LENGTH] for line in rollouts)
+    prompt = float(recipe.data.max_length - rollout.max_tokens)
+    with contextlib.suppress(UserError):
+        if not _remote_paths(recipe) and len(_documents(recipe, recipe.data)) <= SAMPLE:
+            prompts = prepare_data(recipe, tokenizer_of(recipe.model)[0]).train
+            prompt = float(prompts.store.lengths.mean())
+    return Lengths(prompt, completion, longest, f"measured in {recipe.output}")
+
+
+def _documents(recipe: Recipe, data: DataSection) -> DocumentList:
+    return load_documents(data, seed=recipe.seed, dataset_type=STAGES[recipe.stage.kind].dataset_type).train
+
+
 def _count(recipe: Recipe) -> Updates:
     epochs = recipe.train.epochs or DEFAULT_EPOCHS
     tokenizer, _ = tokenizer_of(recipe.model)
-    documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=STAGES[recipe.stage.kind].dataset_type).train
+    documents = _documents(recipe, recipe.data)
     total = len(documents)
+    if recipe.rollout is not None:
+        rollouts = math.ceil(epochs * total / recipe.rollout.prompts)
+        count = rollouts * recipe.rollout.updates * recipe.rollout.iterations
+        return Updates(count, f"{epochs:g} epochs of {total:,} prompts")
     if total <= SAMPLE:
         return Updates(prepare_data(recipe, tokenizer).train.total_steps(epochs), f"{epochs:g} epochs of the data")
     data = _sample(recipe.data, documents.sources, SAMPLE / total)
@@ -97,7 +136,7 @@ def _count(recipe: Recipe) -> Updates:
         one_row = recipe.train.model_copy(update={"batch_size": 1, "micro_batch": 1})
         sample = prepare_data(recipe.model_copy(update={"data": data, "train": one_row}), tokenizer, cache=cache).train
         rows = sample.total_steps(1)
-    sampled = len(load_documents(data, seed=recipe.seed, dataset_type=STAGES[recipe.stage.kind].dataset_type).train)
+    sampled = len(_documents(recipe, data))
     updates = epochs * rows * total / sampled / recipe.train.batch_size
     return Updates(updates, f"{epochs:g} epochs, estimated from {sampled:,} of {total:,} documents")
 
@@ -117,16 +156,31 @@ SHOWN_CANDIDATES = 12
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The memory and time of a step on one target. Bytes are per device; `compiled` is None if they are estimated."""
+    """The memory and time of a step on one target. Bytes are per device; `compiled` is None if they are estimated.
+
+    `update_bytes`, `breakdown` and `roofline` are of an update; `rollout` is None for stages that generate nothing, and
+    always estimated.
+    """
 
     predicted: PredictedCandidate
     compiled: Compiled | None
     breakdown: dict[str, int]
     host: dict[str, int]
-    device_bytes: int
+    update_bytes: int
     roofline: Roofline
     collectives: list[Collective]
     memory_limit: int
+    rollout: RolloutCost | None
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak bytes, of an update or of a rollout."""
+        return max(self.update_bytes, 0 if self.rollout is None else self.rollout.device_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an update with its share of a rollout."""
+        return self.roofline.seconds + (0.0 if self.rollout is None else self.rollout.seconds_per_update)
 
     @property
     def fits(self) -> bool:
@@ -167,8 +221,8 @@ class PlanReport:
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of all updates, without compiling, loading and saving."""
-        return None if self.updates.count is None else self.updates.count * self.best.roofline.seconds
+        """Seconds of all updates and rollouts, without rewards, compiling, loading and saving."""
+        return None if self.updates.count is None else self.updates.count * self.best.seconds
 
     @property
     def cost(self) -> float | None:
@@ -187,11 +241,13 @@ def report_for(
     price: float | None = None,
     reserve: float = RESERVE,
     updates: Updates | None = None,
+    lengths: Lengths | None = None,
     reason: str = "",
 ) -> PlanReport:
     """Plans a recipe for a target with the figures of `compile_step`; without it they are estimated.
 
-    `updates` are those of the whole recipe, by default train.steps.
+    `updates` are those of the whole recipe, by default train.steps; `lengths` those of completions, by default the
+    worst case.
     Raises: UserError for an invalid recipe, model or mesh.
     """
     keys = open_keys(recipe, search=search)
@@ -202,21 +258,23 @@ def report_for(
     wanted_fits = COMPILED_CANDIDATES if search else 1
     table: list[StepPlan] = []
     for predicted in ranked[: 2 * wanted_fits]:
-        table.append(plan_step(predicted, compile_step, reserve))
+        table.append(plan_step(predicted, compile_step, reserve, lengths))
         if sum(plan.fits for plan in table) >= wanted_fits:
             break
     if search:
-        table.sort(key=lambda plan: (not plan.fits, plan.roofline.seconds if plan.fits else plan.device_bytes))
+        table.sort(key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.device_bytes))
     best = next((plan for plan in table if plan.fits), table[0])
     remedies: list[Remedy] = []
     remedied, smallest = None, None
     if not best.fits:
-        remedies, remedied = _apply_remedies(best, recipe, compile_step, reserve)
+        remedies, remedied = _apply_remedies(best, recipe, compile_step, reserve, lengths)
         if remedied is None:
             smallest = smallest_machine(recipe, target)
     workload = best.predicted.candidate.workload
     estimated = (
-        [plan_step(predicted, None, reserve) for predicted in ranked[len(table) : SHOWN_CANDIDATES]] if search else []
+        [plan_step(predicted, None, reserve, lengths) for predicted in ranked[len(table) : SHOWN_CANDIDATES]]
+        if search
+        else []
     )
     return PlanReport(
         target,
@@ -234,8 +292,18 @@ def report_for(
     )
 
 
-def plan_step(predicted: PredictedCandidate, compile_step: CompileStep | None, reserve: float = RESERVE) -> StepPlan:
+def plan_step(
+    predicted: PredictedCandidate,
+    compile_step: CompileStep | None,
+    reserve: float = RESERVE,
+    lengths: Lengths | None = None,
+) -> StepPlan:
     """The plan of one candidate with the compiler's figures, or with the estimate where there is no compiler."""
+    if predicted.rollout is not None:
+        lengths = lengths or predicted.rollout.lengths
+        rows = apply_overrides(predicted.recipe, {ROWS: predicted.rollout.rows})
+        expected = predict_candidate(rows, predicted.candidate.target, predicted.candidate.workload, lengths=lengths)
+        predicted = dataclasses.replace(predicted, roofline=expected.roofline, rollout=expected.rollout)
     candidate = predicted.candidate
     target, limit = candidate.target, memory_limit(candidate.target, reserve)
     if compile_step is None:
@@ -249,6 +317,7 @@ def plan_step(predicted: PredictedCandidate, compile_step: CompileStep | None, r
             predicted.roofline,
             collectives,
             limit,
+            predicted.rollout,
         )
     compiled = compile_step(predicted.recipe, target)
     if compiled.collectives is None:
@@ -256,9 +325,12 @@ def plan_step(predicted: PredictedCandidate, compile_step: CompileStep | None, r
     else:
         collectives = [_collective(record) for record in compiled.collectives]
     dtype = candidate.workload.precision.compute
-    times = roofline(work_of(candidate), collectives, target, dtype=dtype, trip_count=candidate.loss_chunks)
+    work = work_of(filled_candidate(candidate, lengths))
+    times = roofline(work, collectives, target, dtype=dtype, trip_count=candidate.loss_chunks)
     breakdown, host = split_by_role(predicted, compiled)
-    return StepPlan(predicted, compiled, breakdown, host, compiled.device_bytes, times, collectives, limit)
+    breakdown["weights"] += (kept := int(reference_bytes(candidate)))
+    size = compiled.device_bytes + kept
+    return StepPlan(predicted, compiled, breakdown, host, size, times, collectives, limit, predicted.rollout)
 
 
 def split_by_role(predicted: PredictedCandidate, compiled: Compiled) -> tuple[dict[str, int], dict[str, int]]:
@@ -296,14 +368,14 @@ def _collective(record: Mapping[str, Any]) -> Collective:
 
 
 def _apply_remedies(
-    best: StepPlan, recipe: Recipe, compile_step: CompileStep | None, reserve: float
+    best: StepPlan, recipe: Recipe, compile_step: CompileStep | None, reserve: float, lengths: Lengths | None
 ) -> tuple[list[Remedy], StepPlan | None]:
     """The remedies tried, and the plan with all of them if the compiler (or the estimate) says that it fits."""
     remedies = try_remedies(best.predicted, recipe)
     last = next((remedy.predicted for remedy in reversed(remedies) if remedy.predicted is not None), None)
     if last is None or not last.fits:
         return remedies, None
-    plan = plan_step(last, compile_step, reserve)
+    plan = plan_step(last, compile_step, reserve, lengths)
     return remedies, plan if plan.fits else None
 
 
@@ -322,6 +394,7 @@ def to_json(report: PlanReport) -> dict[str, object]:
         "reserve_bytes": report.target.device.memory - best.memory_limit,
         "host_bytes": best.host_bytes,
         "breakdown": best.breakdown,
+        "rollout": None if best.rollout is None else _rollout_to_json(best.rollout),
         "host_breakdown": best.host,
         "compile_seconds": compiled.lower_seconds + compiled.compile_seconds if compiled else None,
         "mesh": best.predicted.mesh.sizes,
@@ -356,12 +429,17 @@ def to_json(report: PlanReport) -> dict[str, object]:
     }
 
 
+def _rollout_to_json(rollout: RolloutCost) -> dict[str, object]:
+    derived = {name: getattr(rollout, name) for name in ("device_bytes", "seconds", "tokens_per_second")}
+    return dataclasses.asdict(rollout) | derived
+
+
 def _remedy_to_json(remedy: Remedy) -> dict[str, object]:
     return {
         "remedy": remedy.name,
         "cost": remedy.cost,
         "fits": remedy.fits,
-        "device_bytes": remedy.predicted.estimate.device_bytes if remedy.predicted else None,
+        "device_bytes": remedy.predicted.device_bytes if remedy.predicted else None,
         "refused": remedy.refusal or None,
         "overrides": remedy.overrides,
     }

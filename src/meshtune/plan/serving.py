@@ -18,23 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune import terminal
-from meshtune.arrays.tree import named_leaves
 from meshtune.config.recipe import Recipe
+from meshtune.costs.decoding import cache_bytes, decode_bytes, decode_operations
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import EFFICIENCY
 from meshtune.costs.workload import PersistentArray, Workload, bytes_per_element, layout_on
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.compute import CacheName
-from meshtune.model.model_cache import cache_specs, check_cache, describe_cache
-from meshtune.model.spec import ModelSpec
+from meshtune.model.model_cache import check_cache, describe_cache
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.search import workload_of
 
 ROLES = ("frozen", "full", "adapter")  # what of a training run is there to serve
-LAYER_COPIES = 4  # of a layer's largest cache array at once, decoded to DTYPE: as XLA's GPU compilers make the step
-LOGITS_COPIES = 3  # float32 arrays [rows, vocab] at once: scores, their processed form, a temporary one
 DTYPE = "bfloat16"  # of the cache, and of weights that training holds wider
 
 
@@ -104,13 +100,13 @@ def serve_plan(
     codes = check_cache(spec, cache)
     layout = layout_on(MeshConfig(tp=target.devices), spec)
     weights = sum(_bytes(array, layout) for array in workload.persistent if array.role in ROLES)
-    row = _cache_bytes(workload, layout, length, codes)
-    working = _step_bytes(workload, layout, length, codes)
+    row = cache_bytes(spec, layout, 1, length, DTYPE, codes)
+    working = decode_bytes(spec, layout, 1, length, DTYPE, codes)
     room = device.memory * (1 - reserve) - weights
     steps = []
     for count in rows:
         read, caches = _weights_read(workload, layout, count), count * row
-        operations = count * _operations(workload, length) / target.devices
+        operations = count * decode_operations(workload, length) / target.devices
         steps.append(
             DecodeStep(
                 count,
@@ -134,34 +130,6 @@ def _bytes(array: PersistentArray, layout: Layout) -> float:
     return size if array.role == "frozen" else size * bytes_per_element(DTYPE) / array.itemsize
 
 
-def _caches(spec: ModelSpec, length: int, cache: CacheName | None) -> list[PersistentArray]:
-    """The arrays of the cache of a row that holds `length` tokens."""
-    return [
-        PersistentArray("cache", path, leaf.shape, bytes_per_element(leaf.dtype), leaf.axes, leaf.units)
-        for path, leaf in named_leaves(cache_specs(spec, 1, length, DTYPE, cache))
-    ]
-
-
-def _cache_bytes(workload: Workload, layout: Layout, length: int, cache: CacheName | None) -> float:
-    """Bytes on each device of the cache of a row that holds `length` tokens."""
-    return sum(array.local_bytes(layout) for array in _caches(workload.spec, length, cache))
-
-
-def _step_bytes(workload: Workload, layout: Layout, length: int, cache: CacheName | None) -> float:
-    """Bytes on each device that a decode step takes for a row, without its cache.
-
-    Copies of a layer's largest array and of the logits: within 5% of what XLA's compilers for GPUs report for an 8B
-    (tests/plan).
-    """
-
-    def layer_bytes(array: PersistentArray) -> float:
-        return array.local_bytes(layout) / array.shape[0] * bytes_per_element(DTYPE) / array.itemsize
-
-    arrays = _caches(workload.spec, length, cache)
-    layer = max(map(layer_bytes, arrays), default=0.0)
-    return LAYER_COPIES * layer + 4 * LOGITS_COPIES * workload.spec.vocab
-
-
 def _weights_read(workload: Workload, layout: Layout, rows: int) -> float:
     """Bytes of weights that a step reads on each device.
 
@@ -182,16 +150,6 @@ def _share_read(workload: Workload, array: PersistentArray, rows: int) -> float:
     count = array.shape[array.axes.index("experts")]
     block = next(b for layer in workload.layers for b in layer.blocks if array.path.startswith(b.prefix))
     return 1 - (1 - block.cost.chosen / count) ** rows
-
-
-def _operations(workload: Workload, length: int) -> float:
-    """Operations of one row's decode step, over all devices."""
-    spec, total = workload.spec, 2.0 * workload.spec.embed * workload.spec.vocab
-    for layer in workload.layers:
-        for block in layer.blocks:
-            visible = length if block.cost.window is None else min(length, block.cost.window)
-            total += layer.repeats * (2.0 * block.cost.weights + block.cost.pairs * visible)
-    return total if not spec.scored else total - 2.0 * spec.embed * spec.vocab
 
 
 def print_serve_plan(plan: ServePlan, console: Console | None = None) -> None:

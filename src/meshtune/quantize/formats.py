@@ -5,16 +5,27 @@ FORMATS are those that weights are quantised in; PUBLISHED those of codes that a
 
 from __future__ import annotations
 
-from meshtune.quantize.bitsandbytes import BNB_FP4, BNB_NF4, LLM_INT8
+from meshtune.lazy import LazyTable
 from meshtune.quantize.config import FormatName, StoredFormatName
 from meshtune.quantize.format import Format
-from meshtune.quantize.fp8 import E4M3, FP8
-from meshtune.quantize.integers import INT4, INT8, UINT4, UINT8
-from meshtune.quantize.mxfp4 import MXFP4
-from meshtune.quantize.nf4 import NF4
 
-FORMATS: dict[FormatName, Format] = {"nf4": NF4, "int4": INT4, "int8": INT8, "fp8": FP8}
-PUBLISHED: dict[StoredFormatName, Format] = {
-    format.name: format for format in (E4M3, MXFP4, UINT4, UINT8, BNB_NF4, BNB_FP4, LLM_INT8)
-}
-STORED: dict[StoredFormatName, Format] = {**FORMATS, **PUBLISHED}
+FORMATS: LazyTable[FormatName, Format] = LazyTable(
+    {
+        "nf4": "meshtune.quantize.nf4:NF4",
+        "int4": "meshtune.quantize.integers:INT4",
+        "int8": "meshtune.quantize.integers:INT8",
+        "fp8": "meshtune.quantize.fp8:FP8",
+    }
+)
+PUBLISHED: LazyTable[StoredFormatName, Format] = LazyTable(
+    {
+        "e4m3": "meshtune.quantize.fp8:E4M3",
+        "mxfp4": "meshtune.quantize.mxfp4:MXFP4",
+        "uint4": "meshtune.quantize.integers:UINT4",
+        "uint8": "meshtune.quantize.integers:UINT8",
+        "bnb_nf4": "meshtune.quantize.bitsandbytes:BNB_NF4",
+        "bnb_fp4": "meshtune.quantize.bitsandbytes:BNB_FP4",
+        "llm_int8": "meshtune.quantize.bitsandbytes:LLM_INT8",
+    }
+)
+STORED: LazyTable[StoredFormatName, Format] = LazyTable({**FORMATS.targets, **PUBLISHED.targets})

@@ -11,77 +11,83 @@ from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import pack, unpacked_rows
 from meshtune.objectives.config import GrpoConfig, RlooConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where a completion's tokens are predicted: positions `start` up to, not including, `stop` of row `row`, which is
-    segment number `segment` there."""
-
-    row: int
-    start: int
-    stop: int
-    segment: int
+from meshtune.rollout.shared import Span, fill_shared_rows, plan_shared_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRows:
-    """Rows [B, T] of prompts with their completions; `placements` has an entry for every completion, in their order.
+    """Rows [B, T] of prompts with their completions; `spans` has an entry for every completion, in their order.
 
-    `arrays` holds those that the model reads (arrays.batch.TOKEN_ARRAYS, without weights), `units` and `completion`.
+    `arrays` holds those that the model reads (arrays.batch.TOKEN_ARRAYS, without weights; parent_ids where prompts are
+    shared), `units` and `completion`.
     """
 
     arrays: dict[str, np.ndarray]
-    placements: list[Placement]
+    spans: list[Span]
 
     def scatter(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Values of every completion's tokens as an array [B, T], 0 elsewhere."""
         result = np.zeros(self.arrays["tokens"].shape, np.float32)
-        for place, of_tokens in zip(self.placements, values, strict=True):
-            result[place.row, place.start : place.stop] = of_tokens
+        for span, of_tokens in zip(self.spans, values, strict=True):
+            result[span.row, span.start : span.stop] = of_tokens
         return result
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
         """The values [B, T] of every completion's tokens."""
-        return [array[place.row, place.start : place.stop] for place in self.placements]
+        return [array[span.row, span.start : span.stop] for span in self.spans]
 
 
 def completion_rows(
     prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    row_length: int,
-    rows: int,
-    segments: int,
+    completions: Sequence[Sequence[Sequence[int]]],
+    sizes: Mapping[str, int],
     *,
     packing: bool = True,
+    shared: bool = False,
 ) -> CompletionRows:
-    """Packs every completion with its prompt (`prompts` has one entry for each) into at most `rows` rows.
+    """Lays the completions of every prompt out in rows, those that hold something first.
 
-    Rows that hold something come first; `segments` is the most that a row may have.
+    `sizes` are those of the logical axes of the arrays: rows, positions, and segments of a row, at most. Each
+    completion comes with its prompt, or with `shared` after its prompt, once for all of a row.
     """
-    lengths = np.array([len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True)], np.int64)
-    order = np.arange(len(lengths))
-    plan = pack(lengths, order, row_length) if packing else unpacked_rows(order)
-    assert len(plan) <= rows, f"{len(plan)} rows for {rows}"
-    arrays = empty_arrays(
-        [*TOKEN_ARRAYS, "units", "completion"], {"batch": rows, "length": row_length, "units": segments}
-    )
-    del arrays["weights"]
-    places: dict[int, Placement] = {}
+    count, length = sizes["batch"], sizes["length"]
+    if shared:
+        of_group = [[len(ids) for ids in group] for group in completions]
+        plan = plan_shared_rows([len(prompt) for prompt in prompts], of_group, length)
+        assert len(plan) <= count, f"{len(plan)} rows for {count}"
+        plan += [[] for _ in range(count - len(plan))]
+        arrays, groups = fill_shared_rows(prompts, completions, plan, length)
+        spans = [span for group in groups for span in group]
+    else:
+        pairs = [(prompt, ids) for prompt, group in zip(prompts, completions, strict=True) for ids in group]
+        arrays, spans = _fill_rows(pairs, count, length, packing=packing)
+    arrays |= empty_arrays(["units", "completion"], sizes)
+    for span in spans:
+        arrays["completion"][span.row, span.start : span.stop] = 1.0
+        arrays["units"][span.row, span.segment - 1] = 1.0
+    return CompletionRows(arrays, spans)
+
+
+def _fill_rows(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], count: int, length: int, *, packing: bool
+) -> tuple[dict[str, np.ndarray], list[Span]]:
+    """Packs pairs of a prompt and a completion; the arrays of `count` rows, and the span of every completion."""
+    lengths, order = np.array([len(prompt) + len(ids) - 1 for prompt, ids in pairs], np.int64), np.arange(len(pairs))
+    plan = pack(lengths, order, length) if packing else unpacked_rows(order)
+    assert len(plan) <= count, f"{len(plan)} rows for {count}"
+    arrays = {name: np.zeros((count, length), np.int32) for name in TOKEN_ARRAYS if name != "weights"}
+    spans: dict[int, Span] = {}
     for row in range(len(plan)):
-        position = 0
+        stop = 0
         for segment, number in enumerate(plan[row].tolist(), start=1):
-            ids = np.asarray([*prompts[number], *completions[number]], np.int32)
-            span = slice(position, position + len(ids) - 1)
-            arrays["tokens"][row, span], arrays["targets"][row, span] = ids[:-1], ids[1:]
-            arrays["positions"][row, span] = np.arange(len(ids) - 1)
-            arrays["segment_ids"][row, span] = segment
-            start = position + len(prompts[number]) - 1
-            arrays["completion"][row, start : span.stop] = 1.0
-            arrays["units"][row, segment - 1] = 1.0
-            places[number] = Placement(row, start, span.stop, segment)
-            position = span.stop
-    return CompletionRows(arrays, [places[number] for number in range(len(lengths))])
+            prompt, completion = pairs[number]
+            ids = np.asarray([*prompt, *completion], np.int32)
+            place = slice(stop, stop := stop + len(ids) - 1)
+            arrays["tokens"][row, place], arrays["targets"][row, place] = ids[:-1], ids[1:]
+            arrays["positions"][row, place] = np.arange(len(ids) - 1)
+            arrays["segment_ids"][row, place] = segment
+            spans[number] = Span(row, place.start + len(prompt) - 1, stop, segment)
+    return arrays, [spans[number] for number in range(len(pairs))]
 
 
 def micro_batches(arrays: Mapping[str, np.ndarray], accumulation: int) -> dict[str, np.ndarray]:
@@ -89,14 +95,14 @@ def micro_batches(arrays: Mapping[str, np.ndarray], accumulation: int) -> dict[s
     return {name: array.reshape(accumulation, -1, *array.shape[1:]) for name, array in arrays.items()}
 
 
-def online_arrays(recipe: Recipe) -> list[str]:
-    """The arrays of a batch of an online stage."""
+def online_arrays(recipe: Recipe, *, shared: bool) -> list[str]:
+    """The arrays of a batch of an online stage, whose prompts are `shared` or not."""
     stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion", "advantages", "sampled"]
     if is_reused(recipe):
         names.append("old")
     if isinstance(stage, GrpoConfig):
         names += ["reference_tokens"] * (stage.beta > 0) + ["entropy_weights"] * (stage.entropy_coef != 0)
-    return names + ["policy_weights"] * has_policy_weights(recipe)
+    return names + ["parent_ids"] * shared + ["policy_weights"] * has_policy_weights(recipe)
 
 
 def has_policy_weights(recipe: Recipe) -> bool:

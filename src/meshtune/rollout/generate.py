@@ -16,8 +16,6 @@ from meshtune.generate.request import Generation
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
-MOST_ROWS = 64  # decoded at once where nobody says how many
-
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
@@ -99,7 +97,7 @@ def generate(
     compute = dataclasses.replace(compute, remat="none", attention="auto")
     engine = Engine(params, spec, compute, stop_ids)
     total = len(prompts) * samples
-    scheduler = engine.scheduler(rows=min(options.rows or MOST_ROWS, total))
+    scheduler = engine.scheduler(rows=min(options.rows or total, total))
     drafts = [_Draft(prompt) for prompt in prompts for _ in range(samples)]
     running: dict[Generation, int] = {}
 

@@ -22,10 +22,10 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
+from meshtune.data.readers.reasoning_gym import gym_score
 from meshtune.errors import UserError, pip_install
 from meshtune.json_text import parse_json, read_json
 from meshtune.rollout.code_sandbox import START_SECONDS, Limits, passed_share
-from meshtune.rollout.reasoning_gym import gym_score
 from meshtune.rollout.reward_functions import Prompt, RewardFunction
 
 Options = Mapping[str, Any]

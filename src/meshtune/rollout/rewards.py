@@ -67,7 +67,7 @@ class Rewards:
         of_environments = list(environments.rewards) if environments is not None else []
         self.names = _names(sections) + of_environments
         self.weights = np.array([section.weight for section in sections] + [1.0] * len(of_environments), np.float64)
-        _check_names(self.names, of_environments)
+        _check_names(_names(sections), environments)
         self._tasks = {
             index: RewardTask(name, _options(section, max_tokens), section.timeout)
             for index, (name, section) in enumerate(zip(_names(sections), sections, strict=True))
@@ -154,8 +154,11 @@ class Rewards:
         self.close()
 
 
-def check_rewards(sections: Sequence[Reward], *, max_tokens: int | None = None) -> None:
-    """Raises UserError for rewards that cannot be loaded: names, files, functions, schemas, packages.
+def check_rewards(
+    sections: Sequence[Reward], *, max_tokens: int | None = None, environments: Environments | None = None
+) -> None:
+    """Raises UserError for rewards that cannot be loaded: names, files, functions, schemas, packages; and where neither
+    sections nor `environments` have one.
 
     Functions are imported in a process that ends again; of reward models only small files are read, and servers are
     not called.
@@ -166,7 +169,7 @@ def check_rewards(sections: Sequence[Reward], *, max_tokens: int | None = None) 
 
             check_reward_model(section.model)
     Rewards([section for section in sections if not isinstance(section, ModelReward)], max_tokens=max_tokens).close()
-    _names(sections)
+    _check_names(_names(sections), environments)
 
 
 def _load_model(section: ModelReward) -> RewardModel:
@@ -182,14 +185,17 @@ def _names(sections: Sequence[Reward]) -> list[str]:
         raise UserError(str(problem), where="rewards", fix="change one of them") from problem
 
 
-def _check_names(names: Sequence[str], of_environments: Sequence[str]) -> None:
-    if not names:
+def _check_names(names: Sequence[str], environments: Environments | None) -> None:
+    """Raises UserError where environments have no reward and there is no other, and for a name that both have."""
+    if environments is None:
+        return
+    if not names and not environments.rewards:
         raise UserError(
             "there is no reward: rewards is empty, and no environment has a method 'get_reward'",
             where="rewards",
             fix="give a list, such as rewards: [reward.py:score], or add get_reward to the environment",
         )
-    if twice := next((name for name in of_environments if names.count(name) > 1), None):
+    if twice := next((name for name in environments.rewards if name in names), None):
         raise UserError(f"'{twice}' is a reward and an environment's", where="rewards", fix="give the reward a name")
 
 

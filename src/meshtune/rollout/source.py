@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from meshtune.arrays.batch import empty_arrays
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
+from meshtune.config.rewards import reward_names
 from meshtune.data.conversation import Origin
 from meshtune.data.prompts import PromptLoader, PromptRecord
 from meshtune.mesh.processes import Job
@@ -68,8 +70,9 @@ class RolloutSource:
     """A train.loop.BatchSource that generates every rollout from the state before its first update.
 
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
-    `params_of(state)` is the whole tree of parameters. `notify` gets messages; `progress(done, all)`, if it is set, is
-    called while completions are generated. With `environments`, completions have turns that call tools of theirs.
+    `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
+    gets messages; `progress(done, all)`, if it is set, is called while completions are generated. With `environments`,
+    completions have turns that call tools of theirs.
     """
 
     uses_state = True
@@ -79,7 +82,7 @@ class RolloutSource:
         recipe: Recipe,
         loader: PromptLoader,
         model: RolloutModel,
-        rewards: Rewards,
+        rewards: Rewards | None,
         params_of: Callable[[Any], Tree],
         job: Job,
         folder: pathlib.Path,
@@ -88,12 +91,17 @@ class RolloutSource:
     ):
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
-        self.rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
-        self._notify, self._environments = notify, environments
+        self._rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
+        of_environments = list(environments.rewards) if environments is not None else []
+        self.reward_names = reward_names(recipe.rewards) + of_environments
+        self._weights = np.array([reward.weight for reward in recipe.rewards] + [1.0] * len(of_environments))
+        self._notify, self._shared, self._environments = notify, model.compute.shared_prompts, environments
         self.progress: Callable[[int, int], None] | None = None
-        # A completion with its prompt has at least as many positions; an environment makes other prompts.
-        shortest = int(loader.store.lengths.min()) if environments is None else 1
-        self._segments = max(1, min(loader.batch_size, loader.row_length // shortest))
+        self._said_equal = False
+        # A completion with its prompt has at least as many positions as the prompt, which an environment may change;
+        # alone it may have one.
+        shortest = 1 if self._shared or environments is not None else int(loader.store.lengths.min())
+        self._segments = max(1, min(loader.batch_size * (1 + self._shared), loader.row_length // shortest))
         self._rollout: Rollout | None = None
 
     @property
@@ -103,7 +111,7 @@ class RolloutSource:
 
     def empty_batch(self) -> dict[str, np.ndarray]:
         """The arrays of a batch that holds nothing: of their shapes and dtypes."""
-        names = online_arrays(self.recipe)
+        names = online_arrays(self.recipe, shared=self._shared)
         return micro_batches(empty_arrays(names, self.rows_sizes), self.loader.accumulation)
 
     def next(self, step: int, state: Any) -> RolloutBatch:
@@ -117,7 +125,8 @@ class RolloutSource:
         return dataclasses.replace(batch, seconds=time.perf_counter() - started, rollout_rows=rows)
 
     def close(self) -> None:
-        self.rewards.close()
+        if self._rewards is not None:
+            self._rewards.close()
 
     # Rollouts
 
@@ -154,8 +163,14 @@ class RolloutSource:
         of_completion = [record for record in records for _ in range(samples)]
         prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
         computed = self._log_probs(params, prompts, completions)
-        made = rollout_tokens(self.recipe, completions, scores.values, self.rewards.weights, group_ids, computed)
-        metrics = rollout_metrics(completions, scores, self.rewards, made.rewards, group_ids) | made.metrics
+        made = rollout_tokens(self.recipe, completions, scores.values, self._weights, group_ids, computed)
+        metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids) | made.metrics
+        if metrics["frac_reward_zero_std"] == 1.0 and not self._said_equal:
+            self._said_equal = True
+            self._notify(
+                f"rollout {number}: in every group all completions have equal rewards, so there is nothing to learn "
+                "from; `meshtune rewards` shows what the rewards tell apart"
+            )
         return Rollout(
             number,
             [record.index for record in records],
@@ -225,8 +240,8 @@ class RolloutSource:
     def _score(self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int) -> Scores:
         """Process 0 computes the rewards, for all."""
         result = None
-        if self._job.is_main_process:
-            result = self.rewards.score(self._completions(records, groups, number)).to_json()
+        if self._rewards is not None:
+            result = self._rewards.score(self._completions(records, groups, number)).to_json()
         return Scores.from_json(self._job.exchange(f"rewards of rollout {number}", result)[0])
 
     def _completions(
@@ -264,8 +279,7 @@ class RolloutSource:
         result: dict[str, list[np.ndarray]] = {}
         if not needed:
             return result
-        parts = self.options.updates
-        size = len(completions) // parts
+        size = len(completions) // self.options.updates
         for start in range(0, len(completions), size):
             rows = self._lay_out(prompts[start : start + size], completions[start : start + size])
             if "old" in needed:
@@ -281,13 +295,18 @@ class RolloutSource:
     # Batches
 
     def _lay_out(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> CompletionRows:
+        """Lays completions out in rows; `prompts` has one entry for each."""
+        pairs = zip(prompts, (completion.ids for completion in completions), strict=True)
+        # An environment may give the completions of a record different prompts.
+        groups = [
+            (prompt, [ids for _, ids in group]) for prompt, group in itertools.groupby(pairs, lambda pair: pair[0])
+        ]
         rows = completion_rows(
-            prompts,
-            [completion.ids for completion in completions],
-            self.loader.row_length,
-            self.loader.batch_size,
-            self._segments,
+            [prompt for prompt, _ in groups],
+            [group for _, group in groups],
+            self.rows_sizes,
             packing=self.recipe.data.packing,
+            shared=self._shared,
         )
         drawn = rows.scatter([np.array(completion.drawn, np.float32) for completion in completions])
         return dataclasses.replace(rows, arrays=rows.arrays | {"completion": drawn})
@@ -301,12 +320,12 @@ class RolloutSource:
         prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
         rows = self._lay_out(prompts, completions)
         arrays = dict(rows.arrays)
-        for name in online_arrays(self.recipe):
+        for name in online_arrays(self.recipe, shared=self._shared):
             if name not in arrays:
                 arrays[name] = rows.scatter(rollout.per_completion(name)[span])
         origins: list[list[Origin]] = [[] for _ in range(size)]
-        for place, record in sorted(zip(rows.placements, of_completion, strict=True), key=lambda x: x[0].segment):
-            origins[place.row].append(record.origin)
+        for span, record in sorted(zip(rows.spans, of_completion, strict=True), key=lambda x: x[0].segment):
+            origins[span.row].append(record.origin)
         per_micro = size // self.loader.accumulation
         return RolloutBatch(
             micro_batches(arrays, self.loader.accumulation),
@@ -322,7 +341,7 @@ class RolloutSource:
         records = [self.loader.record(index) for index in rollout.prompts for _ in range(samples)]
         rows = []
         for number, (record, completion) in enumerate(zip(records, rollout.completions, strict=True)):
-            values = zip(self.rewards.names, rollout.rewards[number].tolist(), strict=True)
+            values = zip(self.reward_names, rollout.rewards[number].tolist(), strict=True)
             rows.append(
                 {
                     "rollout": rollout.number,
@@ -345,9 +364,9 @@ class RolloutSource:
         groups = self._generate(params, records, HELD_OUT, self.options.eval_samples)
         scores = self._score(records, groups, HELD_OUT)
         completions = [completion for group in groups for completion in group]
-        total = total_rewards(scores.values, self.rewards.weights)
+        total = total_rewards(scores.values, self._weights)
         group_ids = np.repeat(np.arange(len(records)), self.options.eval_samples)
-        return rollout_metrics(completions, scores, self.rewards, total, group_ids), len(completions)
+        return rollout_metrics(completions, scores, self.reward_names, total, group_ids), len(completions)
 
 
 def prompt_of(record: PromptRecord, completion: Completion) -> str | list[dict[str, Any]]:
@@ -361,7 +380,7 @@ def prompt_ids(record: PromptRecord, completion: Completion) -> list[int]:
 
 
 def rollout_metrics(
-    completions: Sequence[Completion], scores: Scores, rewards: Rewards, total: np.ndarray, groups: np.ndarray
+    completions: Sequence[Completion], scores: Scores, names: Sequence[str], total: np.ndarray, groups: np.ndarray
 ) -> dict[str, float]:
     """The metrics of a rollout, under trl's names. `total` [N] is the weighted reward, NaN where there is none."""
     lengths = np.array([sum(completion.drawn) for completion in completions])
@@ -384,7 +403,7 @@ def rollout_metrics(
         calls = sum(episode.calls for episode in episodes)
         metrics["tools/call_frequency"] = calls / len(episodes)
         metrics["tools/failure_frequency"] = sum(episode.failures for episode in episodes) / max(calls, 1)
-    for name, values in zip(rewards.names, scores.values.T, strict=True):
+    for name, values in zip(names, scores.values.T, strict=True):
         values = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0
         metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0

@@ -33,6 +33,7 @@ from meshtune.mesh.processes import Job
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 CONSOLE_LOG = "console.log"
+ROLLOUTS = "rollouts.jsonl"
 ADAPTER, MODEL, BASE = "adapter", "model", "base"
 DIGEST, RESULT_DIGEST = "digest", "result_digest"  # keys of run.json: of the rest of it, and of the result's files
 LOGS = "logs"  # what the processes print, written by what launches them: before the run begins

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshtune import terminal
-
-ROLLOUTS = "rollouts.jsonl"
+from meshtune.runs.output import ROLLOUTS
 
 
 def read_rollouts(output: pathlib.Path) -> list[dict[str, Any]]:

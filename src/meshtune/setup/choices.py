@@ -190,6 +190,26 @@ def mesh_decisions(config: MeshConfig, why: str, notes: list[Unsplit]) -> list[D
     return [Decision("mesh", str(config), why), *(Decision(note.axis, "whole", note.text) for note in notes)]
 
 
+def shares_prompts(recipe: Recipe, spec: ModelSpec, compute: Compute) -> tuple[bool, str]:
+    """Whether the completions of a prompt share it in the rows of an online stage, and why.
+
+    Raises: UserError where a recipe asks for what the model or its kernels cannot do.
+    """
+    from meshtune.rollout.shared import shared_prompts_obstacle
+
+    assert recipe.rollout is not None
+    asked = recipe.rollout.shared_prompts
+    if asked is False:
+        return False, "asked for"
+    obstacle = shared_prompts_obstacle(spec, compute)
+    if obstacle is None:
+        return True, "auto: fewer positions, the same result" if asked is None else "asked for"
+    if asked:
+        fix = "leave rollout.shared_prompts out, or set it to false"
+        raise UserError(f"prompts cannot be shared: {obstacle}", where="rollout.shared_prompts", fix=fix)
+    return False, f"auto: {obstacle}"
+
+
 def compute_of(
     recipe: Recipe,
     spec: ModelSpec,
@@ -225,6 +245,10 @@ def compute_of(
         offload=options.offload,
         expert_exchange=options.expert_exchange,
     )
+    if recipe.rollout is not None:
+        shared, why = shares_prompts(recipe, spec, compute)
+        compute = dataclasses.replace(compute, shared_prompts=shared)
+        decisions.append(Decision("prompts", "computed once a group" if shared else "repeated", why))
     decisions += _block_decisions(compute, spec)
     for request in attention_requests(compute, spec, rows, length):
         backend, reason = choose_backend(request, options.attention)

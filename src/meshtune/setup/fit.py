@@ -11,6 +11,7 @@ from meshtune.costs.workload import Candidate, layout_on
 from meshtune.errors import UserError, amount
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
+from meshtune.model.model_cache import rows_bucket
 from meshtune.setup.memory import FreeMemory
 from meshtune.setup.search import (
     MESH,
@@ -18,6 +19,7 @@ from meshtune.setup.search import (
     OFFLOAD,
     QUANTIZE,
     REMAT,
+    ROWS,
     Overrides,
     OverrideValue,
     PredictedCandidate,
@@ -86,7 +88,7 @@ def try_remedies(start: PredictedCandidate, recipe: Recipe) -> list[Remedy]:
         if isinstance(better, str):
             remedies.append(Remedy(name, cost, None, better))
             continue
-        if better.estimate.device_bytes >= best.estimate.device_bytes:
+        if better.device_bytes >= best.device_bytes:
             remedies.append(Remedy(name, cost, None, Translatable("it saves nothing here")))
             continue
         changes = {key: value for key, value in better.overrides.items() if best.overrides.get(key) != value}
@@ -174,7 +176,7 @@ def _best_alternative(start: PredictedCandidate, alternatives: Sequence[Override
         if predicted.fits:
             return predicted
         possible.append(predicted)
-    return min(possible, key=lambda predicted: predicted.estimate.device_bytes) if possible else reason
+    return min(possible, key=lambda predicted: predicted.device_bytes) if possible else reason
 
 
 def _proposals(recipe: Recipe, candidate: Candidate) -> Iterator[_Proposal]:
@@ -263,16 +265,21 @@ class MemoryCheck:
         if predicted is None:
             return None
         estimated, free = predicted.estimate, self.free
-        on_device = estimated.device_bytes + (estimated.host_bytes if free.shared else 0)
+        on_device, rollout = self._bytes(predicted), predicted.rollout
+        is_rollout = rollout is not None and rollout.device_bytes > estimated.device_bytes
+        name = "a rollout" if is_rollout else "an update"
+        computed = (
+            f"{ROWS}: {rollout.rows} rows of up to {rollout.slots} positions at once" if rollout and is_rollout else ""
+        )
         for needed, available, where in (
             (on_device, free.device, "on each device"),
             (0 if free.shared else estimated.host_bytes, free.host, "of the host for each device"),
         ):
             if needed * (1 - ESTIMATE_ERROR) > available:
                 return MemoryShortage(
-                    f"an update is expected to need about {size_in_words(needed)} of memory {where}, and "
+                    f"{name} is expected to need about {size_in_words(needed)} of memory {where}, and "
                     f"{size_in_words(available)} are free",
-                    where=self.rows_in_words,
+                    where=computed or self.rows_in_words,
                     fix=self.fix(),
                 )
         return None
@@ -283,11 +290,19 @@ class MemoryCheck:
         if not changes:
             return f"a smaller data.max_length, a smaller model, or more devices (meshtune plan shows which); {GO_ON}"
         text = f"{' '.join(override_arguments(changes))} is expected to fit: about {size_in_words(needed)}"
-        if set(changes) == {MICRO}:
+        if set(changes) <= {MICRO, ROWS}:
             text += ", and the result stays the same"
         elif "train.batch_size" in changes:
             text += " (with another batch a run learns something else)"
         return f"{text}; {GO_ON}"
+
+    def rollout_rows(self) -> int | None:
+        """The most rows of a rollout that are expected to fit; None if the recipe sets them, or if not one fits."""
+        if self.recipe.rollout is None or self.recipe.rollout.rows is not None:
+            return None
+        predicted = self._predict(apply_overrides(self.resolved, {ROWS: None}), self._target)
+        rollout = None if predicted is None else predicted.rollout
+        return rollout.rows if rollout and rollout.device_bytes <= memory_limit(self._target) else None
 
     def micro_batch(self, compiled: int | None = None) -> int | None:
         """The largest smaller micro-batch that is expected to fit without any other change; None if none
@@ -326,6 +341,7 @@ class MemoryCheck:
     def _proposals(self, current: PredictedCandidate) -> Iterator[Overrides]:
         """Changes from the mildest to the strongest: fewer rows at once, with what else is open, then remedies."""
         keys = open_keys(self.recipe)
+        yield from self._fewer_rollout_rows(current)
         in_backward = self.recipe.optimizer.in_backward
         rows = current.candidate.rows
         try:
@@ -344,11 +360,15 @@ class MemoryCheck:
         yield from (predicted.shown_overrides for predicted in fitting)
         if in_backward:
             yield from ({"train.batch_size": n} for n in range(rows - 1, 0, -1) if n & (n - 1) == 0)
-        start = min(ranked, key=lambda predicted: predicted.estimate.device_bytes, default=current)
+        start = min(ranked, key=lambda predicted: predicted.device_bytes, default=current)
         last = next((remedy for remedy in reversed(try_remedies(start, self.recipe)) if remedy.fits), None)
         if last is not None:
             assert last.predicted is not None
             yield last.predicted.shown_overrides
+
+    def _fewer_rollout_rows(self, current: PredictedCandidate) -> Iterator[Overrides]:
+        if current.rollout is not None:
+            yield from ({ROWS: n} for n in range(current.rollout.rows - 1, 0, -1) if rows_bucket(n) == n)
 
     @property
     def _target(self) -> Target:
@@ -359,7 +379,7 @@ class MemoryCheck:
         """The recipe with changes, its open keys chosen as a run would choose them."""
         return autotune(apply_overrides(self.recipe, changes), self.target)[0]
 
-    def _predict(self, recipe: Recipe) -> PredictedCandidate | None:
+    def _predict(self, recipe: Recipe, target: Target | None = None) -> PredictedCandidate | None:
         if not isinstance(recipe.mesh, MeshConfig):
             mesh: Mapping[str, int] = {} if self.layout is None else self.layout.mesh.shape
             recipe = apply_overrides(recipe, {MESH: {axis: n for axis, n in mesh.items() if n > 1} or {"fsdp": 1}})
@@ -367,10 +387,10 @@ class MemoryCheck:
             recipe = apply_overrides(recipe, {MICRO: recipe.train.batch_size})
         try:
             return predict_candidate(
-                recipe, self.target, workload_of(recipe, self.target.device.backend), length=self.length
+                recipe, target or self.target, workload_of(recipe, self.target.device.backend), length=self.length
             )
         except UserError:
             return None
 
     def _bytes(self, predicted: PredictedCandidate) -> int:
-        return predicted.estimate.device_bytes + (predicted.estimate.host_bytes if self.free.shared else 0)
+        return predicted.device_bytes + (predicted.estimate.host_bytes if self.free.shared else 0)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.adapters.continued import check_continued, content_hash
 from meshtune.adapters.peft_format import BaseRecord, check_base, load_adapter
 from meshtune.config.recipe import Recipe
 from meshtune.data.tokenizer import NewTokens
@@ -26,7 +25,7 @@ from meshtune.families.composite import HEAD, passed_through, tensor_name, text_
 from meshtune.families.expansion import group_layers, origins, silent_modules
 from meshtune.json_text import read_json
 from meshtune.lazy import LazyFunction
-from meshtune.mesh.client import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 RECORD = "start.json"
+check_continued = LazyFunction("meshtune.adapters.continued:check_continued")
+content_hash = LazyFunction("meshtune.adapters.continued:content_hash")
 export = LazyFunction("meshtune.runs.export:export")  # of merges, which few recipes have
 
 

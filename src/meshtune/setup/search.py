@@ -16,6 +16,7 @@ from typing import cast
 from meshtune.adapters.method import abstract
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
+from meshtune.costs.decoding import Lengths, RolloutCost, filled_micro_batches, longest_lengths, rollout_cost
 from meshtune.costs.estimate import Estimate, estimate, estimated_collectives
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
@@ -24,37 +25,53 @@ from meshtune.errors import UserError, amount
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.gather import check_batch, check_experts
+from meshtune.model.model_cache import rows_bucket
 from meshtune.quantize.config import FormatName, QuantizeConfig
 from meshtune.quantize.published import read_scheme
 from meshtune.quantize.published.scheme import Scheme
 from meshtune.setup.choices import Decision, compute_of, optimizer_of, precision_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.memory import size_in_words
-from meshtune.setup.stage import row_length
+from meshtune.setup.stage import row_length, scoring_passes
 from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
 
 RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
+ROWS = "rollout.rows"
 EQUAL_TIME_FACTOR = 1.03  # expected times within this factor count as equal: the simpler configuration comes first
 REMATS = ("selective", "full")  # "none" saves what is cheaper to recompute than to store and load
 OFFLOADS = ((), ("residual",), ("optimizer",), ("residual", "optimizer"), ("residual", "optimizer", "weights"))
 FORMATS = (None, "nf4")
 
-OverrideValue = str | int | list[str] | dict[str, int]
+OverrideValue = str | int | list[str] | dict[str, int] | None
 Overrides = Mapping[str, OverrideValue]  # new values by recipe key, with at most one dot
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictedCandidate:
-    """A candidate with what the analytic models predict. `overrides` are the keys in which its recipe was changed."""
+    """A candidate with what the analytic models predict. `overrides` are the keys in which its recipe was changed.
+
+    `estimate` and `roofline` are of an update; `rollout` is None for stages that generate nothing.
+    """
 
     recipe: Recipe
     overrides: Overrides
     candidate: Candidate
     estimate: Estimate
     roofline: Roofline
+    rollout: RolloutCost | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak bytes on one device, of an update or of a rollout."""
+        return max(self.estimate.device_bytes, 0 if self.rollout is None else self.rollout.device_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an update with its share of a rollout."""
+        return self.roofline.seconds + (0.0 if self.rollout is None else self.rollout.seconds_per_update)
 
     @property
     def memory_limit(self) -> int:
@@ -63,7 +80,7 @@ class PredictedCandidate:
 
     @property
     def fits(self) -> bool:
-        return self.estimate.device_bytes <= self.memory_limit
+        return self.device_bytes <= self.memory_limit
 
     @property
     def mesh(self) -> MeshConfig:
@@ -71,8 +88,14 @@ class PredictedCandidate:
 
     @property
     def shown_overrides(self) -> dict[str, OverrideValue]:
-        """`overrides` without the mesh of a single device, which is the default."""
-        return {key: value for key, value in self.overrides.items() if key != MESH or self.mesh.devices > 1}
+        """`overrides` without the mesh of a single device, which is the default, and with the rows of a rollout."""
+        rows = {ROWS: self.rollout.rows} if self.rollout and _rows_are_open(self.recipe) else {}
+        shown = {key: value for key, value in self.overrides.items() if key != MESH or self.mesh.devices > 1}
+        return shown | rows
+
+
+def _rows_are_open(recipe: Recipe) -> bool:
+    return recipe.rollout is not None and recipe.rollout.rows is None
 
 
 def _published_scheme(recipe: Recipe) -> Scheme | None:
@@ -99,6 +122,7 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         and "quantize" not in recipe.model_fields_set
         and recipe.method.adapters is not None
         and _published_scheme(recipe) is None,
+        ROWS: _rows_are_open(recipe),
     }
     return frozenset(key for key, value in is_open.items() if value)
 
@@ -147,8 +171,8 @@ def _rank(predicted: PredictedCandidate) -> tuple[float, ...]:
     sizes = predicted.mesh.sizes
     simplicity = (len(predicted.candidate.offload), sizes["cp"], sizes["tp"], predicted.candidate.accumulation)
     if predicted.fits:
-        return 0, round(math.log(predicted.roofline.seconds) / math.log(EQUAL_TIME_FACTOR)), *simplicity
-    return 1, predicted.estimate.device_bytes, *simplicity
+        return 0, round(math.log(predicted.seconds) / math.log(EQUAL_TIME_FACTOR)), *simplicity
+    return 1, predicted.device_bytes, *simplicity
 
 
 def workload_of(recipe: Recipe, backend: str) -> Workload:
@@ -164,16 +188,47 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
 
 
 def predict_candidate(
-    recipe: Recipe, target: Target, workload: Workload, overrides: Overrides | None = None, *, length: int | None = None
+    recipe: Recipe,
+    target: Target,
+    workload: Workload,
+    overrides: Overrides | None = None,
+    *,
+    length: int | None = None,
+    lengths: Lengths | None = None,
 ) -> PredictedCandidate:
-    """Estimates memory and time of a recipe without open keys.
+    """Estimates memory and time of a recipe without open keys; open rows of a rollout are the most that fit.
 
+    `lengths` of completions are the worst case if none are given, as they always are for memory.
     Raises: UserError for a mesh or batch that the model does not allow.
     """
     candidate = candidate_of(recipe, target, workload, length=length)
-    collectives = estimated_collectives(candidate)
-    times = roofline(work_of(candidate), collectives, target, dtype=workload.precision.compute)
-    return PredictedCandidate(recipe, overrides or {}, candidate, estimate(candidate), times)
+    if recipe.rollout is not None:
+        lengths = lengths or longest_lengths(candidate)
+    filled = filled_candidate(candidate, lengths)
+    collectives = estimated_collectives(filled)
+    times = roofline(work_of(filled), collectives, target, dtype=workload.precision.compute)
+    rollout = None if lengths is None else _rollout(recipe, candidate, times, lengths)
+    return PredictedCandidate(recipe, overrides or {}, candidate, estimate(candidate), times, rollout)
+
+
+def filled_candidate(candidate: Candidate, lengths: Lengths | None) -> Candidate:
+    """The candidate with only those micro-batches that hold something, if its stage generates completions."""
+    if lengths is None:
+        return candidate
+    return dataclasses.replace(candidate, accumulation=filled_micro_batches(candidate, lengths))
+
+
+def _rollout(recipe: Recipe, candidate: Candidate, update: Roofline, lengths: Lengths) -> RolloutCost:
+    """The rollout with the rows that the recipe asks for, or with the most that fit, and one where none do."""
+    assert recipe.rollout is not None
+    most = recipe.rollout.prompts * recipe.rollout.samples
+    rows = most if recipe.rollout.rows is None else min(recipe.rollout.rows, most)
+    passes = scoring_passes(recipe)
+    while True:
+        cost = rollout_cost(candidate, update, rows, lengths, passes)
+        if recipe.rollout.rows is not None or rows == 1 or cost.device_bytes <= memory_limit(candidate.target):
+            return cost
+        rows = max(n for n in range(1, rows) if rows_bucket(n) == n)
 
 
 def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: int | None = None) -> Candidate:
@@ -200,6 +255,7 @@ def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: 
         mlp_chunk=compute.mlp_chunk,
         attention_chunk=compute.attention_chunk,
         offload=compute.offload,
+        shared_prompts=compute.shared_prompts,
     )
 
 
@@ -275,7 +331,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-NAMES = {MESH: "mesh", MICRO: "micro_batch", REMAT: "remat"}
+NAMES = {MESH: "mesh", MICRO: "micro_batch", REMAT: "remat", ROWS: "rollout rows"}
 
 
 def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple[Recipe, list[Decision]]:
@@ -295,7 +351,8 @@ def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple
         return recipe, []  # the recipe asks for something impossible: its own check has the better message
     best = ranked[0]
     local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
-    overrides, decisions = job.exchange("autotuned keys", [best.overrides, local])[0]
+    chosen = dict(best.overrides) | ({ROWS: best.rollout.rows} if best.rollout and ROWS in keys else {})
+    overrides, decisions = job.exchange("autotuned keys", [chosen, local])[0]
     return apply_overrides(recipe, overrides), [Decision(*fields) for fields in decisions]
 
 
@@ -309,13 +366,18 @@ def merge_decisions(autotuned: Sequence[Decision], decisions: Sequence[Decision]
 
 def _value(key: str, best: PredictedCandidate) -> str:
     candidate = best.candidate
-    return {MESH: str(best.mesh), MICRO: amount(candidate.rows, "row"), REMAT: candidate.remat}[key]
+    values = {MESH: str(best.mesh), MICRO: amount(candidate.rows, "row"), REMAT: candidate.remat}
+    return values[key] if best.rollout is None or key != ROWS else amount(best.rollout.rows, "completion") + " at once"
 
 
 def _reason(key: str, best: PredictedCandidate, ranked: list[PredictedCandidate]) -> str:
     if key == MESH and best.mesh.devices == 1:
         return "auto: one device"
-    memory = f"about {size_in_words(best.estimate.device_bytes)} per device"
+    if key == ROWS and best.rollout is not None:
+        memory = f"about {size_in_words(best.rollout.device_bytes)} per device"
+        everything = best.rollout.rows >= best.rollout.completions
+        return f"auto: {'all of a rollout' if everything else 'the most that are expected to fit'}, {memory}"
+    memory = f"about {size_in_words(best.device_bytes)} per device"
     if not best.fits:
         device = best.candidate.target.device.name
         return f"auto: no configuration is expected to fit {device}; this one needs the least memory, {memory}"

@@ -10,13 +10,15 @@ from meshtune.adapters.training_method import Method
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.objectives.answers import Objective
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.batch import online_arrays
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
+online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 
@@ -52,12 +54,14 @@ def row_length(recipe: Recipe) -> int:
 ShapeAndDtype = tuple[tuple[int, ...], np.dtype]
 
 
-def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, ShapeAndDtype]:
+def batch_arrays(
+    recipe: Recipe, method: Method, shape: tuple[int, int, int], *, shared_prompts: bool = False
+) -> dict[str, ShapeAndDtype]:
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
     if stage.dataset_type == "prompts":
-        names = online_arrays(recipe)
+        names = online_arrays(recipe, shared=shared_prompts)
     elif stage.dataset_type != "documents":
         names += ["units", "values"]
         if stage.nll_mean(recipe.stage) is not None:
@@ -69,6 +73,12 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
     sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
+
+
+def scoring_passes(recipe: Recipe) -> int:
+    """Passes over a rollout before its first update: for old and for reference log-probabilities."""
+    needed = computed_values(recipe)
+    return ("old" in needed) + ("reference_tokens" in needed)
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:

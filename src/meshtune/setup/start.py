@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from meshtune.adapters.continued import resumed_config
 from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.data.tokenizer import NewTokens, tokenizer_of
@@ -18,11 +17,14 @@ from meshtune.families import scored_spec
 from meshtune.families.composite import with_text_fields
 from meshtune.families.expansion import expanded_config, group_layers
 from meshtune.families.experts import with_aux_loss, with_bias_update_rate
+from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import ADAPTER, check_result
 from meshtune.runs.sources import is_run, split_state, state_result
 from meshtune.weights.load import load_config, spec_of
+
+resumed_config = LazyFunction("meshtune.adapters.continued:resumed_config")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshtune.adapters.continued import resume_adapter
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.batch import batch_axes
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from meshtune.data.stream import Stream
 
 input_sizes = LazyFunction("meshtune.adapters.inputs:input_sizes")
+resume_adapter = LazyFunction("meshtune.adapters.continued:resume_adapter")
 
 
 def optimizer_for(run: Run, steps: int) -> tuple[Optimizer, Schedule]:
@@ -111,7 +111,7 @@ def waiting_weights(run: Run, optimizer: Optimizer) -> list[str]:
     return offloaded_names(frozen_like(run)) + offloaded_names(state_like(run, optimizer).trainable)
 
 
-def batch_like(run: Run, shape: tuple[int, int, int]) -> Tree:
+def batch_like(run: Run, shape: tuple[int, int, int], *, shared_prompts: bool = False) -> Tree:
     """Returns a batch [micro-batches, rows, positions] of the recipe's stage as ShapeDtypeStructs.
 
     Its shardings are those of mesh.placement.place_batch.
@@ -121,7 +121,7 @@ def batch_like(run: Run, shape: tuple[int, int, int]) -> Tree:
         name: jax.ShapeDtypeStruct(
             size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name, len(size)), size)
         )
-        for name, (size, dtype) in batch_arrays(run.recipe, run.method, shape).items()
+        for name, (size, dtype) in batch_arrays(run.recipe, run.method, shape, shared_prompts=shared_prompts).items()
     }
 
 

@@ -18,7 +18,7 @@ from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
 from meshtune.config.rules import require_online
 from meshtune.data.prompts import PromptLoader
-from meshtune.errors import amount
+from meshtune.errors import UserError, amount
 from meshtune.generate.text import tokenizer_end
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
@@ -37,15 +37,17 @@ from meshtune.train.report.progress import log_console
 from meshtune.train.run_setup import set_up_run
 from meshtune.weights.ends import read_ends
 
+DIGEST = "rewards.digest"  # in the folder of rollouts
+
 
 def rollout_source(
     run: LoadedRun,
     place: Callable[[dict[str, np.ndarray]], Batch],
     order: np.ndarray | None,
     *,
-    start: int = 0,
+    start: int | None = None,
 ) -> RolloutSource:
-    """Builds the source of an online stage's batches from update `start` on.
+    """Builds the source of an online stage's batches from update `start` on; None: of no run, so nothing is written.
 
     `place` puts a batch on the devices, its positions in `order` if there is one.
     """
@@ -62,13 +64,32 @@ def rollout_source(
         recipe,
         loader,
         model,
-        Rewards(recipe.rewards, max_tokens=rollout.max_tokens, environments=environments),
+        _rewards(run, start, environments) if run.job.is_main_process else None,
         lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
         run.job,
         run.output / FOLDER,
         run.console.print,
         environments,
     )
+
+
+def _rewards(run: LoadedRun, start: int | None, environments: Environments | None) -> Rewards:
+    """Loads the rewards of process 0. Raises: UserError for a run that is resumed with others than before."""
+    recipe, file = run.recipe, run.output / FOLDER / DIGEST
+    max_tokens = recipe.rollout.max_tokens if recipe.rollout else None
+    rewards = Rewards(recipe.rewards, max_tokens=max_tokens, environments=environments)
+    before = file.read_text() if start and file.is_file() else rewards.digest
+    if before != rewards.digest and not recipe.accept_changes:
+        rewards.close()
+        raise UserError(
+            "the rewards are not those the run was started with: their functions, models or options have changed",
+            where="rewards",
+            fix="put them back, or continue with the new ones: resume=true accept_changes=true",
+        )
+    if start is not None:
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(rewards.digest)
+    return rewards
 
 
 def _reference(run: LoadedRun) -> Callable[[Tree], Tree]:
@@ -132,7 +153,7 @@ def preview_rewards(recipe: Recipe, *, groups: int = 4, console: Console | None 
         source.close()
     seconds = time.perf_counter() - started
     print_rollouts(rows, len(rows), console)
-    console.print(_table(made, source.rewards.names))
+    console.print(_table(made, source.reward_names))
     without = made.metrics["frac_reward_zero_std"] * groups
     lines = [f"{amount(len(rows), 'completion')} of {amount(groups, 'prompt')} in {seconds:.1f} s"]
     if without:

@@ -21,7 +21,7 @@ from meshtune.config.sections import HubSection
 from meshtune.errors import UserError
 from meshtune.hub.account import Repository, check_access, open_repository
 from meshtune.hub.push import Package, push, run_base, send
-from meshtune.mesh.client import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE
 from meshtune.train.assemble import LoadedRun

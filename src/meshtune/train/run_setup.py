@@ -36,7 +36,7 @@ from meshtune.setup.machine import device_table, gather_devices, hosts, local_ta
 from meshtune.setup.materialize import materialize_start, resumed_adapter
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
-from meshtune.setup.search import MICRO, apply_overrides, autotune, merge_decisions
+from meshtune.setup.search import MICRO, NAMES, ROWS, apply_overrides, autotune, merge_decisions
 from meshtune.setup.shortage import MemoryShortage, size_in_words
 from meshtune.setup.stage import reference_of
 from meshtune.train.checkpoint.checkpoints import Record, versions
@@ -146,7 +146,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         events.check_installed(list(recipe.log.trackers))
     machine, host_count = this_machine(), len(hosts(processes))
     target = local_target(machine, host_count)
-    requested = with_saved_micro_batch(recipe, output, job)
+    requested = with_saved_choices(recipe, output, job)
     recipe, autotuned = autotune(requested, target, job)
     run = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
     check_source(run.source, job)
@@ -207,18 +207,28 @@ def baseline_warning(recipe: Recipe, data: PreparedData, rows: int) -> list[Deci
     return [Decision(WARNING, fault, f"too few for an estimate, and trl refuses it: set {fix}")]
 
 
-def with_saved_micro_batch(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe:
-    """The recipe of a run to resume, with the micro-batch that `auto` had become: it may have been made smaller since
-    it was chosen."""
-    if not recipe.resume or recipe.train.micro_batch != "auto":
+def with_saved_choices(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe:
+    """The recipe of a run to resume, with the micro-batch and the rows of a rollout that were chosen for it: they may
+    have been made smaller since."""
+    rows_are_open = recipe.rollout is not None and recipe.rollout.rows is None
+    if not recipe.resume or not (recipe.train.micro_batch == "auto" or rows_are_open):
         return recipe
-    saved = None
+    micro_batch = rows = None
     if job.is_main_process and (output / RECIPE).is_file():
         with contextlib.suppress(UserError, ValueError):
-            saved = load_recipe(output / RECIPE, notify=silent).train.micro_batch
-    saved = job.exchange("saved micro-batch", saved)[0]
-    fits = isinstance(saved, int) and recipe.train.batch_size % saved == 0
-    return apply_overrides(recipe, {MICRO: saved}) if fits else recipe
+            saved = load_recipe(output / RECIPE, notify=silent)
+            micro_batch, rows = saved.train.micro_batch, None if saved.rollout is None else saved.rollout.rows
+    micro_batch, rows = job.exchange("saved choices", [micro_batch, rows])[0]
+    choices = {}
+    if (
+        recipe.train.micro_batch == "auto"
+        and isinstance(micro_batch, int)
+        and not recipe.train.batch_size % micro_batch
+    ):
+        choices[MICRO] = micro_batch
+    if rows_are_open and rows is not None:
+        choices[ROWS] = rows
+    return apply_overrides(recipe, choices)
 
 
 def _fitting(run: PreparedRun) -> PreparedRun:
@@ -226,6 +236,7 @@ def _fitting(run: PreparedRun) -> PreparedRun:
 
     Raises: MemoryShortage if it is not, and compute.memory_check is on. All processes decide alike.
     """
+    run = _with_rollout_rows(run)
     shortage = run.memory.before_loading()
     shrinks = shortage is not None and run.halves and run.recipe.compute.memory_check
     rows = run.memory.micro_batch() if shrinks else None
@@ -241,6 +252,19 @@ def _fitting(run: PreparedRun) -> PreparedRun:
         raise MemoryShortage(problem, where=where, fix=fix)
     warning = Decision(WARNING, TOO_LARGE, f"{problem}; compute.memory_check is off")
     return dataclasses.replace(run, decisions=[warning, *run.decisions])
+
+
+def _with_rollout_rows(run: PreparedRun) -> PreparedRun:
+    """The run with as many rows of a rollout as fit the memory that is free, where the recipe leaves them open."""
+    rollout = run.recipe.rollout
+    if rollout is None or run.requested.rollout is None or run.requested.rollout.rows is not None:
+        return run
+    rows = run.job.exchange("rows of a rollout", run.memory.rollout_rows())[0]
+    if rows is None or (rollout.rows is not None and rows >= rollout.rows):
+        return run
+    chosen = Decision(NAMES[ROWS], f"{amount(rows, 'completion')} at once", "auto: the most that fit the free memory")
+    others = [choice for choice in run.decisions if choice.name != chosen.name]
+    return dataclasses.replace(run, recipe=apply_overrides(run.recipe, {ROWS: rows}), decisions=[*others, chosen])
 
 
 def with_micro_batch(run: PreparedRun, rows: int) -> PreparedRun:

@@ -19,7 +19,7 @@ from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
 from meshtune.families.experts import without_balancing
 from meshtune.families.tensors import TensorMap
-from meshtune.mesh.client import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job

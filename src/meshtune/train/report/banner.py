@@ -148,6 +148,8 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
         resident = int(memory.argument_size_in_bytes)
         peak = int(resident + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes)
     seconds = mfu = None
+    if recipe.rollout is not None:  # how many of its rows are filled depends on the completions
+        return Prediction(peak, resident, seconds, mfu, str(target))
     try:
         workload = workload_of(recipe, target.device.backend)
         candidate = candidate_of(_fill_open_keys(recipe, layout), target, workload, length=length)

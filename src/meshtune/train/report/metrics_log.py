@@ -24,8 +24,7 @@ from typing import Any
 import jax
 
 from meshtune.mesh.accelerators import VISIBLE_DEVICE_VARIABLES
-from meshtune.runs.output import LOGS
-from meshtune.runs.rollouts import ROLLOUTS
+from meshtune.runs.output import LOGS, ROLLOUTS
 from meshtune.train.report.events import Evaluated, Event, RolledOut, Sampled, Stepped
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"

@@ -17,7 +17,7 @@ from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
 from meshtune.digests import write_digests
 from meshtune.families import tensors
-from meshtune.mesh.client import raise_collectively
+from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute

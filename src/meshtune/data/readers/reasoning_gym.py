@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshtune.data.conversation import Origin
 from meshtune.errors import UserError, nearest, pip_install
 
 SIZE = 500  # records, where the options say nothing
 
 
-def gym_records(task: str, options: Mapping[str, Any] | None = None) -> list[dict[str, str]]:
-    """The records of a task: `prompt`, `answer`, and `entry` for the reward. They depend on the options alone.
+class GymRecords:
+    """The records of a task (data.readers.textfiles.Records). `name` is what the recipe calls it."""
+
+    def __init__(self, records: list[dict[str, Any]], name: str):
+        self._records, self.name = records, name
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._records[index]
+
+    def origin(self, index: int) -> Origin:
+        return Origin(self.name, index)
+
+    def where(self, index: int) -> str:
+        return str(self.origin(index))
+
+    def sweep(self) -> Iterator[dict[str, Any]]:
+        return iter(self._records)
+
+    def check_unchanged(self) -> None:
+        """Does nothing: there is no file."""
+
+
+def open_gym(task: str, name: str, options: Mapping[str, Any]) -> GymRecords:
+    """Opens a task as a source of records. Raises: UserError as `gym_records` does."""
+    return GymRecords(gym_records(task, options), name)
+
+
+def gym_records(task: str, options: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The records of a task: `prompt`, a message; `answer`; and `entry` for the reward. A function of the options.
 
     `options` are size (500), seed (0) and those of the task's configuration. Raises UserError for an unknown task or
     option, and where the package is not installed.
@@ -26,7 +57,7 @@ def gym_records(task: str, options: Mapping[str, Any] | None = None) -> list[dic
     text = json.dumps(chosen, sort_keys=True)
     return [
         {
-            "prompt": str(entry["question"]),
+            "prompt": [{"role": "user", "content": str(entry["question"])}],
             "answer": str(entry["answer"]),
             "entry": json.dumps({"task": task, "options": chosen, "index": index}, sort_keys=True),
         }

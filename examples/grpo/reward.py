@@ -1,0 +1,27 @@
+"""Rewards of the recipes in this folder: functions with the arguments of TRL's."""
+
+import json
+import re
+
+
+def right_number(completions, answer, **kwargs):
+    """1 where the last number of the completion is the answer."""
+    numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
+    return [float(found[-1:] == [str(right)]) for found, right in zip(numbers, answer, strict=True)]
+
+
+def json_line(completions, fruit, count, **kwargs):
+    """0.3 for a line that begins as an object, 0.3 more if it is JSON, and 0.4 for the right keys and count."""
+    texts = [completion[0]["content"].strip() for completion in completions]
+    return [json_score(*fields) for fields in zip(texts, fruit, count, strict=True)]
+
+
+def json_score(text, fruit, count):
+    score = 0.3 * text.startswith("{")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return score
+    if not isinstance(value, dict):
+        return score
+    return score + 0.3 + 0.4 * (value.keys() == {"fruit", "count"} and value["count"] == count)
