@@ -9,6 +9,8 @@ import pytest
 import transformers
 
 from data.stock_templates import stock_text, tokenizer_with
+from meshtune.calls.formats import Tool, call_format
+from meshtune.calls.reader import TaggedReader
 from meshtune.config.data_options import LossPolicy
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
@@ -20,8 +22,6 @@ from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.text import chat_text
-from meshtune.serve.responses.formats import Tool, call_format
-from meshtune.serve.responses.reader import TaggedReader
 
 ORIGIN = Origin("calls.json", 2)
 STOCK = ["meta-llama-Llama-3.1-8B-Instruct", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B"]

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from data.stock_templates import encode_conversation, learned_pieces, stock_text, tokenizer_with
 from families.tiny import tiny_model
+from meshtune.calls.formats import THINK, Tool, call_format
+from meshtune.calls.reader import TaggedReader
 from meshtune.config.load import load_recipe
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
@@ -24,8 +26,6 @@ from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES
-from meshtune.serve.responses.formats import Tool, call_format
-from meshtune.serve.responses.reader import THINK, TaggedReader
 from meshtune.train.run import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from serving import TOKEN, serving
 from transformers import AutoTokenizer
 
+from meshtune.calls.grammar import Grammars
 from meshtune.errors import UserError
 from meshtune.generate.api import load
-from meshtune.serve.grammar import Grammars
 from meshtune.serve.models import Models
 
 ASK = [{"role": "user", "content": "Tell of a dog, as JSON."}]

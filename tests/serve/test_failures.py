@@ -11,9 +11,9 @@ import openai
 import pytest
 from serving import serving
 
+from meshtune.calls.grammar import Grammars, LLGrammar
 from meshtune.generate import scheduler as scheduling
 from meshtune.generate.api import Model, load
-from meshtune.serve.grammar import Grammars, LLGrammar
 from meshtune.serve.models import Models
 
 PROMPT = "Once upon a time"

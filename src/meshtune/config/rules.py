@@ -205,7 +205,7 @@ def _check_online(recipe: Recipe) -> None:
         raise ValueError(
             f"stage {stage} trains on completions that it generates: give rollout, such as {{max_tokens: 256}}"
         )
-    if not recipe.rewards:
+    if not recipe.rewards and rollout.environment is None:
         raise ValueError(f"stage {stage} needs rewards: give a list, such as rewards: [reward.py:score]")
     correction = rollout.correction or "token"
     if getattr(recipe.stage, "loss", None) == "vespo" and not correction.startswith("token"):

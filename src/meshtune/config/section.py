@@ -28,6 +28,7 @@ from meshtune.config.yaml_text import Path, value_at
 # The keys that name what is read. `output` is written, always below the current directory.
 MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
 REWARD_KEYS = ("function", "model", "json_schema")
+ENVIRONMENT: Path = ("rollout", "environment")
 OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"), ("teacher", "path"))
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*))")
 
@@ -64,7 +65,8 @@ def beside_recipe(
             continue
         with contextlib.suppress(ValueError):  # of a variable that is not set: the check of the recipe names it
             value = expand_path(value)
-        file, _, function = value.rpartition(":") if path[-1] == "function" else (value, "", "")
+        names_function = path[-1] == "function" or path[:2] == ENVIRONMENT
+        file, _, function = value.rpartition(":") if names_function else (value, "", "")
         candidate = recipe.parent / file
         if not pathlib.Path(file).is_absolute() and not _exists(pathlib.Path(file)) and _exists(candidate):
             container[path[-1]] = f"{candidate}:{function}" if function else str(candidate)
@@ -82,6 +84,8 @@ def _paths(raw: Mapping[str, object]) -> list[Path]:
     rewards = value_at(raw, ("rewards",))
     for number in range(len(rewards) if isinstance(rewards, list) else 0):
         paths += [("rewards", number, key) for key in REWARD_KEYS]
+    environment = value_at(raw, ENVIRONMENT)
+    paths += [(*ENVIRONMENT, name) for name in environment] if isinstance(environment, dict) else [ENVIRONMENT]
     tasks = value_at(raw, ("evaluate", "tasks"))
     paths += [("evaluate", "tasks", name) for name in tasks] if isinstance(tasks, dict) else []
     present: list[Path] = []

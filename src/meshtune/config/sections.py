@@ -292,6 +292,15 @@ class RolloutSection(Section):
     )
     correction_min: float | None = Field(default=None, ge=0, description="Lower bound of the correction.")
     correction_max: float | None = Field(default=3.0, gt=0, description="Upper bound of the correction.")
+    environment: str | dict[str, str] | None = Field(
+        default=None,
+        description='A class "file.py:Class" whose methods are tools that completions call, or several, by the names '
+        "in the records' field `environment`.",
+    )
+    max_turns: PositiveInt | None = Field(
+        default=None, description="Turns that may call tools; null: as many as max_tokens has room for."
+    )
+    tool_timeout: float = Field(default=60.0, gt=0, description="Seconds for the tool calls of a turn.")
     shared_prompts: bool | None = Field(
         default=None,
         description="Compute a prompt once for all of its completions in training; null: where the model allows it.",
@@ -313,6 +322,8 @@ class RolloutSection(Section):
             raise ValueError(f"correction_min {lower} must be below correction_max {upper}")
         if self.correction is not None and self.correction.endswith("truncate") and lower is None and upper is None:
             raise ValueError(f"correction {self.correction} has no bound: give correction_max, such as 3.0")
+        if self.max_turns is not None and self.environment is None:
+            raise ValueError("max_turns needs environment: without one a completion has a single turn")
         return self
 
     @property

@@ -1,9 +1,9 @@
 """Advantages of completions, and the weights of their tokens in the loss. In float64, by numpy.
 
 A rollout has N completions with M tokens together. Values per completion are [N]; values per token are [M], in the
-order of the completions, which `lengths` [N] divides. `trained` [N] are the lengths where a completion that is left out
-of the loss, because it was truncated, has length 0. Formulas: _generate_and_score_completions of trl 1.16's GRPOTrainer
-and RLOOTrainer.
+order of the completions, which `lengths` [N] divides. `trained` [N] are the numbers of tokens in the loss: those that
+the model drew, and 0 of a completion that is left out because it was truncated. Formulas:
+_generate_and_score_completions of trl 1.16's GRPOTrainer and RLOOTrainer.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ def rollout_tokens(
         return _ppo_tokens(stage, rollout, completions, total_rewards(rewards, weights), computed)
     assert isinstance(stage, GrpoConfig | RlooConfig)
     truncated = np.array([completion.reason == "length" for completion in completions])
-    trained = np.where(truncated, 0, lengths) if stage.mask_truncated_completions else lengths
+    drawn = np.concatenate([np.asarray(completion.drawn, bool) for completion in completions])
+    trained = np.array([sum(completion.drawn) for completion in completions])
+    trained = np.where(truncated, 0, trained) if stage.mask_truncated_completions else trained
     updates = np.arange(len(lengths)) // (len(lengths) // rollout.updates)
     values = {name: np.concatenate(arrays).astype(np.float64) for name, arrays in computed.items()}
     values["sampled"] = np.concatenate([np.asarray(completion.log_probs) for completion in completions])
-    is_trained = np.repeat(trained > 0, lengths)
+    is_trained = np.repeat(trained > 0, lengths) & drawn
     metrics, kl = {}, None
     if "old" in values:
         metrics["sampling/sampling_logp_difference/max"] = float(
@@ -76,7 +78,7 @@ def rollout_tokens(
         metrics["kl"] = float(differences.sum() / max(is_trained.sum(), 1))
     advantages = advantages_of(stage, rewards, weights, groups, trained, kl)
     loss = stage.loss if isinstance(stage, GrpoConfig) else "rloo"
-    values["advantages"] = np.repeat(advantages, lengths)
+    values["advantages"] = np.repeat(advantages, lengths) * drawn
     of_token = np.repeat(loss_weights(loss, trained, updates, rollout.max_tokens), lengths)
     values["weights"] = np.where(is_trained, of_token, 0.0)
     entropies, acted_on = values.pop("entropies", None), is_trained

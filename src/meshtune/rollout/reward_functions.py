@@ -249,9 +249,15 @@ def load_function(text: str, name: str, timeout: float = math.inf) -> tuple[Name
     packages. Modules that a call imports later are not among them.
     Raises UserError for a file, module or name that does not exist, and what importing raises.
     """
+    function, place, files = load_callable(text, f"reward {name}: {text}")
+    return NamedFunction(name, place, function, timeout), files
+
+
+def load_callable(text: str, where: str, kind: str = "function") -> tuple[Callable[..., Any], str, list[Path]]:
+    """The function or class "file.py:name" or "package.module:name", where it is defined, and files as `load_function`
+    gives them. Errors say `where` it was asked for, and which `kind` it is."""
     place, _, attribute = text.rpartition(":")
     before = set(sys.modules)
-    where = f"reward {name}: {text}"
     path = Path(place).expanduser()
     try:
         if place.endswith(".py"):
@@ -268,14 +274,17 @@ def load_function(text: str, name: str, timeout: float = math.inf) -> tuple[Name
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(
-            f"'{place}' has no function '{attribute}'",
+            f"'{place}' has no {kind} '{attribute}'",
             where=where,
-            fix=f"{nearest(attribute, names)}its functions are: {', '.join(names[:10]) or 'none'}",
+            fix=f"{nearest(attribute, names)}it has: {', '.join(names[:10]) or 'none'}",
         )
     source = Path(module.__file__ or place)
-    line = getattr(getattr(function, "__code__", None), "co_firstlineno", 1)
+    try:
+        line = inspect.getsourcelines(function)[1]
+    except (OSError, TypeError):  # it has no Python source
+        line = 1
     neighbours = {source, *_neighbours(source.parent, set(sys.modules) - before)}
-    return NamedFunction(name, f"{source}, line {line}", function, timeout), sorted(neighbours)
+    return function, f"{source}, line {line}", sorted(neighbours)
 
 
 def _import_file(path: Path) -> Any:

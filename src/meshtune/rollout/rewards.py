@@ -19,6 +19,7 @@ from meshtune.rollout.reward_functions import Completions, RewardLog, call_funct
 from meshtune.rollout.reward_process import RewardProcess, RewardTask
 
 if TYPE_CHECKING:
+    from meshtune.rollout.environment import Environments
     from meshtune.rollout.reward_model import RewardModel
 
 __all__ = ["Completions", "Rewards", "Scores", "check_rewards"]
@@ -51,17 +52,25 @@ class Rewards:
     `names` and `weights` float64 [K] are in the recipe's order. `digest` changes with the options that decide about a
     score, with the files of functions (and of modules that lie in their folder and are imported when they are loaded),
     with schemas and with the weights of reward models. It knows nothing of servers and installed packages.
-    `max_tokens` is that of rollout.
+    `max_tokens` is that of rollout; the rewards of `environments` come last.
     Raises UserError for what cannot be loaded.
     """
 
-    def __init__(self, sections: Sequence[Reward], *, max_tokens: int | None = None):
-        self._sections = list(sections)
-        self.names = _names(sections)
-        self.weights = np.asarray([section.weight for section in sections], np.float64)
+    def __init__(
+        self,
+        sections: Sequence[Reward],
+        *,
+        max_tokens: int | None = None,
+        environments: Environments | None = None,
+    ):
+        self._sections, self._environments = list(sections), environments
+        of_environments = list(environments.rewards) if environments is not None else []
+        self.names = _names(sections) + of_environments
+        self.weights = np.array([section.weight for section in sections] + [1.0] * len(of_environments), np.float64)
+        _check_names(_names(sections), environments)
         self._tasks = {
             index: RewardTask(name, _options(section, max_tokens), section.timeout)
-            for index, (name, section) in enumerate(zip(self.names, sections, strict=True))
+            for index, (name, section) in enumerate(zip(_names(sections), sections, strict=True))
             if not isinstance(section, ModelReward)
         }
         self._process = RewardProcess(list(self._tasks.values())) if self._tasks else None
@@ -74,7 +83,9 @@ class Rewards:
         except BaseException:
             self.close()
             raise
-        self.digest = digest_json([self._facts(index) for index in range(len(sections))])
+        facts = [self._facts(index) for index in range(len(sections))]
+        files = environments.files if environments is not None else ()
+        self.digest = digest_json(facts + sorted(digest_bytes(file.read_bytes()) for file in files))
 
     def score(self, completions: Completions) -> Scores:
         """Scores completions.
@@ -101,6 +112,9 @@ class Rewards:
             values[:, index] = model.score(completions)
         for index in local:
             values[:, index] = _call_in_thread(self._tasks[index], completions, log)
+        if self._environments is not None:
+            for index, name in enumerate(self._environments.rewards, start=len(self._sections)):
+                values[:, index] = self._environments.score(name, completions)
         if self._process is not None and remote:
             results, remote_log = self._process.results(remote)
             for index, place in places.items():
@@ -140,8 +154,11 @@ class Rewards:
         self.close()
 
 
-def check_rewards(sections: Sequence[Reward], *, max_tokens: int | None = None) -> None:
-    """Raises UserError for rewards that cannot be loaded: names, files, functions, schemas, packages.
+def check_rewards(
+    sections: Sequence[Reward], *, max_tokens: int | None = None, environments: Environments | None = None
+) -> None:
+    """Raises UserError for rewards that cannot be loaded: names, files, functions, schemas, packages; and where neither
+    sections nor `environments` have one.
 
     Functions are imported in a process that ends again; of reward models only small files are read, and servers are
     not called.
@@ -152,7 +169,7 @@ def check_rewards(sections: Sequence[Reward], *, max_tokens: int | None = None) 
 
             check_reward_model(section.model)
     Rewards([section for section in sections if not isinstance(section, ModelReward)], max_tokens=max_tokens).close()
-    _names(sections)
+    _check_names(_names(sections), environments)
 
 
 def _load_model(section: ModelReward) -> RewardModel:
@@ -166,6 +183,20 @@ def _names(sections: Sequence[Reward]) -> list[str]:
         return reward_names(sections)
     except ValueError as problem:
         raise UserError(str(problem), where="rewards", fix="change one of them") from problem
+
+
+def _check_names(names: Sequence[str], environments: Environments | None) -> None:
+    """Raises UserError where environments have no reward and there is no other, and for a name that both have."""
+    if environments is None:
+        return
+    if not names and not environments.rewards:
+        raise UserError(
+            "there is no reward: rewards is empty, and no environment has a method 'get_reward'",
+            where="rewards",
+            fix="give a list, such as rewards: [reward.py:score], or add get_reward to the environment",
+        )
+    if twice := next((name for name in environments.rewards if name in names), None):
+        raise UserError(f"'{twice}' is a reward and an environment's", where="rewards", fix="give the reward a name")
 
 
 def _options(section: Reward, max_tokens: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.digests import digest_bytes
-from meshtune.rollout.generate import Completion
+from meshtune.rollout.generate import Completion, Episode
 
 FOLDER = "rollouts"
 DIGEST_BYTES = 32  # hex digits at the end of a file
@@ -61,6 +61,9 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "number": rollout.number,
         "prompts": rollout.prompts,
         "reasons": [completion.reason for completion in rollout.completions],
+        "episodes": [
+            completion.episode and dataclasses.asdict(completion.episode) for completion in rollout.completions
+        ],
         "metrics": rollout.metrics,
         "notes": rollout.notes,
         "seconds": rollout.seconds,
@@ -69,6 +72,7 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8),
         "ids": np.array([i for completion in rollout.completions for i in completion.ids], np.int32),
         "log_probs": np.array([p for completion in rollout.completions for p in completion.log_probs], np.float32),
+        "drawn": np.array([drawn for completion in rollout.completions for drawn in completion.drawn], bool),
         "edges": rollout.edges,
         "rewards": rollout.rewards,
         "advantages": rollout.advantages,
@@ -86,11 +90,15 @@ def decode_rollout(content: bytes) -> Rollout | None:
     with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
         facts, edges = json.loads(arrays["facts"].tobytes()), arrays["edges"].tolist()
         ids, log_probs = arrays["ids"].tolist(), arrays["log_probs"].tolist()
-        spans = list(zip(edges[:-1], edges[1:], facts["reasons"], strict=True))
+        drawn, episodes = arrays["drawn"].tolist(), [fields and Episode(**fields) for fields in facts["episodes"]]
+        spans = list(zip(edges[:-1], edges[1:], facts["reasons"], episodes, strict=True))
         return Rollout(
             facts["number"],
             facts["prompts"],
-            [Completion(ids[start:stop], log_probs[start:stop], reason) for start, stop, reason in spans],
+            [
+                Completion(ids[start:stop], log_probs[start:stop], reason, drawn[start:stop], episode)
+                for start, stop, reason, episode in spans
+            ],
             arrays["rewards"],
             arrays["advantages"],
             {name.partition(".")[2]: arrays[name] for name in arrays.files if name.startswith("tokens.")},

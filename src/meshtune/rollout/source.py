@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import time
@@ -24,7 +25,8 @@ from meshtune.objectives.answers import without_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
 from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
-from meshtune.rollout.generate import Completion, generate, sample_seed
+from meshtune.rollout.environment import Environments, Episodes
+from meshtune.rollout.generate import Completion, FollowTurns, generate, sample_seed
 from meshtune.rollout.rewards import Completions, Rewards, Scores
 from meshtune.rollout.saved import (
     Rollout,
@@ -71,7 +73,8 @@ class RolloutSource:
 
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
     `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
-    gets messages; `progress(done, all)`, if it is set, is called while completions are generated.
+    gets messages; `progress(done, all)`, if it is set, is called while completions are generated. With `environments`,
+    completions have turns that call tools of theirs.
     """
 
     uses_state = True
@@ -86,17 +89,20 @@ class RolloutSource:
         job: Job,
         folder: pathlib.Path,
         notify: Callable[[str], None] = print,
+        environments: Environments | None = None,
     ):
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
         self._rewards, self._params_of, self._job, self._folder = rewards, params_of, job, folder
-        self.reward_names = reward_names(recipe.rewards)
-        self._weights = np.array([reward.weight for reward in recipe.rewards])
-        self._notify, self._shared = notify, model.compute.shared_prompts
+        of_environments = list(environments.rewards) if environments is not None else []
+        self.reward_names = reward_names(recipe.rewards) + of_environments
+        self._weights = np.array([reward.weight for reward in recipe.rewards] + [1.0] * len(of_environments))
+        self._notify, self._shared, self._environments = notify, model.compute.shared_prompts, environments
         self.progress: Callable[[int, int], None] | None = None
         self._said_equal = False
-        # A completion with its prompt has at least as many positions as the prompt; alone it may have one.
-        shortest = 1 if self._shared else int(loader.store.lengths.min())
+        # A completion with its prompt has at least as many positions as the prompt, which an environment may change;
+        # alone it may have one.
+        shortest = 1 if self._shared or environments is not None else int(loader.store.lengths.min())
         self._segments = max(1, min(self.options.completions * (1 + self._shared), loader.row_length // shortest))
         self._rollout: Rollout | None = None
 
@@ -156,7 +162,8 @@ class RolloutSource:
         completions = [completion for group in groups for completion in group]
         samples = self.options.samples
         group_ids = np.repeat(np.arange(len(records)), samples)
-        prompts = [record.ids for record in records for _ in range(samples)]
+        of_completion = [record for record in records for _ in range(samples)]
+        prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
         computed = self._log_probs(params, prompts, completions)
         made = rollout_tokens(self.recipe, completions, scores.values, self._weights, group_ids, computed)
         metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids) | made.metrics
@@ -181,18 +188,55 @@ class RolloutSource:
     def _generate(
         self, params: Tree, records: Sequence[PromptRecord], number: int, samples: int
     ) -> list[list[Completion]]:
-        model, seed = self.model, self.recipe.seed
+        if self._environments is not None:
+            return self._generate_episodes(self._environments, params, records, number, samples)
+        prompts = [record.ids for record in records]
+        return self._draw(
+            params, prompts, samples, records, lambda *place: sample_seed(self.recipe.seed, number, *place)
+        )
+
+    def _generate_episodes(
+        self, environments: Environments, params: Tree, records: Sequence[PromptRecord], number: int, samples: int
+    ) -> list[list[Completion]]:
+        """Generates completions of several turns; every one has a prompt, which its environment may have added to."""
+        model, of_completion = self.model, [record for record in records for _ in range(samples)]
+        most_ids = min(self.loader.row_length, model.spec.max_length) - self.options.max_tokens
+        tag = f"rollout {number}"
+        episodes = Episodes(environments, model.tokenizer, model.stop_ids, of_completion, self._job, tag, most_ids)
+        seed = self.recipe.seed
+        completions = self._draw(
+            params,
+            episodes.prompt_ids,
+            1,
+            of_completion,
+            lambda place, _: sample_seed(seed, number, *divmod(place, samples)),
+            episodes.follow,
+        )
+        completed = episodes.complete([completion for (completion,) in completions])
+        return [completed[start : start + samples] for start in range(0, len(completed), samples)]
+
+    def _draw(
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        records: Sequence[PromptRecord],
+        seed_of: Callable[[int, int], int],
+        follow_turns: FollowTurns | None = None,
+    ) -> list[list[Completion]]:
+        model = self.model
         return generate(
             params,
             model.spec,
             model.compute,
-            [record.ids for record in records],
+            prompts,
             samples,
             self.options,
             model.stop_ids,
-            lambda prompt, sample: sample_seed(seed, number, prompt, sample),
+            seed_of,
             [str(record.origin) for record in records],
             self.progress,
+            follow_turns,
         )
 
     def _score(self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int) -> Scores:
@@ -207,18 +251,22 @@ class RolloutSource:
     ) -> Completions:
         pairs = [(record, completion) for record, group in zip(records, groups, strict=True) for completion in group]
         names = dict.fromkeys(name for record in records for name in record.columns)
-        texts = [self._text(completion) for _, completion in pairs]
         return Completions(
-            prompts=[record.prompt for record, _ in pairs],
+            prompts=[prompt_of(*pair) for pair in pairs],
             completions=[
-                text if isinstance(record.prompt, str) else [{"role": "assistant", "content": text}]
-                for text, (record, _) in zip(texts, pairs, strict=True)
+                self._text(completion)
+                if isinstance(record.prompt, str)
+                else completion.episode.messages
+                if completion.episode is not None
+                else [{"role": "assistant", "content": self._text(completion)}]
+                for record, completion in pairs
             ],
             completion_ids=[completion.ids for _, completion in pairs],
             columns={name: [record.columns.get(name) for record, _ in pairs] for name in names},
             origins=[record.origin for record, _ in pairs],
             step=max(0, number) * self.loader.updates,
             reasons=[completion.reason for _, completion in pairs],
+            environments=self._environments.instances if self._environments is not None else None,
         )
 
     def _text(self, completion: Completion) -> str:
@@ -252,23 +300,30 @@ class RolloutSource:
 
     def _lay_out(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> CompletionRows:
         """Lays completions out in rows; `prompts` has one entry for each."""
-        samples = self.options.samples
-        ids = [completion.ids for completion in completions]
-        return completion_rows(
-            prompts[::samples],
-            [ids[start : start + samples] for start in range(0, len(ids), samples)],
+        pairs = zip(prompts, (completion.ids for completion in completions), strict=True)
+        # An environment may give the completions of a record different prompts.
+        groups = [
+            (prompt, [ids for _, ids in group]) for prompt, group in itertools.groupby(pairs, lambda pair: pair[0])
+        ]
+        rows = completion_rows(
+            [prompt for prompt, _ in groups],
+            [group for _, group in groups],
             self.rows_sizes,
             packing=self.recipe.data.packing,
             shared=self._shared,
             together=STAGES[self.recipe.stage.kind].unit_segments == 2,
         )
+        drawn = rows.scatter([np.array(completion.drawn, np.float32) for completion in completions])
+        return dataclasses.replace(rows, arrays=rows.arrays | {"completion": drawn})
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
         records = [self.loader.record(index) for index in rollout.prompts]
         samples, size, count = self.options.samples, self.options.completions, self.loader.batch_size
         span = slice(part * size, (part + 1) * size)
         of_completion = [record for record in records for _ in range(samples)][span]
-        rows = self._lay_out([record.ids for record in of_completion], rollout.completions[span])
+        completions = rollout.completions[span]
+        prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
+        rows = self._lay_out(prompts, completions)
         arrays = dict(rows.arrays)
         for name in online_arrays(self.recipe, shared=self._shared):
             if name not in arrays:
@@ -296,11 +351,11 @@ class RolloutSource:
                 {
                     "rollout": rollout.number,
                     "group": number // samples,
-                    "prompt": record.prompt,
+                    "prompt": prompt_of(record, completion),
                     "completion": self._text(completion),
                     "rewards": {name: None if math.isnan(value) else value for name, value in values},
                     "advantage": float(rollout.advantages[number]),
-                    "tokens": len(completion.ids),
+                    "tokens": sum(completion.drawn),
                     "reason": completion.reason,
                     "origin": str(record.origin),
                     **{name: values[number] for name, values in rollout.notes.items()},
@@ -321,7 +376,7 @@ class RolloutSource:
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """The lengths of completions and the share of those that were cut, under trl's names."""
-    lengths = np.array([len(completion.ids) for completion in completions])
+    lengths = np.array([sum(completion.drawn) for completion in completions])
     ended = np.array([completion.reason == "stop" for completion in completions])
     return {
         "completions/mean_length": float(lengths.mean()),
@@ -330,6 +385,16 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
     }
+
+
+def prompt_of(record: PromptRecord, completion: Completion) -> str | list[dict[str, Any]]:
+    """The prompt of a completion as people and rewards read it, with the text of its environment."""
+    return record.prompt if completion.episode is None else completion.episode.prompt
+
+
+def prompt_ids(record: PromptRecord, completion: Completion) -> list[int]:
+    """The ids of a completion's prompt."""
+    return record.ids if completion.episode is None else completion.episode.prompt_ids
 
 
 def rollout_metrics(
@@ -344,6 +409,11 @@ def rollout_metrics(
         "reward_std": float(np.nanmean(deviations)) if deviations else 0.0,
         "frac_reward_zero_std": float(np.mean([len(set(group.tolist())) == 1 for group in by_group])),
     } | completion_metrics(completions)
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if episodes:
+        calls = sum(episode.calls for episode in episodes)
+        metrics["tools/call_frequency"] = calls / len(episodes)
+        metrics["tools/failure_frequency"] = sum(episode.failures for episode in episodes) / max(calls, 1)
     for name, values in zip(names, scores.values.T, strict=True):
         values = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(values.mean()) if len(values) else 0.0

@@ -8,19 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat, special_ids
-from meshtune.serve.grammar import Lark, LLGrammar, check_size
+from meshtune.calls.formats import HARMONY, AnswerFormat, CallFormat, Tool, ToolCall, new_id
+from meshtune.calls.grammar import Lark, LLGrammar, check_size
+from meshtune.calls.reader import Delta, Reader, answer_reader
+from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat
 from meshtune.serve.guard import ApiError
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
-from meshtune.serve.responses.formats import HARMONY, CallFormat, Tool, ToolCall, call_format, new_id
-from meshtune.serve.responses.reader import (
-    THINK,
-    Delta,
-    HarmonyReader,
-    Reader,
-    TaggedReader,
-    visible_markers,
-)
 from meshtune.serve.schema import ChatRequest, named_tools, required_tools
 
 # What the function that renders a template takes itself.
@@ -44,38 +37,26 @@ class PlainReader:
 class ChatPrompt:
     """A conversation as a prompt, and how answers to it are written.
 
-    `tools` may be called, and one of `required` must be. `form` is how calls are written (None: there are none), and
-    `think` the tags of reasoning; `thinks`: the prompt ends within the answer's reasoning.
+    `tools` may be called, and one of `required` must be.
     """
 
     ids: list[int]
     tools: Mapping[str, Tool]
     required: Sequence[Tool]
-    form: CallFormat | None
-    think: tuple[str, str] | None
-    thinks: bool
+    answer: AnswerFormat
 
     @property
     def plain(self) -> bool:
         """Whether the answer is content and nothing else."""
-        return self.think is None and self.form is None
+        return self.answer.think is None and self.answer.calls is None
 
     def reader(self) -> Reader:
         """A reader of one answer."""
-        if self.plain:
-            return PlainReader()
-        if self.form is HARMONY:
-            return HarmonyReader(self.tools)
-        return TaggedReader(self.think, self.thinks, self.form if self.tools else None, self.tools)
+        return PlainReader() if self.plain else answer_reader(self.answer, self.tools)
 
     def visible(self, served: Served) -> frozenset[int]:
         """Special tokens that the answer's reader must see."""
-        if self.plain:
-            return frozenset()
-        tokenizer, markers = served.model.tokenizer, set(visible_markers(self.think, self.form))
-        return frozenset(
-            id_ for id_ in special_ids(tokenizer) if tokenizer.added_tokens_decoder[id_].content in markers
-        )
+        return self.answer.visible_ids(served.model.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +159,7 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
         for n in range(request.n)
     ]
     readers = [prompt.reader() for _ in choices]
-    return ChatCompletion(request, served, choices, prompt.form, readers, [0] * request.n)
+    return ChatCompletion(request, served, choices, prompt.answer.calls, readers, [0] * request.n)
 
 
 def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
@@ -192,17 +173,16 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     if request.tool_choice == "none":
         tools = {}
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
-    form = call_format(template)
     messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
     options = _template_options(request, template) if request.has_template_options else {}
     text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options)
+    answer = AnswerFormat.of_prompt(template, text)
     if tools:
-        _check_tools_shown(tools, form, text, chat_text(tokenizer, messages, (), options))
+        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options))
     served.check_text(text, "messages")
-    think, thinks = _thinking(template, text)
-    if form is not HARMONY and not tools:
-        form = None
-    return ChatPrompt(encoded_chat(tokenizer, text), tools, required, form, think, thinks)
+    if answer.calls is not HARMONY and not tools:
+        answer = dataclasses.replace(answer, calls=None)
+    return ChatPrompt(encoded_chat(tokenizer, text), tools, required, answer)
 
 
 def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> LLGrammar | None:
@@ -218,25 +198,25 @@ def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> 
         return grammars.json(schema, where)
     lark = Lark(grammars.special)
     if prompt.required:
-        assert prompt.form is not None
+        assert prompt.answer.calls is not None
         several = len(prompt.required) == len(prompt.tools) and request.parallel_tool_calls is not False
-        body = prompt.form.grammar(lark, prompt.required, several and request.tool_choice == "required")
+        body = prompt.answer.calls.grammar(lark, prompt.required, several and request.tool_choice == "required")
     else:
         assert schema is not None
-        head = lark.literal("<|channel|>final<|message|>") if prompt.form is HARMONY else ""
+        head = lark.literal("<|channel|>final<|message|>") if prompt.answer.calls is HARMONY else ""
         body = f"{head} {lark.json(schema)}"
     return grammars.lark(lark.whole(f"{_reasoning_grammar(prompt, lark)} {body}"), where)
 
 
 def _reasoning_grammar(prompt: ChatPrompt, lark: Lark) -> str:
     """The reasoning that may come before the constrained part."""
-    if prompt.form is HARMONY:
+    if prompt.answer.calls is HARMONY:
         start = f"{lark.literal('<|channel|>analysis<|message|>')} {lark.until('<|end|>')}"
         return f"({start} {lark.literal('<|start|>assistant')})?"
-    if prompt.think is None:
+    if prompt.answer.think is None:
         return ""
-    text = f'{lark.until(prompt.think[1])} ("\\n" "\\n"?)?'
-    return text if prompt.thinks else f"({lark.literal(prompt.think[0])} {text})?"
+    text = f'{lark.until(prompt.answer.think[1])} ("\\n" "\\n"?)?'
+    return text if prompt.answer.thinks else f"({lark.literal(prompt.answer.think[0])} {text})?"
 
 
 def _check_tools_shown(tools: Mapping[str, Tool], form: CallFormat | None, text: str, without: str) -> None:
@@ -268,16 +248,6 @@ def _template_options(request: ChatRequest, template: str) -> dict[str, Any]:
         else:
             raise ApiError(400, "the chat template of this model has no reasoning", param="reasoning_effort")
     return options
-
-
-def _thinking(template: str, text: str) -> tuple[tuple[str, str] | None, bool]:
-    """The tags of reasoning (None: the answer has none), and whether the prompt has opened it."""
-    opens, closes = THINK
-    if closes not in template and not text.rstrip().endswith(opens):
-        return None, False
-    if text.rstrip().endswith(closes):
-        return None, False
-    return THINK, text.rstrip().endswith(opens)
 
 
 def _finish_reason(delta: ChoiceDelta, called: bool) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 import meshtune
+from meshtune.calls.grammar import Grammars
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
@@ -28,7 +29,6 @@ from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.model_cache import describe_cache
 from meshtune.runs.sources import find
-from meshtune.serve.grammar import Grammars
 from meshtune.serve.guard import ApiError
 from meshtune.serve.schema import CompletionFields
 

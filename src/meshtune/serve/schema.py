@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
+from meshtune.calls.formats import Tool
+from meshtune.calls.grammar import JSON_OBJECT
 from meshtune.generate.config import Sampling
-from meshtune.serve.grammar import JSON_OBJECT
 from meshtune.serve.guard import ApiError, parse_json
-from meshtune.serve.responses.formats import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 

@@ -52,9 +52,11 @@ def check_run(recipe: Recipe) -> None:
     check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
     check_inputs(recipe)
     if recipe.rollout is not None:
+        from meshtune.rollout.environment import Environments
         from meshtune.rollout.rewards import check_rewards
 
-        check_rewards(recipe.rewards, max_tokens=recipe.rollout.max_tokens)
+        environments = Environments(recipe.rollout) if recipe.rollout.environment is not None else None
+        check_rewards(recipe.rewards, max_tokens=recipe.rollout.max_tokens, environments=environments)
     count = device_count()
     if not isinstance(recipe.mesh, MeshConfig) or count is None:
         return

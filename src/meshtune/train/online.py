@@ -28,6 +28,7 @@ from meshtune.objectives.config import DistillConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.batch import loss_temperature
 from meshtune.rollout.distill import DistillSource
+from meshtune.rollout.environment import Environments
 from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
 from meshtune.rollout.scoring import Scorer
@@ -63,22 +64,25 @@ def rollout_source(
     ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
     scorer = Scorer(run.model.spec, run.compute, place, loss_temperature(recipe), order)
     model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
+    environments = Environments(rollout) if rollout.environment is not None else None
     return kind(
         recipe,
         loader,
         model,
-        _rewards(run, start) if run.job.is_main_process else None,
+        _rewards(run, start, environments) if run.job.is_main_process else None,
         lambda state: merge(merge(state.trainable, run.model.frozen), state.buffers),
         run.job,
         run.output / FOLDER,
         run.console.print,
+        environments,
     )
 
 
-def _rewards(run: LoadedRun, start: int | None) -> Rewards:
+def _rewards(run: LoadedRun, start: int | None, environments: Environments | None) -> Rewards:
     """Loads the rewards of process 0. Raises: UserError for a run that is resumed with others than before."""
     recipe, file = run.recipe, run.output / FOLDER / DIGEST
-    rewards = Rewards(recipe.rewards, max_tokens=recipe.rollout.max_tokens if recipe.rollout else None)
+    max_tokens = recipe.rollout.max_tokens if recipe.rollout else None
+    rewards = Rewards(recipe.rewards, max_tokens=max_tokens, environments=environments)
     before = file.read_text() if start and file.is_file() else rewards.digest
     if before != rewards.digest and not recipe.accept_changes:
         rewards.close()

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import meshtune.data
-from meshtune.serve.grammar import Lark
-from meshtune.serve.responses import formats
-from meshtune.serve.responses.formats import CallFormat, Tool, ToolCall, call_format
-from meshtune.serve.responses.reader import THINK, Delta, HarmonyReader, Reader, TaggedReader
+from meshtune.calls import formats
+from meshtune.calls.formats import THINK, CallFormat, Tool, ToolCall, call_format
+from meshtune.calls.grammar import Lark
+from meshtune.calls.reader import Delta, HarmonyReader, Reader, TaggedReader
 
 WEATHER = {
     "type": "object",

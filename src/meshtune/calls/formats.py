@@ -15,10 +15,15 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshtune.serve.grammar import Lark
+from meshtune.calls.grammar import Lark
+from meshtune.generate.text import special_ids
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+THINK = ("<think>", "</think>")
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -430,3 +435,28 @@ FORMATS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
 def call_format(template: str) -> CallFormat | None:
     """How the models of a chat template write calls; None where it shows none."""
     return next((form for telling, form in FORMATS if all(text in template for text in telling)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerFormat:
+    """How a model answers a prompt. `calls` is how it writes calls (None: it writes none), and `think` the tags of
+    reasoning; `thinks`: the prompt ends within the answer's reasoning."""
+
+    calls: CallFormat | None
+    think: tuple[str, str] | None
+    thinks: bool
+
+    @classmethod
+    def of_prompt(cls, template: str, prompt: str) -> AnswerFormat:
+        """The format of answers to a prompt that `template` rendered."""
+        opens, closes = THINK
+        end = prompt.rstrip()
+        reasons = (closes in template or end.endswith(opens)) and not end.endswith(closes)
+        return cls(call_format(template), THINK if reasons else None, reasons and end.endswith(opens))
+
+    def visible_ids(self, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+        """Special tokens that the reader must see in an answer."""
+        markers = {*(self.think or ()), *(self.calls.markers if self.calls is not None else ())}
+        return frozenset(
+            id_ for id_ in special_ids(tokenizer) if tokenizer.added_tokens_decoder[id_].content in markers
+        )

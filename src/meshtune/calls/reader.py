@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Protocol
 
+from meshtune.calls.formats import HARMONY, AnswerFormat, CallFormat, ToolCall, Tools, call_of
 from meshtune.generate.text import overlap
-from meshtune.serve.responses.formats import CallFormat, ToolCall, Tools, call_of
 
-THINK = ("<think>", "</think>")
 # What reading a call raises where a model has written something else: a literal that JSON does not have, say.
 UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 
@@ -40,11 +38,20 @@ class TaggedReader:
     """Reads answers whose reasoning is between `think` tags, and whose calls are of a `form`.
 
     `thinks`: the prompt ended within the reasoning already. `think` None: there is none; `form` None: calls are not
-    read. Text that looks like a call and is none is content.
+    read. Text that looks like a call and is none is content, and so is a call of a tool that there is not, unless
+    `any_name`.
     """
 
-    def __init__(self, think: tuple[str, str] | None, thinks: bool, form: CallFormat | None, tools: Tools):
-        self._think, self._form, self._tools = think, form, tools
+    def __init__(
+        self,
+        think: tuple[str, str] | None,
+        thinks: bool,
+        form: CallFormat | None,
+        tools: Tools,
+        *,
+        any_name: bool = False,
+    ):
+        self._think, self._form, self._tools, self._any_name = think, form, tools, any_name
         self._text, self._blank = "", ""
         self._state = "reasoning" if think and thinks else "start"
         self._trims, self._called = self._state == "reasoning", False
@@ -134,7 +141,7 @@ class TaggedReader:
         self._state = "content"
         try:
             calls = self._form.read(body, self._tools)
-            if not calls or any(call.name not in self._tools for call in calls):
+            if not calls or not (self._any_name or all(call.name in self._tools for call in calls)):
                 raise ValueError("a call of no tool")
         except UNREADABLE:
             text = self._blank + self._form.opens + body + closes
@@ -159,8 +166,8 @@ class HarmonyReader:
 
     ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
-    def __init__(self, tools: Tools):
-        self._tools = tools
+    def __init__(self, tools: Tools, *, any_name: bool = False):
+        self._tools, self._any_name = tools, any_name
         self._text, self._header, self._body = "", None, ""
 
     def push(self, text: str) -> list[Delta]:
@@ -208,13 +215,15 @@ class HarmonyReader:
             return []
         name = (header.split("to=", 1)[1].split("<|")[0].split() or [""])[0].removeprefix("functions.")
         try:
-            if name not in self._tools:
+            if name not in self._tools and not self._any_name:
                 raise ValueError(f"no tool is called {name}")
             return [Delta(call=call_of(name, json.loads(body)))]
         except UNREADABLE:
             return [Delta(content=body)]
 
 
-def visible_markers(think: tuple[str, str] | None, form: CallFormat | None) -> Sequence[str]:
-    """The texts that a reader must see, special tokens or not."""
-    return [*(think or ()), *((form.markers) if form is not None else ())]
+def answer_reader(form: AnswerFormat, tools: Tools, *, any_name: bool = False) -> Reader:
+    """A reader of one answer, which may call `tools`, or with `any_name` tools of other names too."""
+    if form.calls is HARMONY:
+        return HarmonyReader(tools, any_name=any_name)
+    return TaggedReader(form.think, form.thinks, form.calls if tools else None, tools, any_name=any_name)
