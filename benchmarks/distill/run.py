@@ -1,6 +1,6 @@
 """Distils a tuned model into its base by the base's own samples, and measures how much of the way it goes.
 
-    python benchmarks/distill/run.py MODEL [--tune-steps 60] [--steps 60] [--output FOLDER] [KEY=VALUE ...]
+    python benchmarks/distill/run.py MODEL [KEY=VALUE ...] [--learning-rate 2e-4] [--tune-steps 60] [--steps 120]
 
 The teacher is MODEL tuned with LoRA on the quickstart's lesson (stories in which animals sing and which end with a
 lesson; plain text, so that any model will do), the student MODEL itself. 48 of the lesson's 360 records are held out;
@@ -44,7 +44,9 @@ def cross_entropy(model: str, adapter: pathlib.Path | None, records: list[dict[s
     return total / count
 
 
-def distil(model: str, output: pathlib.Path, tune_steps: int, steps: int, changes: list[str]) -> dict[str, object]:
+def distil(
+    model: str, output: pathlib.Path, rate: float, tune_steps: int = 60, steps: int = 120, changes: tuple[str, ...] = ()
+) -> dict[str, object]:
     """Tunes the teacher, distils it, and returns the losses."""
     records = [json.loads(line) for line in LESSON.read_text(encoding="utf-8").splitlines()]
     held_out, learned = records[:HELD_OUT], records[HELD_OUT:]
@@ -55,23 +57,23 @@ def distil(model: str, output: pathlib.Path, tune_steps: int, steps: int, change
         "model": model,
         "data": {"train": str(file), "max_length": 256},
         "method": {"kind": "lora", "rank": 16, "alpha": 32},
+        "optimizer": {"learning_rate": rate},
         "eval": {"every": None},
         "checkpoint": {"keep": 1},
         "overwrite": True,
     }
     teacher = {**common, "output": str(output / "teacher"), "train": {"steps": tune_steps, "batch_size": 4}}
-    train(load_recipe({**teacher, "optimizer": {"learning_rate": 2e-4 if "LM" in model else 1e-2}}))
+    train(load_recipe(teacher))
     student = {
         **common,
         "teacher": teacher["output"],
         "stage": {"kind": "distill", "loss": "jsd", "on_policy": 1.0},
         "rollout": {"prompts": 8, "samples": 1, "max_tokens": 96},
-        "optimizer": {"learning_rate": 2e-4 if "LM" in model else 5e-3},
         "train": {"steps": steps},
         "output": str(output / "student"),
     }
     started = time.perf_counter()
-    train(load_recipe(student, changes))
+    train(load_recipe(student, list(changes)))
     seconds = time.perf_counter() - started
     losses = {
         "base": cross_entropy(model, None, held_out),
@@ -86,9 +88,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("changes", nargs="*")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--tune-steps", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
     folder = options.output or pathlib.Path(tempfile.mkdtemp(prefix="distill-"))
-    print(json.dumps(distil(options.model, folder, options.tune_steps, options.steps, options.changes), indent=1))
+    numbers = options.learning_rate, options.tune_steps, options.steps
+    print(json.dumps(distil(options.model, folder, *numbers, tuple(options.changes)), indent=1))
