@@ -11,8 +11,8 @@ import pytest
 
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
+from meshtune.data.answered_prompts import AnsweredPrompts
 from meshtune.data.prepare import prepare_data
-from meshtune.data.prompts import AnsweredPrompts
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.rollout.distill import DistillSource

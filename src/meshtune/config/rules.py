@@ -236,6 +236,11 @@ def _check_online(recipe: Recipe) -> None:
 def _check_rollout(recipe: Recipe, rollout: RolloutSection) -> None:
     """Rules for the completions of a stage that generates some."""
     stage = recipe.stage.kind
+    if rollout.environment is not None and stage in ("ppo", "distill"):
+        raise ValueError(
+            f"rollout.environment is not possible with stage {stage}, which would train on the results of tools too: "
+            "use grpo or rloo, or leave it out"
+        )
     if recipe.data.max_length <= rollout.max_tokens:
         raise ValueError(
             f"data.max_length {recipe.data.max_length} is the room of a prompt and its completion, and "

@@ -14,7 +14,7 @@ from meshtune.data.documents import DocumentList, Documents, load_documents, ope
 from meshtune.data.formats.record import MARGIN
 from meshtune.data.loader import Loader, Units, nll_share
 from meshtune.data.progress import Progress
-from meshtune.data.prompts import AnsweredPrompts, PromptLoader
+from meshtune.data.prompts import PromptLoader
 from meshtune.data.report import DataReport, make_report, prompt_report
 from meshtune.data.store import Store
 from meshtune.data.tokenise import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from meshtune.data.stream import Stream
 
+AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 prepare_stream = LazyFunction("meshtune.data.prepare_stream:prepare_stream")
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from meshtune.arrays.tree import Tree
-from meshtune.data.prompts import AnsweredPrompts
+from meshtune.data.answered_prompts import AnsweredPrompts
 from meshtune.objectives.config import DistillConfig
 from meshtune.rollout.generate import Completion, sample_seed
 from meshtune.rollout.saved import Rollout

@@ -105,13 +105,12 @@ def materialize_start(
 
 
 def resumed_adapter(run: Run, base: BaseRecord) -> str:
-    """Returns the hash of the adapter that a run continues from, for its record; "" if there is none.
+    """Returns the hash of the adapter that a run continues from, for its record.
 
     Raises: UserError for an adapter of another base, unless the recipe accepts any.
     """
     source = run.method.resumes
-    if source is None:
-        return ""
+    assert source is not None
     if not run.recipe.model.any_base:
         check_continued(source, run.spec, base)
     return f" with adapter {content_hash(source)}"

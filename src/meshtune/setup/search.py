@@ -11,11 +11,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
-from meshtune.costs.decoding import Lengths, RolloutCost, filled_micro_batches, longest_lengths, rollout_cost
 from meshtune.costs.estimate import Estimate, estimate, estimated_collectives
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
@@ -38,7 +37,13 @@ from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
 
+if TYPE_CHECKING:
+    from meshtune.costs.decoding import Lengths, RolloutCost
+
 teacher_of = LazyFunction("meshtune.setup.teacher:teacher_of")
+filled_micro_batches = LazyFunction("meshtune.costs.decoding:filled_micro_batches")
+longest_lengths = LazyFunction("meshtune.costs.decoding:longest_lengths")
+rollout_cost = LazyFunction("meshtune.costs.decoding:rollout_cost")
 
 RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"

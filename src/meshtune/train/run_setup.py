@@ -25,6 +25,7 @@ from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError, amount
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.agreement import code_version, first_of_each_host, require_agreement
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
@@ -34,7 +35,6 @@ from meshtune.runs.output import RECIPE, check_output, check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
 from meshtune.setup.fit import MemoryCheck
 from meshtune.setup.machine import device_table, gather_devices, hosts, local_target, this_machine
-from meshtune.setup.materialize import materialize_start, resumed_adapter
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.search import MICRO, NAMES, ROWS, apply_overrides, autotune, merge_decisions
@@ -49,6 +49,8 @@ from meshtune.weights.inspect import base_hash
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+materialize_start = LazyFunction("meshtune.setup.materialize:materialize_start")
+resumed_adapter = LazyFunction("meshtune.setup.materialize:resumed_adapter")
 TOO_LARGE = "this is not expected to fit"
 
 
@@ -165,7 +167,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     total = recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
     decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, run.rows)]
     base = BaseRecord(recipe.model.path, base_hash(run.source), quantize_record(run.quantize))
-    adapter = resumed_adapter(run, base)
+    adapter = "" if run.method.resumes is None else resumed_adapter(run, base)
     inputs = {"base model": base.hash, "training data": data.fingerprint, "adapter": adapter}
     require_agreement(job, "what they read", inputs, fix="give every host the same files")
     run = dataclasses.replace(run, decisions=merge_decisions(autotuned, [*run.decisions, *decisions]))

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshtune.data.formats import hints
 from meshtune.data.formats.alpaca import ALPACA, PROMPT_COMPLETION, STANFORD_ALPACA, TEXT
 from meshtune.data.formats.messages import HERMES, MESSAGES, SHAREGPT, XLAM
 from meshtune.data.formats.record import FIELDS, FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
-from meshtune.lazy import LazyTable
+from meshtune.lazy import LazyFunction, LazyTable
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
+
+name_one = LazyFunction("meshtune.data.formats.hints:name_one")
+columns_line = LazyFunction("meshtune.data.formats.hints:columns_line")
+first_problem = LazyFunction("meshtune.data.formats.hints:first_problem")
+chosen_line = LazyFunction("meshtune.data.formats.hints:chosen_line")
 
 DOCUMENT_FORMATS: dict[str, RecordFormat] = {
     form.name: form for form in (ALPACA, SHAREGPT, MESSAGES, PROMPT_COMPLETION, TEXT, STANFORD_ALPACA, HERMES, XLAM)
@@ -83,10 +87,10 @@ def _no_format_error(
     if score:
         listed = ", ".join(form.name for form in candidates)
         problem = f"the records fit more than one format: {listed}; their fields are: {names}"
-        return UserError(problem, where=where, fix=hints.name_one(records, candidates, columns, tags))
+        return UserError(problem, where=where, fix=name_one(records, candidates, columns, tags))
     expected = "\n".join(f"  {form.name}: {form.expects}" for form in candidates)
     fix = "name the format and, where fields have other names, columns: {the format's field: the record's}"
-    line = hints.columns_line(records, {form.name: form for form in candidates}, where)
+    line = columns_line(records, {form.name: form for form in candidates}, where)
     problem = f"no format fits the records; their fields are: {names}\n{expected}"
     problem += _stage_hint(records, columns, tags, dataset_type)
     return UserError(problem, where=where, fix=f"{line}; or {fix}" if line else fix)
@@ -113,7 +117,7 @@ def _stage_hint(
             continue
         candidates = [form for form in formats.values() if form.accepts(columns)]
         fitting, score = _best_fitting(records, candidates, columns, tags)
-        if score == 2 and len(fitting) == 1 and hints.first_problem(fitting[0], records, columns, tags) is None:
+        if score == 2 and len(fitting) == 1 and first_problem(fitting[0], records, columns, tags) is None:
             return f"\n(they would fit stage {EXAMPLE_STAGE[suitable]})"
     return ""
 
@@ -172,7 +176,7 @@ def _holds_preferences(records: Sequence[Record], columns: FieldNames) -> str:
 
 def _preferences_error(evidence: str, records: Sequence[Record], where: str) -> UserError:
     if evidence == "answers":
-        line = hints.chosen_line(records, DOCUMENT_FORMATS)
+        line = chosen_line(records, DOCUMENT_FORMATS)
         return UserError(
             "these are preference data (chosen and rejected), which supervised tuning does not train on",
             where=where,
