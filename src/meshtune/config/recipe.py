@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
@@ -74,7 +75,10 @@ def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
     stage = raw.get("stage")
     if isinstance(stage, dict) and stage.get("kind") in PAIR_STAGES:
         rows //= 2
-    micro_batch = next(rows // parts for parts in (8, 4, 2, 1) if rows % parts == 0)
+    mesh = raw.get("mesh")
+    sizes = [mesh.get(axis, 1) for axis in ("dp", "fsdp")] if isinstance(mesh, dict) else []
+    split = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    micro_batch = next((rows // n for n in (8, 4, 2) if rows % n == 0 and rows // n % split == 0), rows)
     given = {key: value for key, value in train.items() if value is not None or key != "micro_batch"}
     return raw | {"train": {"batch_size": rows, "micro_batch": micro_batch, **given}}
 
