@@ -29,11 +29,15 @@ MODEL, LESSON = str(DIRECTORY / "model"), str(DIRECTORY / "lesson.jsonl")
 PATHS = (
     *("model.path", "model.tokenizer", "model.chat_template", "model.adapter", "model.merge_adapters[]"),
     *("data.train[].path", "data.validation[].path", "data.registry", "output", "stage.reference", "evaluate.tasks.*"),
+    "teacher.path",
 )
 OTHER_TEXTS = (
     *("model.revision", "model.new_tokens[]", "model.new_special_tokens[]", "data.system", "method.targets"),
     *("method.targets[]", "method.train_modules[]", "method.modules[]", "optimizer.no_decay[]", "evaluate.metrics[]"),
-    *("hub.repository", "hub.base_model", "sample.prompts[]", "log.project"),
+    *("hub.repository", "hub.base_model", "sample.prompts[]", "log.project", "teacher.revision"),
+    # Those of rewards that are paths are tried in test_app, environments below.
+    *(f"rewards[].{key}" for key in ("column", "function", "group", "json_schema", "model", "name", "pattern", "url")),
+    *("rollout.environment", "rollout.environment.*"),
     *(
         f"data.{split}[].{key}"
         for split in ("train", "validation")
@@ -146,7 +150,7 @@ NO_PATHS = {
     *("/api/recipe", "/api/recipe/form", "/api/recipe/files", "/api/data/files", "/api/models", "/api/models/machine"),
     *(
         f"/api/jobs/{{job}}{end}"
-        for end in ("", "/recipe", "/report", "/log", "/metrics", "/samples", "/stop", "/remove")
+        for end in ("", "/recipe", "/report", "/log", "/metrics", "/samples", "/rollouts", "/stop", "/remove")
     ),
     *("/api/results/{job}", "/api/results/{job}/report", "/api/talk/{job}/v1/models", "/api/talk/{job}/v1/{path:path}"),
 }
@@ -182,6 +186,8 @@ def with_value(path: str, value: str) -> dict[str, Any]:
     content: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": [{"path": "d"}]}, "output": "runs/x"}
     if path == "stage.reference":
         return content | {"stage": {"kind": "dpo", "reference": value}}
+    if path == "teacher.path":
+        return content | {"stage": "distill", "teacher": {"path": value}}
     nested: Any = value
     for step in reversed(re.findall(r"[\w*]+|\[\]", path)):
         nested = [nested] if step == "[]" else {"arc_easy" if step == "*" else step: nested}
@@ -199,8 +205,22 @@ def test_every_key_of_a_recipe_that_takes_text_is_known_as_a_path_or_not():
 def test_no_path_of_a_recipe_leads_outside(workspace, path):
     checked_recipe(workspace, json.dumps(with_value(path, "inside/file")))
     for escape in escapes(workspace):
-        with pytest.raises(UserError, match=r"path|outside|empty|board's own|null character"):
+        with pytest.raises(UserError, match=r"path|outside|empty|board's own|null character|a server"):
             checked_recipe(workspace, json.dumps(with_value(path, escape)))
+
+
+def test_an_environment_runs_code_only_with_leave_and_inside(tmp_path):
+    content = with_value("rollout.environment", "game.py:Game") | {"stage": "grpo"}
+    content["rollout"]["max_tokens"] = 8
+    text = json.dumps(content)
+    with pytest.raises(UserError, match="without leave to"):
+        checked_recipe(workspace_at(tmp_path / "closed", READABLE), text)
+    workspace = workspace_at(tmp_path / "open", READABLE, runs_code=True)
+    (workspace.root / "game.py").write_text("class Game: ...")
+    checked_recipe(workspace, text)
+    for escape in ("/etc/game.py", "../game.py"):
+        with pytest.raises(UserError, match=r"outside|path"):
+            checked_recipe(workspace, text.replace("game.py", escape))
 
 
 def test_no_route_leads_outside(workspace, job, planner_requests):

@@ -58,7 +58,7 @@ def test_a_file_is_written_once_and_replaced_only_if_asked(run, tmp_path):
 
 def test_refusals_are_all_named_and_nothing_is_written(run, tmp_path):
     target = tmp_path / "recipe.yaml"
-    code, out, err = run(AXOLOTL | {"qat": {}, "rl": "grpo", "bogus": 1, "fp8": True}, "--to", str(target))
+    code, out, err = run(AXOLOTL | {"qat": {}, "rl": "gdpo", "bogus": 1, "fp8": True}, "--to", str(target))
     assert code == 2
     assert out == ""
     assert not target.exists()

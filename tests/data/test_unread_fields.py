@@ -121,7 +121,9 @@ def fixes_of(fix):
 
 def test_every_format_is_tried():
     assert {kind: set(formats) for kind, formats in RECORDS.items()} == {
-        kind: set(formats) for kind, formats in FORMATS_BY_TYPE.items()
+        kind: set(formats)
+        for kind, formats in FORMATS_BY_TYPE.items()
+        if kind != "prompts"  # whose further fields are columns for rewards
     }
 
 

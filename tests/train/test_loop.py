@@ -25,6 +25,9 @@ class Rows:
     step: int
     arrays: dict
     origins: list
+    metrics: dict = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    rollout_rows: tuple = ()
 
 
 def rows(step: int) -> Rows:
@@ -108,6 +111,8 @@ def test_a_source_of_batches_sees_the_state_that_its_batch_updates(tmp_path):
     calls = []
 
     class FromState:
+        uses_state, progress = True, None
+
         def next(self, step, state):
             calls.append((step, float(state.trainable["w"])))
             return rows(step)

@@ -31,9 +31,8 @@ from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.json_text import parse_json, read_json
-from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.publish import disk_errors, publish_directory

@@ -16,9 +16,8 @@ from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
-from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.placement import place_batch
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import inputs_of

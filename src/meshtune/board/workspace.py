@@ -189,21 +189,32 @@ def check_paths(workspace: Workspace, recipe: Recipe) -> None:
         _check_folder(workspace, workspace.source(path, where), where)
     for number, reward in enumerate(recipe.rewards):
         _check_reward(workspace, reward, f"rewards.{number}")
+    environment = None if recipe.rollout is None else recipe.rollout.environment
+    for place in [environment] if isinstance(environment, str) else (environment or {}).values():
+        _check_code(workspace, place, "rollout.environment", "an environment")
+
+
+def _check_code(workspace: Workspace, place: str, where: str, kind: str) -> None:
+    """Raises: UserError for code at `file.py:name` where the board was not started with leave to run it, and for a
+    file outside."""
+    if not workspace.runs_code:
+        raise UserError(
+            f"this runs {kind} with the rights of the board, which was started without leave to",
+            where=where,
+            fix="start it as meshtune board --run-code, if whoever uses it may run code here; or leave it out",
+        )
+    file = place.rpartition(":")[0]
+    if file.endswith(".py"):
+        workspace.to_read(file, where)
 
 
 def _check_reward(workspace: Workspace, reward: Reward, where: str) -> None:
     """Raises: UserError for a reward that runs code where the board was not started with leave to, and for paths."""
-    if isinstance(reward, FunctionReward | CodeReward) and not workspace.runs_code:
-        kind = "a function" if isinstance(reward, FunctionReward) else "tests of code"
-        raise UserError(
-            f"this reward runs {kind} with the rights of the board, which was started without leave to",
-            where=where,
-            fix="start it as meshtune board --run-code, if whoever uses it may run code here; or choose another kind",
-        )
-    if isinstance(reward, FunctionReward):
-        file = reward.function.rpartition(":")[0]
-        if file.endswith(".py"):
-            workspace.to_read(file, f"{where}.function")
+    if isinstance(reward, CodeReward):
+        _check_code(workspace, "", where, "tests of code")
+    elif isinstance(reward, FunctionReward):
+        _check_code(workspace, "", where, "a function")
+        _check_code(workspace, reward.function, f"{where}.function", "a function")
     elif isinstance(reward, ModelReward):
         check_references(workspace, workspace.source(reward.model, f"{where}.model"), f"{where}.model")
     elif isinstance(reward, JsonSchemaReward) and isinstance(reward.json_schema, str):
@@ -295,6 +306,7 @@ def _models(recipe: Recipe) -> list[tuple[str, str]]:
         ("model.adapter", model.adapter),
         *(("model.merge_adapters", path) for path in model.merge_adapters),
         ("stage.reference", getattr(recipe.stage, "reference", None)),
+        ("teacher.path", None if recipe.teacher is None else recipe.teacher.path),
     ]
     return [(where, part) for where, path in paths if path for part in (path, path.rpartition(MARK)[0]) if part]
 

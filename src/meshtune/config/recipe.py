@@ -66,7 +66,7 @@ def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
     Rows that packing leaves empty cost nothing where all of a micro-batch are empty, so the default is eight of them.
     """
     train = raw.get("train", {})
-    if not isinstance(raw.get("rollout"), dict) or not isinstance(train, dict):
+    if not isinstance(raw.get("rollout"), dict) or not isinstance(train, dict) or "batch_size" in train:
         return raw
     try:
         rows = RolloutSection.model_validate(raw["rollout"]).completions

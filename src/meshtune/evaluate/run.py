@@ -27,9 +27,8 @@ from meshtune.evaluate.report import HTML, MARKDOWN, write_report
 from meshtune.evaluate.statistics import Overlap, overlap
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.driver import run_on_all
-from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.config import MeshConfig
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.runs.output import weights_digests
 from meshtune.runs.sources import Source, find, is_run, run_mesh, split_state
 from meshtune.setup.shortage import explain_shortage

@@ -144,30 +144,3 @@ class StopFlag:
         rows = np.asarray(flags.addressable_data(0) if isinstance(flags, jax.Array) else flags)
         rows = rows[self._rows] if self.multi_process else rows
         return StopDecision(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]))
-
-
-@contextlib.contextmanager
-def raise_collectively(job: Job, tag: str) -> Iterator[None]:
-    """Synchronises all processes at the end of the block, and raises on all a UserError or OSError that one raised.
-
-    Every process must enter the block with the same `tag`. It may hold collective operations only if no process can
-    leave it before they have completed.
-    """
-    local_error: UserError | OSError | None = None
-    try:
-        yield
-    except (UserError, OSError) as error:
-        local_error = error
-    errors = job.exchange(tag, None if local_error is None else _fields(local_error))
-    if local_error is not None:
-        raise local_error
-    for process_index, fields in enumerate(errors):
-        if fields is not None:
-            message, where, fix = fields
-            raise UserError(f"process {process_index} of {job.process_count}: {message}", where=where, fix=fix)
-
-
-def _fields(error: UserError | OSError) -> tuple[str, str | None, str | None]:
-    if isinstance(error, UserError):
-        return error.what, error.where, error.fix
-    return error.strerror or str(error), str(error.filename) if error.filename else None, None

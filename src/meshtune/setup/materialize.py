@@ -25,8 +25,7 @@ from meshtune.families.composite import HEAD, passed_through, tensor_name, text_
 from meshtune.families.expansion import group_layers, origins, silent_modules
 from meshtune.json_text import read_json
 from meshtune.lazy import LazyFunction
-from meshtune.mesh.agreement import raise_collectively
-from meshtune.mesh.processes import Job
+from meshtune.mesh.processes import Job, raise_collectively
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
 from meshtune.runs.output import BASE, find_damage_collectively

@@ -21,8 +21,7 @@ from meshtune.config.sections import HubSection
 from meshtune.errors import UserError
 from meshtune.hub.account import Repository, check_access, open_repository
 from meshtune.hub.push import Package, push, run_base, send
-from meshtune.mesh.agreement import raise_collectively
-from meshtune.mesh.processes import Job
+from meshtune.mesh.processes import Job, raise_collectively
 from meshtune.runs.output import BASE
 from meshtune.train.assemble import LoadedRun
 from meshtune.train.result.final import export_result

@@ -26,9 +26,8 @@ from meshtune.families import scored_fields, tensors
 from meshtune.families.composite import text_config, with_text_fields
 from meshtune.families.tensors import Shape, TensorMap
 from meshtune.json_text import read_json
-from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
 from meshtune.weights.check import check

@@ -13,8 +13,7 @@ import shutil
 from collections.abc import Iterator
 
 from meshtune.errors import UserError
-from meshtune.mesh.agreement import raise_collectively
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 
 
 @contextlib.contextmanager

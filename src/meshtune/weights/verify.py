@@ -19,10 +19,9 @@ from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
 from meshtune.families.experts import without_balancing
 from meshtune.families.tensors import TensorMap
-from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.model.block import Context, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params

@@ -32,8 +32,7 @@ from meshtune.arrays.tree import Leaves, named_leaves
 from meshtune.digests import DamagedError, damage_error, digest_json
 from meshtune.errors import UserError
 from meshtune.json_text import read_bytes, read_json
-from meshtune.mesh.agreement import raise_collectively
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.runs.output import find_damage_collectively, find_local_damage
 from meshtune.setup.memory import size_in_words
 from meshtune.train.step.state import TrainState

@@ -17,9 +17,8 @@ from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
 from meshtune.digests import write_digests
 from meshtune.families import tensors
-from meshtune.mesh.agreement import raise_collectively
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.weight import QuantisedWeight
