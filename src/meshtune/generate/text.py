@@ -303,6 +303,9 @@ class Alignment:
             offset = self.length + min(max(0, characters - within), len(text))
             places.append(Place(part, offset, not self._continued and offset == 0))
             before += part or b""
+        for number in range(len(places) - 2, -1, -1):  # a hidden token between the bytes of a character is within it
+            later = places[number + 1].offset
+            places[number] = places[number]._replace(offset=min(places[number].offset, later))
         self.length += len(text)
         return places
 
