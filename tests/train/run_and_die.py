@@ -6,6 +6,7 @@ on disk and no update is made of it; delete:N, when the checkpoint of update N i
 after S seconds; int:N or term:N, which send SIGINT or SIGTERM after update N instead.
 """
 
+import inspect
 import json
 import os
 import pathlib
@@ -56,10 +57,11 @@ def arrange(when: str, output: pathlib.Path) -> None:
 
             generate = source.generate
 
-            def half_way(*arguments):
-                *first, progress = arguments
-                is_due = source_of_number.pop("number", None) == int(number)
-                return generate(*first, (lambda done, total: die()) if is_due else progress)
+            def half_way(*arguments, **options):
+                call = inspect.signature(generate).bind(*arguments, **options)
+                if source_of_number.pop("number", None) == int(number):
+                    call.arguments["progress"] = lambda done, total: die()
+                return generate(*call.args, **call.kwargs)
 
             source_of_number: dict[str, int] = {}
             make = source.RolloutSource.generate
