@@ -165,7 +165,7 @@ def test_a_replacement_waits_for_the_step_under_way():
         try:
             while not scheduler.idle:
                 scheduler.step(1)
-        except Exception as problem:
+        except Exception as problem:  # the test fails with it, in its own thread
             problems.append(problem)
 
     scheduler.step(1)

@@ -150,7 +150,7 @@ class Environments:
             for tool_call in calls:
                 try:
                     results.append(call(tool_call.name, tool_call.arguments))
-                except Exception as problem:
+                except Exception as problem:  # of the user's method: the model reads it, as in trl
                     results.append(problem)
             waiting = [n for n, result in enumerate(results) if inspect.isawaitable(result)]
             awaited = await asyncio.gather(*(results[n] for n in waiting), return_exceptions=True)
