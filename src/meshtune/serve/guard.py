@@ -16,7 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request, cookie_parser
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.errors import UserError
@@ -106,7 +108,8 @@ def parse_json(text: str) -> Any:
     """A JSON value. Raises ValueError for a text that is none, is nested too deeply, or has a name twice."""
     try:
         value = json.loads(text, object_pairs_hook=_object)
-        _check_depth(value)
+        if text.count("[") + text.count("{") >= DEPTH:
+            _check_depth(value)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as problem:
@@ -152,6 +155,7 @@ def _check_depth(value: Any) -> None:
 
 LOG = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)
+PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
 PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"[A-Za-z0-9._~%-]+|[A-Za-z0-9._~%-]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
@@ -193,26 +197,23 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        allowed: dict[str, str] = {}
-        if origin and _origin(origin) in self._origins:
-            allowed = {"access-control-allow-origin": origin, "vary": "Origin"}
+        is_allowed = bool(origin) and _origin(origin) in self._origins
+        allowed = {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
         try:
             self._check(scope, headers)
-        except ApiError as refused:
-            await _respond(send, refused.status, refused.body, allowed)
+        except ApiError as error:
+            await JSONResponse(error.body, error.status, allowed)(scope, receive, send)
             return
-        if scope["method"] == "OPTIONS" and allowed:
-            methods = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
-            await _respond(send, 200, {}, allowed | methods)
+        if allowed and scope["method"] == "OPTIONS":
+            await JSONResponse({}, headers=allowed | PREFLIGHT)(scope, receive, send)
             return
-
         started = False
 
         async def send_with_headers(message: Message) -> None:
             nonlocal started
             started = True
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_encode_headers(allowed)]
+                MutableHeaders(scope=message).update(allowed)
             await send(message)
 
         self._gate.under_way += 1
@@ -224,7 +225,7 @@ class Guard:
             LOG.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
                 error = as_api_error(problem)
-                await _respond(send, error.status, error.body, allowed)
+                await JSONResponse(error.body, error.status, allowed)(scope, receive, send)
         finally:
             self._gate.under_way -= 1
 
@@ -234,19 +235,14 @@ class Guard:
             raise ApiError(403, f"the host '{headers.get('host', '')}' is not served here")
         if host is None and headers.get("host"):
             raise ApiError(400, "the header Host is not a name or address with a port")
-        if origin is not None and (site := _origin(origin)) not in self._origins:
-            scheme, *authority = site or ("", None)
-            if host is None or authority != [host[0], PORTS.get(scheme) if host[1] is None else host[1]]:
-                raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
+        if origin is not None and not self._may_call(_origin(origin), host):
+            raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
         if scope["method"] == "OPTIONS":
             return
         if self._token is not None and not self._open_path(scope["path"]) and not self._has_token(headers):
             raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
         if self._content_types and scope["method"] not in ("GET", "HEAD"):
-            content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if content_type not in self._content_types:
-                allowed = " or ".join(self._content_types)
-                raise ApiError(415, f"the content type is '{content_type}', and must be {allowed}")
+            self._check_content_type(headers.get("content-type", ""))
         if self._gate.closed:
             raise ApiError(503, "the server is about to end and takes no new requests", code="shutting_down")
         length = headers.get("content-length", "0")
@@ -254,6 +250,19 @@ class Guard:
             raise ApiError(400, "the header content-length is not a number of bytes")
         if int(length) > self._max_body:
             raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")
+
+    def _may_call(self, site: tuple[str, str, int] | None, host: tuple[str, int | None] | None) -> bool:
+        """Whether pages of a site may call: those of allowed sites, and those of this server."""
+        if site in self._origins:
+            return True
+        scheme, *authority = site or ("", None)
+        return host is not None and authority == [host[0], PORTS.get(scheme) if host[1] is None else host[1]]
+
+    def _check_content_type(self, header: str) -> None:
+        content_type = header.partition(";")[0].strip().lower()
+        if content_type not in self._content_types:
+            allowed = " or ".join(self._content_types)
+            raise ApiError(415, f"the content type is '{content_type}', and must be {allowed}")
 
     def _has_token(self, headers: dict[str, str]) -> bool:
         assert self._token is not None
@@ -305,14 +314,3 @@ def parse_site(text: str) -> tuple[str, str, int]:
             f"'{text}' is not the address of a site", where="--cors-origin", fix="write https://chat.example.com"
         )
     return origin
-
-
-def _encode_headers(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), str(value).encode()) for name, value in headers.items()]
-
-
-async def _respond(send: Send, status: int, body: dict[str, Any], headers: dict[str, Any]) -> None:
-    content = json.dumps(body).encode()
-    all_headers = {"content-type": "application/json", "content-length": len(content), **headers}
-    await send({"type": "http.response.start", "status": status, "headers": _encode_headers(all_headers)})
-    await send({"type": "http.response.body", "body": content})
