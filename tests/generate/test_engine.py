@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import length_bucket
+from meshtune.generate.request import Sampling
 from meshtune.model.compute import Compute
 from meshtune.model.spec import init_params
 from meshtune.weights.load import load_params, load_spec

@@ -28,9 +28,8 @@ from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.api import load, load_variants
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.generate.scheduler import Scheduler
 from meshtune.generate.weights import decode_layout, decodes_from_copy
 from meshtune.model.compute import Compute

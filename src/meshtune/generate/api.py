@@ -20,11 +20,10 @@ from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches, Driver, driver_for
+from meshtune.generate.driver import Driver, driver_for
 from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS, every_logit, token_rows
-from meshtune.generate.request import Token
+from meshtune.generate.request import Sampling, Token
 from meshtune.generate.target_log_probs import (
     Progress,
     TargetLogProbs,
@@ -33,7 +32,7 @@ from meshtune.generate.target_log_probs import (
     token_log_probabilities,
 )
 from meshtune.generate.text import chat_ids, continuation_ids, pieces, text_end, turn_end
-from meshtune.generate.weights import Weights
+from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import DEFAULT_TOKENS
+from meshtune.generate.request import Sampling
 from meshtune.generate.text import chat_ids, pieces, turn_end
 
 if TYPE_CHECKING:

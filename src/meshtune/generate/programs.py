@@ -33,8 +33,7 @@ from meshtune.adapters.adapter_set import select
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.request import WORD
+from meshtune.generate.request import WORD, Sampling
 from meshtune.mesh.layout import constrain
 from meshtune.model.cache import SLOTS, Cache
 from meshtune.model.compute import Compute
@@ -90,6 +89,19 @@ class Knobs:
     allowed: UInt32[Array, "B W"]
 
 
+# The fields of Sampling that are the numbers of Knobs.
+COLUMNS = {
+    "temperature": ("temperature", "float32"),
+    "top_k": ("top_k", "int32"),
+    "top_p": ("top_p", "float32"),
+    "min_p": ("min_p", "float32"),
+    "repetition": ("repetition_penalty", "float32"),
+    "presence": ("presence_penalty", "float32"),
+    "frequency": ("frequency_penalty", "float32"),
+    "seeds": ("seed", "uint32"),
+}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -98,6 +110,11 @@ class Counts:
 
     prompted: Bool[Array, "B V"]
     generated: Int[Array, "B V"]
+
+    @classmethod
+    def empty(cls, rows: int) -> Counts:
+        """Counts of rows that no processor reads."""
+        return cls(np.zeros((rows, 0), bool), np.zeros((rows, 0), np.int32))  # pyright: ignore[reportArgumentType]
 
     def add(self, tokens: Int[Array, "B"], alive: Bool[Array, "B"]) -> Counts:
         """With one more generated token in every row that is alive."""
@@ -126,30 +143,25 @@ def compiled_form(
         constrained=allowed.shape[1] > 0,
     )
 
-    def numbers(name: str, dtype: str) -> Any:
-        return np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
+    no_biases: Any = (np.zeros((len(samplings), 0), np.int32), np.zeros((len(samplings), 0), np.float32))
+    biased, bias = _bias_arrays(samplings) if switches.bias else no_biases
+    columns: dict[str, Any] = {
+        knob: np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
+        for knob, (name, dtype) in COLUMNS.items()
+    }
+    return switches, Knobs(biased=biased, bias=bias, allowed=allowed, **columns)  # pyright: ignore[reportArgumentType]
 
-    longest = max((len(sampling.logit_bias) for sampling in samplings), default=0)
+
+def _bias_arrays(samplings: Sequence[Sampling]) -> tuple[Any, Any]:
+    """The biased tokens of each row and what is added to their logits, in one of BIAS_SIZES columns; -1: no token."""
+    longest = max(len(sampling.logit_bias) for sampling in samplings)
     size = next((size for size in BIAS_SIZES if size >= longest), longest)
-    biased: Any = np.full((len(samplings), size), -1, np.int32)
-    bias: Any = np.zeros((len(samplings), size), np.float32)
+    biased = np.full((len(samplings), size), -1, np.int32)
+    bias = np.zeros((len(samplings), size), np.float32)
     for row, sampling in enumerate(samplings):
         for n, (token, value) in enumerate(sampling.logit_bias):
             biased[row, n], bias[row, n] = token, value
-    knobs = Knobs(
-        temperature=numbers("temperature", "float32"),
-        top_k=numbers("top_k", "int32"),
-        top_p=numbers("top_p", "float32"),
-        min_p=numbers("min_p", "float32"),
-        repetition=numbers("repetition_penalty", "float32"),
-        presence=numbers("presence_penalty", "float32"),
-        frequency=numbers("frequency_penalty", "float32"),
-        biased=biased,
-        bias=bias,
-        seeds=numbers("seed", "uint32"),
-        allowed=allowed,  # pyright: ignore[reportArgumentType] - numpy goes into the compiled step
-    )
-    return switches, knobs
+    return biased, bias
 
 
 def process_logits(

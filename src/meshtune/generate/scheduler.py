@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches
 from meshtune.generate.programs import (
     STEPS,
     Decoded,
@@ -30,8 +29,16 @@ from meshtune.generate.programs import (
     length_bucket,
     original_context,
 )
-from meshtune.generate.request import FinishReason, Generation, GenerationRequest, Token, packed_masks
-from meshtune.generate.weights import Weights
+from meshtune.generate.request import (
+    Constraint,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    Token,
+    mask_words,
+)
+from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
 
@@ -58,9 +65,10 @@ class CachedText:
         shorter = min(len(self.tokens), len(reader.tokens))
         pairs = enumerate(zip(self.tokens, reader.tokens, strict=False))
         common = next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
+        if not self.content_keys and not reader.content_keys:
+            return common
         positions = self.content_keys.keys() | reader.content_keys.keys()
-        differing = [n for n in positions if self.content_keys.get(n) != reader.content_keys.get(n)]
-        return min([common, *differing])
+        return min([common, *(n for n in positions if self.content_keys.get(n) != reader.content_keys.get(n))])
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,10 +195,8 @@ class Rows:
             return remaining
         return min(remaining, self._original - len(row.cached.tokens))
 
-    def selection(self, rows: Sequence[Row | None]) -> np.ndarray | None:
-        """Float32 [len(rows), N], one where a row's request selects an adapter; None where there are none."""
-        if not self.adapters:
-            return None
+    def selection(self, rows: Sequence[Row | None]) -> np.ndarray:
+        """Float32 [len(rows), N], one where a row's request selects an adapter."""
         selection = np.zeros((len(rows), self.adapters), np.float32)
         for n, row in enumerate(rows):
             if row is not None and row.adapter is not None:
@@ -206,9 +212,8 @@ class Rows:
 
     def read(self, budget: int) -> None:
         """Reads at most `most` tokens of texts, the oldest request's first."""
-        if self._original is not None:  # a text that has become long is read again, by the long factors
-            short = [row for row in self.rows if row.decodes and not row.cached.long]
-            self.restart([row for row in short if row.generation and row.generation.length > self._original])
+        if self._original is not None:
+            self._restart_long(self._original)
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
         batch: list[_Piece] = []
         for row in sorted(reading, key=lambda row: row.number):
@@ -228,6 +233,11 @@ class Rows:
             tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
             row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
         self._compute(batch)
+
+    def _restart_long(self, original: int) -> None:
+        """Lets texts that have become longer than the original context be read again, by the long factors."""
+        short = [row for row in self.rows if row.decodes and not row.cached.long]
+        self.restart([row for row in short if row.generation and row.generation.length > original])
 
     def _next_piece(self, row: Row, budget: int) -> _Piece | None:
         """The next tokens to read of a row's text, `most` at most; None where it has to wait."""
@@ -264,8 +274,8 @@ class Rows:
             unread[n] = len(piece.tokens)
             tokens[n, : unread[n]] = piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
-        targets = [self.rows[piece.target] for piece in batch]
-        adapters = self.selection([*targets, *[None] * (count - len(batch))])
+        targets = [*(self.rows[piece.target] for piece in batch), *[None] * (count - len(batch))]
+        adapters = self.selection(targets) if self.adapters else None
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
             arrays |= {"source": source, "length": known}
@@ -275,6 +285,15 @@ class Rows:
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
 READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanwhile soon begin
 ALTERNATIVES = (0, 5, 20)  # likeliest tokens that a program is compiled for
+
+
+def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
+    """The mask of every row; all tokens where a row has no constraint."""
+    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
+    for row, constraint in zip(masks, constraints, strict=True):
+        if constraint is not None:
+            row[:] = constraint.mask()
+    return masks
 
 
 class QueueFull(UserError):
@@ -337,11 +356,8 @@ class Scheduler:
     @property
     def room(self) -> int | None:
         """Requests that it takes now; None: any number."""
-        if self.capacity is None:
-            return None
-        return (
-            self.capacity - len(self._waiting) - sum(generation.finish_reason is None for generation in self._current)
-        )
+        current = sum(generation.finish_reason is None for generation in self._current)
+        return None if self.capacity is None else self.capacity - len(self._waiting) - current
 
     @property
     def running(self) -> int:
@@ -366,14 +382,15 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         with self._lock:
-            return not self._waiting and not self.running
+            return not self._waiting and not self._rows.running
 
     def step(self, steps: int = STEPS) -> list[Progress]:
         """Lets waiting requests in, reads prompts, decodes at most `steps` tokens of every row whose prompt is read.
 
         Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
-        self._drop_cancelled()
+        if self._cancelled:
+            self._drop_cancelled()
         with self._weights.use():
             if self._weights.version != self._version:
                 self._rows.restart()
@@ -411,19 +428,16 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> list[Progress]:
-        """Gives free rows to waiting requests; returns those whose grammar cannot be followed."""
+        """Gives free rows to waiting requests; returns those whose grammar allows nothing."""
         running = [row.generation for row in self._rows.rows if row.generation is not None]
         with self._lock:
             chosen = self._choose_requests(self._most_rows - len(running))
             self._current = [*running, *chosen]
-        admitted, refused = [], []
         for generation in chosen:
-            try:
-                generation.start()
-                admitted.append(generation)
-            except UserError as problem:
-                generation.error, generation.finish_reason = problem, "error"
-                refused.append(Progress(generation, [], "error"))
+            if (grammar := generation.request.grammar) is not None:
+                generation.start(grammar)
+        refused = [Progress(generation, [], "error") for generation in chosen if generation.error is not None]
+        admitted = [generation for generation in chosen if generation.error is None]
         if not admitted:
             return refused
         self._rows.make_room(admitted)
@@ -452,10 +466,11 @@ class Scheduler:
             return []
         requests = [row.generation.request if row.generation else None for row in rows]
         constraints = [row.generation.constraint if row.generation else None for row in rows]
-        masks = packed_masks(constraints, self._spec.vocab)
+        is_free = all(constraint is None for constraint in constraints)
+        masks = None if is_free else packed_masks(constraints, self._spec.vocab)
         # What a grammar allows is known only once the token before is.
         remaining = [self._rows.remaining(row) for row in rows]
-        steps = 1 if masks.size else min(steps, max(remaining))
+        steps = min(steps, max(remaining)) if masks is None else 1
         longest = max(len(row.cached.tokens) + min(steps, remaining[n]) for n, row in live)
         if longest > self._rows.slots:
             self._rows.resize(len(rows), longest)
@@ -467,16 +482,16 @@ class Scheduler:
         asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
         counts = self._caches.counts
-        if counts is None or (switches.counts and not counts.generated.shape[1]):
-            self._count(self._spec.vocab if switches.counts else 0)
+        if switches.counts and (counts is None or not counts.generated.shape[1]):
+            self._count()
         decoded = self._caches.decode(
             feed=self._feed(remaining),
             knobs=knobs,
             steps=steps,
-            leave=self.waiting > 0,
+            leave=bool(self._waiting),
             switches=switches,
             alternatives=alternatives,
-            adapters=self._rows.selection(rows),
+            adapters=self._rows.selection(rows) if self._rows.adapters else None,
         )
         decoded = jax.tree.map(np.asarray, decoded)
         return [self._extend(n, row, decoded) for n, row in live]
@@ -494,11 +509,12 @@ class Scheduler:
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
         return Feed(**arrays)
 
-    def _count(self, vocab: int) -> None:
+    def _count(self) -> None:
         """Counts the tokens of all rows."""
-        generations = [row.generation if vocab else None for row in self._rows.rows]
+        generations = [row.generation for row in self._rows.rows]
         prompts = [generation.request.prompt if generation else () for generation in generations]
-        self._caches.count(prompts=prompts, generated=[g.ids if g else () for g in generations], vocab=vocab)
+        generated = [generation.ids if generation else () for generation in generations]
+        self._caches.count(prompts=prompts, generated=generated, vocab=self._spec.vocab)
 
     def _extend(self, n: int, row: Row, decoded: Decoded) -> Progress:
         """Gives a row's new tokens to its generation, which may end with them."""
@@ -506,7 +522,11 @@ class Scheduler:
         assert generation is not None
         ids = [token for token in decoded.tokens[n].tolist() if token >= 0]
         row.cached.tokens += [generation.newest, *ids[:-1]]
-        new = [_token(id_, n, i, decoded.probabilities, generation.request) for i, id_ in enumerate(ids)]
+        alternatives, probabilities = generation.request.alternatives, decoded.probabilities
+        if alternatives is None or probabilities is None:
+            new = [Token(id_) for id_ in ids]
+        else:
+            new = [_scored_token(id_, probabilities, (n, i), alternatives) for i, id_ in enumerate(ids)]
         reason = generation.extend(new)
         if not decoded.finite[n]:
             generation.error = UserError(
@@ -520,8 +540,7 @@ class Scheduler:
         return Progress(generation, new, generation.finish_reason)
 
 
-def _token(id_: int, row: int, step: int, probabilities: Probabilities | None, request: GenerationRequest) -> Token:
-    if probabilities is None or request.alternatives is None:
-        return Token(id_)
-    likeliest = zip(probabilities.tokens[row, step].tolist(), probabilities.likeliest[row, step].tolist(), strict=True)
-    return Token(id_, float(probabilities.chosen[row, step]), tuple(likeliest)[: request.alternatives])
+def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int], alternatives: int) -> Token:
+    """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
+    likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
+    return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])

@@ -11,7 +11,7 @@ from typing import Any
 from meshtune.calls.formats import HARMONY, AnswerFormat, CallFormat, Tool, ToolCall, new_id
 from meshtune.calls.grammar import Lark, LLGrammar, check_size
 from meshtune.calls.reader import Delta, Reader, answer_reader
-from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat
+from meshtune.generate.text import Place, chat_text, encoded_chat
 from meshtune.serve.guard import ApiError
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
 from meshtune.serve.schema import ChatRequest, read_tools
@@ -145,7 +145,7 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
         client=client,
         grammar=answer_grammar(request, prompt, served) if constrained else None,
     )
-    stop = check_stops((*request.stops, *turn_end))
+    stop = (*request.stops, *turn_end)
     visible = frozenset() if prompt.plain else prompt.answer.visible_ids(served.model.tokenizer)
     choices = [
         ChoiceRequest(n, engine_request.with_seed_of(n), stop, continued=False, visible=visible)

@@ -4,6 +4,7 @@ as OpenAI's API has them.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import ipaddress
 import json
@@ -160,6 +161,7 @@ PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"[A-Za-z0-9._~%-]+|[A-Za-z0-9._~%-]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
 
+@dataclasses.dataclass
 class Guard:
     """An ASGI application before another one.
 
@@ -171,29 +173,26 @@ class Guard:
     `cookie_of(token)` in place of the header. Raises UserError for an origin that is none.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        token: str | None,
-        hosts: Collection[str],
-        origins: Collection[str],
-        max_body: int,
-        gate: Gate | None = None,
-        content_types: Collection[str] = (),
-        open_path: Callable[[str], bool] = OPEN_PATHS.__contains__,
-        cookie: str | None = None,
-    ):
-        self._content_types, self._open_path, self._cookie = content_types, open_path, cookie
-        self._app, self._token = app, token
-        self._hosts = {_authority(host) for host in hosts}
-        self._origins = {parse_site(origin) for origin in origins}
-        self._max_body, self._gate = max_body, gate or Gate()
+    app: ASGIApp
+    _: dataclasses.KW_ONLY
+    max_body: int
+    token: str | None = None
+    hosts: Collection[str] = ()
+    origins: Collection[str] = ()
+    gate: Gate | None = None
+    content_types: Collection[str] = ()
+    open_path: Callable[[str], bool] = OPEN_PATHS.__contains__
+    cookie: str | None = None
+
+    def __post_init__(self):
+        self._hosts = {_authority(host) for host in self.hosts}
+        self._origins = {parse_site(origin) for origin in self.origins}
+        self._gate = self.gate or Gate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses a request, or passes it on."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
@@ -218,7 +217,7 @@ class Guard:
 
         self._gate.under_way += 1
         try:
-            await self._app(scope, receive, send_with_headers)
+            await self.app(scope, receive, send_with_headers)
         except ClientDisconnect:  # amid its body: there is nobody to answer
             pass
         except Exception as problem:  # raised on, it would cut the connection before the client has read the answer
@@ -239,17 +238,17 @@ class Guard:
             raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
         if scope["method"] == "OPTIONS":
             return
-        if self._token is not None and not self._open_path(scope["path"]) and not self._has_token(headers):
+        if self.token is not None and not self.open_path(scope["path"]) and not self._has_token(headers):
             raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
-        if self._content_types and scope["method"] not in ("GET", "HEAD"):
+        if self.content_types and scope["method"] not in ("GET", "HEAD"):
             self._check_content_type(headers.get("content-type", ""))
         if self._gate.closed:
             raise ApiError(503, "the server is about to end and takes no new requests", code="shutting_down")
         length = headers.get("content-length", "0")
         if not re.fullmatch("[0-9]{1,19}", length):
             raise ApiError(400, "the header content-length is not a number of bytes")
-        if int(length) > self._max_body:
-            raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")
+        if int(length) > self.max_body:
+            raise ApiError(413, f"the body of {length} bytes is more than the {self.max_body} that are read")
 
     def _may_call(self, site: tuple[str, str, int] | None, host: tuple[str, int | None] | None) -> bool:
         """Whether pages of a site may call: those of allowed sites, and those of this server."""
@@ -260,19 +259,19 @@ class Guard:
 
     def _check_content_type(self, header: str) -> None:
         content_type = header.partition(";")[0].strip().lower()
-        if content_type not in self._content_types:
-            allowed = " or ".join(self._content_types)
+        if content_type not in self.content_types:
+            allowed = " or ".join(self.content_types)
             raise ApiError(415, f"the content type is '{content_type}', and must be {allowed}")
 
     def _has_token(self, headers: dict[str, str]) -> bool:
-        assert self._token is not None
+        assert self.token is not None
         bearer = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
-        if hmac.compare_digest(bearer.encode(), self._token.encode()):
+        if hmac.compare_digest(bearer.encode(), self.token.encode()):
             return True
-        if self._cookie is None:
+        if self.cookie is None:
             return False
-        cookie = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
-        return hmac.compare_digest(cookie.encode(), cookie_of(self._token).encode())
+        cookie = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        return hmac.compare_digest(cookie.encode(), cookie_of(self.token).encode())
 
 
 def cookie_of(token: str) -> str:

@@ -20,8 +20,7 @@ import meshtune
 from meshtune.calls.grammar import Grammars
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.config import Sampling
-from meshtune.generate.request import Generation, GenerationRequest, Token
+from meshtune.generate.request import Generation, GenerationRequest, Sampling, Token
 from meshtune.generate.scheduler import Progress, Scheduler
 from meshtune.generate.text import Alignment, Detokenizer, Place, StopStrings, TokenBytes, special_ids, turn_end
 from meshtune.generate.weights import Weights
@@ -438,12 +437,11 @@ class Completion(Protocol):
 
 async def stream_choices(served: Served, choices: Sequence[ChoiceRequest]) -> AsyncGenerator[ChoiceDelta]:
     """The texts of choices as they grow; those that are not read to their end are cancelled."""
-    requests = [choice.request for choice in choices]
+    requests, texts = [choice.request for choice in choices], [_open_text(served, choice) for choice in choices]
     if not requests[0].max_tokens:
         for choice in choices:
             yield ChoiceDelta(choice.index, "", 0, [], "length")
         return
-    texts = [_open_text(served, choice) for choice in choices]
     async with aclosing(served.worker.stream(requests)) as steps:
         async for n, step in steps:
             new = [token for token in step.tokens if token.id not in requests[n].stop_ids]

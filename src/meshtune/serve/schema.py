@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from meshtune.calls.formats import Tool
 from meshtune.calls.grammar import JSON_OBJECT
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.serve.guard import ApiError, parse_json
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -373,10 +373,14 @@ def parse_request(kind: type[BaseModel], body: Any) -> Any:
     try:
         request = kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        parts = [str(part)[:100] for part in first["loc"][:3] if not _BRANCH.fullmatch(str(part))]
-        field, message = ".".join(parts), first["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{field}: {message}", param=field) from problem
+        raise _first_error(problem) from problem
     if unknown := sorted((request.model_extra or {}).keys() - HARMLESS):
         raise ApiError(400, f"'{unknown[0][:100]}' is not known here", param=unknown[0][:100])
     return request
+
+
+def _first_error(problem: ValidationError) -> ApiError:
+    first = problem.errors(include_url=False, include_input=False)[0]
+    parts = [str(part)[:100] for part in first["loc"][:3] if not _BRANCH.fullmatch(str(part))]
+    field, message = ".".join(parts), first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{field}: {message}", param=field)
