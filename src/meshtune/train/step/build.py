@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,17 +64,13 @@ def mean_gradient(
         key = None if rng is None else jax.random.fold_in(rng, index)
         return objective(all_params(trained), spec, compute, micro, key)
 
-    has_sums, by_sums = bool(no_sums(spec.stacks)), None
-    if has_sums and batch["tokens"].shape[0] > 1:
-        by_sums = _gradient_by_sums(lambda *micro: loss_sums_of(trained, *micro), spec, batch)
+    has_sums, loss_of = bool(no_sums(spec.stacks)), operator.attrgetter("loss")
+    if has_sums:
+        loss_of = _loss_with_layers(functools.partial(loss_sums_of, trained), spec, batch)
 
     def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
         loss_sums = loss_sums_of(trained, index, micro)
-        if by_sums is not None:
-            return loss_sums.loss + sum(
-                jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items()
-            ), loss_sums
-        return (with_layers(spec, loss_sums) if has_sums else loss_sums).loss, loss_sums
+        return loss_of(loss_sums), loss_sums
 
     def micro_batch(index: Array, micro: Batch) -> tuple[LossSums, Tree, Array]:
         (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
@@ -99,19 +97,37 @@ def _accumulate(
         return loss_sums, gradient, finite[None]
 
     def add(carry: tuple[LossSums, Tree], x: tuple[Array, Batch]) -> tuple[tuple[LossSums, Tree], Array]:
-        def compute() -> tuple[tuple[LossSums, Tree], Array]:
-            loss_sums, gradient, finite = micro_batch(*x)
-            return jax.tree.map(jnp.add, carry, (loss_sums, gradient)), finite
+        loss_sums, gradient, finite = micro_batch(*x)
+        return jax.tree.map(jnp.add, carry, (loss_sums, gradient)), finite
 
-        if "completion" not in batch:
-            return compute()
-        # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
-        return lax.cond(jnp.any(x[1]["segment_ids"] > 0), compute, lambda: (carry, jnp.bool_(True)))
-
+    # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
+    add = _skip_empty_rows(add) if "completion" in batch else add
     shapes = jax.eval_shape(micro_batch, indices[0], first)[:2]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (loss_sums, gradient), finite = lax.scan(add, zeros, (indices, batch))
     return loss_sums, gradient, finite
+
+
+def _skip_empty_rows(add: Callable[[Any, Any], tuple[Any, Array]]) -> Callable[[Any, Any], tuple[Any, Array]]:
+    """Adds nothing for a micro-batch (its index, its arrays) of padding."""
+
+    def add_rows(carry: Any, x: Any) -> tuple[Any, Array]:
+        has_tokens = jnp.any(x[1]["segment_ids"] > 0)
+        return lax.cond(has_tokens, lambda: add(carry, x), lambda: (carry, jnp.bool_(True)))
+
+    return add_rows
+
+
+def _loss_with_layers(
+    loss_sums_of: Callable[[Array, Batch], LossSums], spec: ModelSpec, batch: Batch
+) -> Callable[[LossSums], Array]:
+    """The loss of a micro-batch with the layers' part, whose derivative is that by the sums of all micro-batches."""
+    by_sums = _gradient_by_sums(loss_sums_of, spec, batch) if batch["tokens"].shape[0] > 1 else None
+    if by_sums is None:
+        return lambda loss_sums: with_layers(spec, loss_sums).loss
+    return lambda loss_sums: (
+        loss_sums.loss + sum(jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items())
+    )
 
 
 def _gradient_by_sums(loss_sums_of: Callable[[Array, Batch], LossSums], spec: ModelSpec, batch: Batch) -> Sums | None:
@@ -233,20 +249,23 @@ def _accumulated_step(
         trained, params = state.trainable, lambda trained: merge(trained, frozen)
         if optimizer.blocks is not None:
             trained, params = active_block(optimizer.blocks, state.trainable, frozen, state.opt_state)
-        mean = mean_gradient(objective, spec, compute, trained, params, batch, rng, placed)
-        gradient, norm, finite, metrics, sums = mean
+        gradient, norm, finite, metrics, sums = mean_gradient(
+            objective, spec, compute, trained, params, batch, rng, placed
+        )
         if max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
             shrink = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
+        if optimizer.blocks is not None or is_any_offloaded(state.opt_state):
+            return _update_parts(optimizer, gradient, state, finite), metrics, sums
+        extra = {"curvature": lambda: hessian(state, params, batch, seed)} if optimizer.needs_hessian else {}
+        return _update_state(optimizer, gradient, state, finite, **extra), metrics, sums
 
-        def hessian() -> Tree:
-            """The curvature along the trained parameters, from the first micro-batch."""
-            first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
-            return placed(curvature(state.trainable, params, spec, compute, first, key))
-
-        return _update_state(optimizer, gradient, state, finite, hessian), metrics, sums
+    def hessian(state: TrainState, params: Callable[[Tree], Tree], batch: Batch, seed: Int[Array, ""]) -> Tree:
+        """The curvature along the trained parameters, from the first micro-batch."""
+        first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
+        return placed(curvature(state.trainable, params, spec, compute, first, key))
 
     return step
 
@@ -261,17 +280,15 @@ def _placement(compute: Compute, optimizer: Optimizer, abstract: Tree | None) ->
     return lambda gradient: jax.tree.map(lax.with_sharding_constraint, gradient, shardings)
 
 
-def _update_state(
-    optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array, hessian: Callable[[], Tree]
-) -> TrainState:
-    """The state after the update where `finite` says so, else unchanged."""
-    if optimizer.blocks is not None or is_any_offloaded(state.opt_state):
-        update = (
-            (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.update
-        )
-        trainable, opt_state = update(gradient, state.opt_state, state.trainable, finite)
-        return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
-    extra = {"curvature": hessian} if optimizer.needs_hessian else {}
+def _update_parts(optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array) -> TrainState:
+    """`_update_state` of the active layer, or by rows of arrays that are in the host's memory."""
+    update = (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.update
+    trainable, opt_state = update(gradient, state.opt_state, state.trainable, finite)
+    return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
+
+
+def _update_state(optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array, **extra: Any) -> TrainState:
+    """The state after the update where `finite` says so, else unchanged. `extra` are arguments of the update."""
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
     trainable = add_updates(state.trainable, updates, state.step, optimizer.stacked, optimizer.rounding)
     new = TrainState(state.step + 1, trainable, opt_state)
