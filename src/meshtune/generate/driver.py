@@ -141,6 +141,11 @@ class BatchCaches:
         self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
 
     @_announce_call
+    def copy(self, source: Numbers, target: Numbers) -> None:
+        """Copies the caches of rows `source` to rows `target` (beyond the end: nowhere)."""
+        self.layers = programs.copy_rows(self.layers, source, target)
+
+    @_announce_call
     def read(
         self,
         tokens: np.ndarray,

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from meshtune.adapters.adapter_set import MultiLoRA, adapter_count, select
 from meshtune.adapters.lora import LoRA
@@ -174,10 +175,23 @@ def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
         return matrix and (adapter is None or isinstance(adapter, PRODUCTS))
 
     def leaf(path: str, value: Any, number: int) -> Any:
-        one = jax.tree.map(lambda array: array[number], value)
-        return TiledWeight.of(one) if tiled(path) else one
+        return (_tiled_row if tiled(path) else _row)(value, number)
 
     return tuple(unflatten({path: leaf(path, value, n) for path, value in flat.items()}) for n in range(repeats))
+
+
+@jax.jit
+def _row(stacked: Any, number: Int[Array, ""]) -> Any:
+    """Row `number` of stacked arrays."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, number, keepdims=False), stacked)
+
+
+_tiled = jax.jit(TiledWeight.of)
+
+
+@jax.jit
+def _tiled_row(stacked: Float[Array, "n o i"], number: Int[Array, ""]) -> TiledWeight:
+    return TiledWeight.of(_row(stacked, number))
 
 
 def _head(params: Tree, spec: ModelSpec) -> Tree:
@@ -190,4 +204,4 @@ def _head(params: Tree, spec: ModelSpec) -> Tree:
     ):
         return {}
     weight = params["embed"]["weight"] if spec.tied and "weight" not in head else head["weight"]
-    return {"head": head | {"weight": TiledWeight.of(weight)}}
+    return {"head": head | {"weight": _tiled(weight)}}
