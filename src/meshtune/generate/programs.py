@@ -210,16 +210,26 @@ def next_token(
 def draw_token(
     logits: Float[Array, "B V"], positions: Int[Array, "B"], switches: Switches, knobs: Knobs
 ) -> Int[Array, "B"]:
-    """One token a row from processed logits."""
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """One token a row from processed logits: the likeliest, or the same as by `jax.random.categorical`."""
     if not switches.drawn:
-        return likeliest
+        return _likeliest(logits)
 
-    def draw(seed: Array, position: Array, row: Array) -> Array:
-        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
+    def noise(seed: Array, position: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), logits.shape[1:])
 
-    tokens = jax.vmap(draw)(knobs.seeds, positions, logits).astype(jnp.int32)
-    return jnp.where(knobs.temperature > 0, tokens, likeliest)
+    perturbed = logits + jax.vmap(noise)(knobs.seeds, positions)
+    return _likeliest(jnp.where((knobs.temperature > 0)[:, None], perturbed, logits))
+
+
+def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """The first of the greatest logits of each row; any token of a row with NaN.
+
+    XLA on a CPU computes jnp.argmax one element after the other, and so whatever it reads: the noise of a draw.
+    """
+    size = logits.shape[1]
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = jnp.where(logits == logits.max(-1, keepdims=True), tokens, size).min(-1)
+    return jnp.minimum(first, size - 1)
 
 
 class Probabilities(NamedTuple):
@@ -348,8 +358,8 @@ class Decoded:
 
 
 def length_bucket(n: int) -> int:
-    """The next of 32, 48, 64, 96, 128, ...: at most half as much again, and few different lengths."""
-    power = 1 << max(5, (n - 1).bit_length())
+    """The next of 16, 32, 48, 64, 96, 128, ...: at most half as much again, and few different lengths."""
+    power = 1 << max(4, (n - 1).bit_length())
     return power * 3 // 4 if 32 < n <= power * 3 // 4 else power
 
 
@@ -419,6 +429,12 @@ def _place_rows(layers: dict[str, Tree], rows: dict[str, Tree], target: Int[Arra
         return array.at[within].set(new, mode="drop")
 
     return jax.tree.map(place, layers, rows)
+
+
+@partial(jax.jit, donate_argnames=("layers",))
+def copy_rows(layers: dict[str, Tree], source: Int[Array, "n"], target: Int[Array, "n"]) -> dict[str, Tree]:
+    """The caches with rows `target` replaced by copies of rows `source` (rows beyond the end: nowhere)."""
+    return _place_rows(layers, jax.tree.map(lambda array: array[:, source], layers), target)
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "switches", "alternatives"), donate_argnames=("layers", "counts"))

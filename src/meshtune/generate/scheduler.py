@@ -10,6 +10,7 @@ long, and from where another row has read the same tokens before (generate.rows)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -106,9 +107,16 @@ class _Piece(NamedTuple):
     text: CachedText
 
     @property
+    def copies(self) -> bool:
+        """Whether nothing is left to read after the copy."""
+        return self.length > 0 and not self.tokens
+
+    @property
     def shape(self) -> tuple[bool, int, bool]:
-        """Pieces of one shape are read together: they continue a row or not, in a bucket of lengths, of long texts or
-        not."""
+        """Pieces of one shape are computed together: they continue a row or not, in a bucket of lengths (0: only
+        copied), of long texts or not."""
+        if self.copies:
+            return True, 0, False
         return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long
 
 
@@ -215,24 +223,28 @@ class Rows:
         if self._original is not None:
             self._restart_long(self._original)
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
-        batch: list[_Piece] = []
-        for row in sorted(reading, key=lambda row: row.number):
-            piece = self._next_piece(row, budget)
-            if piece is None and batch:  # it waits for what a row before it reads, perhaps in this batch
-                self._compute(batch)
-                batch, piece = [], self._next_piece(row, budget)
-            if piece is None:
-                continue
-            depends = any(piece.source == earlier.target for earlier in batch)
-            if batch and (depends or piece.shape != batch[0].shape or len(batch) == READ_ROWS):
-                self._compute(batch)
-                batch = []
-            if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
-                batch.append(piece)
-            budget -= len(piece.tokens)
-            tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
-            row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
-        self._compute(batch)
+        reading.sort(key=lambda row: row.number)
+        while reading:
+            pieces: list[_Piece] = []
+            deferred: list[Row] = []
+            for row in reading:
+                piece = self._next_piece(row, budget)
+                if piece is None or any(piece.source == earlier.target for earlier in pieces):
+                    deferred.append(row)  # it waits for what another row reads first
+                    continue
+                if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
+                    pieces.append(piece)
+                budget -= len(piece.tokens)
+                tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
+                row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
+            if not pieces:
+                return
+            # In their order: a row may be read from before another text takes its place.
+            for _, group in itertools.groupby(pieces, lambda piece: piece.shape):
+                batch = list(group)
+                for start in range(0, len(batch), READ_ROWS):
+                    self._compute(batch[start : start + READ_ROWS])
+            reading = deferred
 
     def _restart_long(self, original: int) -> None:
         """Lets texts that have become longer than the original context be read again, by the long factors."""
@@ -263,9 +275,7 @@ class Rows:
         return (row, length) if 0 < length >= min(SHORTEST_SHARED, len(text.tokens)) else (None, 0)
 
     def _compute(self, batch: Sequence[_Piece]) -> None:
-        """Reads pieces of one shape."""
-        if not batch:
-            return
+        """Reads or copies pieces of one shape."""
         count, length = rows_bucket(len(batch)), batch[0].shape[1]
         tokens, unread = np.zeros((count, length), np.int32), np.zeros(count, np.int32)
         source, known = np.zeros(count, np.int32), np.zeros(count, np.int32)
@@ -274,6 +284,9 @@ class Rows:
             unread[n] = len(piece.tokens)
             tokens[n, : unread[n]] = piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
+        if batch[0].copies:
+            self._caches.copy(source=source, target=target)
+            return
         targets = [*(self.rows[piece.target] for piece in batch), *[None] * (count - len(batch))]
         adapters = self.selection(targets) if self.adapters else None
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}

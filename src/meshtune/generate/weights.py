@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from meshtune.adapters.adapter_set import MultiLoRA, adapter_count, select
 from meshtune.adapters.lora import LoRA
@@ -160,8 +160,9 @@ def decodes_from_copy(params: Tree, compute: Compute) -> bool:
 def decode_layout(params: Tree, spec: ModelSpec) -> Tree:
     """The parameters with every stacked node of layers as a tuple of each layer's, and matrices as TiledWeight.
 
-    What is no matrix of a linear layer, or has an adapter that reads the weight itself, is not tiled. A tied head
-    becomes another weight, tiled; the embedding stays, for its rows are looked up.
+    A LoRA of a layer's matrix is merged into its copy. What is no matrix of a linear layer, or has another adapter
+    that reads the weight itself, is not tiled. A tied head becomes another weight, tiled; the embedding stays, for its
+    rows are looked up.
     """
     layers = {
         key: _layers(node, flatten(abstract_params(spec)["layers"][key])) for key, node in params["layers"].items()
@@ -180,11 +181,39 @@ def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
         matrix = last == "weight" and path in specs and specs[path].role == "matrix" and len(specs[path].shape) == 3
         return matrix and (adapter is None or isinstance(adapter, PRODUCTS))
 
-    def leaf(path: str, value: Any, number: int) -> Any:
-        one = jax.tree.map(lambda array: array[number], value)
-        return TiledWeight.of(one) if tiled(path) else one
+    owners = {path.removesuffix("weight") for path in flat if tiled(path)}
+    merged = {owner for owner in owners if isinstance(flat.get(f"{owner}adapter"), LoRA)}
+    dropped = {f"{owner}{name}" for owner in merged for name in ("adapter", "fixed")}
 
-    return tuple(unflatten({path: leaf(path, value, n) for path, value in flat.items()}) for n in range(repeats))
+    def leaf(path: str, value: Any, number: int) -> Any:
+        owner = path.removesuffix("weight")
+        if path == owner or owner not in owners:
+            return _row(value, number)
+        if owner in merged:
+            return _tiled_row(value, number, flat[f"{owner}adapter"], flat.get(f"{owner}fixed"))
+        return _tiled_row(value, number)
+
+    return tuple(
+        unflatten({path: leaf(path, value, n) for path, value in flat.items() if path not in dropped})
+        for n in range(repeats)
+    )
+
+
+@jax.jit
+def _row(stacked: Any, number: Int[Array, ""]) -> Any:
+    """Row `number` of stacked arrays."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, number, keepdims=False), stacked)
+
+
+_tiled = jax.jit(TiledWeight.of)
+
+
+@jax.jit
+def _tiled_row(
+    stacked: Float[Array, "n o i"], number: Int[Array, ""], adapter: LoRA | None = None, fixed: LoRA | None = None
+) -> TiledWeight:
+    weight, adapter, fixed = _row((stacked, adapter, fixed), number)
+    return TiledWeight.of(weight if adapter is None else adapter.merge(weight, fixed))
 
 
 def _head(params: Tree, spec: ModelSpec) -> Tree:
@@ -197,7 +226,7 @@ def _head(params: Tree, spec: ModelSpec) -> Tree:
     ):
         return {}
     weight = params["embed"]["weight"] if spec.tied and "weight" not in head else head["weight"]
-    return {"head": head | {"weight": TiledWeight.of(weight)}}
+    return {"head": head | {"weight": _tiled(weight)}}
 
 
 Numbers = Int[np.ndarray, "n"]
@@ -245,6 +274,11 @@ class BatchCaches:
     def move(self, source: Numbers, slots: int) -> None:
         """Keeps the caches of the rows `source` only, in this order, with room for `slots` tokens."""
         self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
+
+    @_announce_call
+    def copy(self, source: Numbers, target: Numbers) -> None:
+        """Copies the caches of rows `source` to rows `target` (beyond the end: nowhere)."""
+        self.layers = programs.copy_rows(self.layers, source, target)
 
     @_announce_call
     def read(

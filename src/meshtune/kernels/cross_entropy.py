@@ -1,8 +1,10 @@
 """Cross-entropy and log-probabilities of targets, with the logits of one chunk of rows at a time.
 
-The loss made of them (the sum over an answer, the difference of two answers) is known only after the last chunk, so
-the forward pass cannot compute gradients as `cross_entropy` does. But given the cotangents of all log-probabilities,
-the backward pass is a cross-entropy with these cotangents as weights: it recomputes the logits chunk by chunk.
+The loss made of log-probabilities (the sum over an answer, the difference of two answers) is known only after the last
+chunk, so the forward pass cannot compute its gradients as `cross_entropy` does. It does compute the derivative of every
+log-probability by its own hidden state, which the backward pass multiplies by the cotangents. If the head is trained or
+entropies are differentiated, the backward pass is a cross-entropy with the cotangents as weights: it recomputes the
+logits chunk by chunk.
 """
 
 from __future__ import annotations
@@ -403,31 +405,63 @@ def _log_probs(
     head: Head, chunk: int, sharding: LossSharding | None, with_entropies: bool, head_params, hidden, targets, mask
 ):
     """(log-probabilities, entropies or None)."""
+    arguments = head_params, hidden, targets, mask
+    return _scores_and_derivatives(head, chunk, sharding, with_entropies, False, *arguments)[:2]
+
+
+def _scores_and_derivatives(
+    head: Head,
+    chunk: int,
+    sharding: LossSharding | None,
+    with_entropies: bool,
+    with_derivatives: bool,
+    head_params: PyTree,
+    hidden: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+) -> Any:
+    """(log-probabilities, entropies or None, the derivative [B, T, D] of each log-probability by its hidden state or
+    None)."""
     leaves, treedef = jax.tree.flatten(head_params)
 
-    def local_log_probs(vocab_axis, leaves, hidden, targets, mask):
+    def local_scores(vocab_axis, leaves, hidden, targets, mask):
         size, shape = chunk * mask.shape[0], mask.shape
         hidden, targets, mask = flatten_rows(hidden, targets, mask)
         schedule, params = ChunkSchedule.of(mask, size), jax.tree.unflatten(treedef, leaves)
 
         def add_chunk(c, results):
             positions, chunk_mask = schedule.chunk(c, size)
-            logits = head(params, hidden[positions])
-            scores = score_targets(logits, targets[positions], vocab_axis)
-            values = (-scores.losses, scores.entropies(logits)[0] if with_entropies else None)
-            chunk_results = jax.tree.map(lambda value: jnp.where(chunk_mask != 0, value, 0.0), values)
-            return jax.tree.map(
-                lambda result, part: jax.lax.dynamic_update_slice_in_dim(result, part, c * size, axis=0),
-                results,
-                chunk_results,
+            chosen = hidden[positions]
+            logits, vjp = (
+                jax.vjp(functools.partial(head, params), chosen)
+                if with_derivatives
+                else (
+                    head(params, chosen),
+                    None,
+                )
             )
+            scores = score_targets(logits, targets[positions], vocab_axis)
+            derivatives = None
+            if vjp is not None:
+                probabilities = scores.exponentials / scores.total
+                (derivatives,) = vjp(jnp.where(scores.is_target, 1.0 - probabilities, -probabilities))
+            values = (-scores.losses, scores.entropies(logits)[0] if with_entropies else None, derivatives)
 
-        zeros = jnp.zeros(schedule.order.shape[0], jnp.float32)
-        results = jax.lax.fori_loop(0, schedule.count, add_chunk, (zeros, zeros if with_entropies else None))
-        return jax.tree.map(lambda result: schedule.unsort(result, mask.shape[0]).reshape(shape), results)
+            def place(result, value):
+                real = (chunk_mask != 0).reshape(size, *[1] * (value.ndim - 1))
+                return jax.lax.dynamic_update_slice_in_dim(result, jnp.where(real, value, 0), c * size, axis=0)
 
-    kinds = ("token", "token" if with_entropies else None)
-    return run_over_mesh(local_log_probs, sharding, kinds, leaves, hidden, targets, mask)
+            return jax.tree.map(place, results, values)
+
+        count = schedule.order.shape[0]
+        zeros = jnp.zeros(count, jnp.float32)
+        no_derivatives = jnp.zeros((count, hidden.shape[1]), hidden.dtype) if with_derivatives else None
+        start = (zeros, zeros if with_entropies else None, no_derivatives)
+        results = jax.lax.fori_loop(0, schedule.count, add_chunk, start)
+        return jax.tree.map(lambda x: schedule.unsort(x, mask.shape[0]).reshape(*shape, *x.shape[1:]), results)
+
+    kinds = ("token", "token" if with_entropies else None, "hidden" if with_derivatives else None)
+    return run_over_mesh(local_scores, sharding, kinds, leaves, hidden, targets, mask)
 
 
 def _forward(
@@ -435,17 +469,25 @@ def _forward(
 ):
     leaves, treedef = jax.tree.flatten(head_params)
     trainable = {n: () for n, leaf in enumerate(leaves) if leaf.perturbed}  # keys are static: known while tracing
-    params = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
-    results = _log_probs(head, chunk, sharding, with_entropies, params, hidden.value, targets.value, mask.value)
-    return results, (params, hidden.value, targets.value, mask.value, trainable)
+    arguments = (
+        jax.tree.unflatten(treedef, [leaf.value for leaf in leaves]),
+        *(argument.value for argument in (hidden, targets, mask)),
+    )
+    with_derivatives = hidden.perturbed and not trainable
+    *results, derivatives = _scores_and_derivatives(head, chunk, sharding, with_entropies, with_derivatives, *arguments)
+    return tuple(results), (*arguments, trainable, derivatives)
 
 
 def _backward(head: Head, chunk: int, sharding: LossSharding | None, with_entropies: bool, residuals, cotangents):
-    head_params, hidden, targets, mask, trainable = residuals
+    head_params, hidden, targets, mask, trainable, derivatives = residuals
     leaves, treedef = jax.tree.flatten(head_params)
     cotangent, entropy_cotangent = (None if isinstance(c, SymbolicZero) else c for c in cotangents)
     if cotangent is None and entropy_cotangent is None:
         return jax.tree.unflatten(treedef, [None] * len(leaves)), None, None, None
+    if derivatives is not None and entropy_cotangent is None:
+        factors = jnp.where(mask != 0.0, cotangent, 0.0)[..., None]
+        d_hidden = jnp.where(factors != 0.0, derivatives * factors, 0.0).astype(hidden.dtype)
+        return jax.tree.unflatten(treedef, [None] * len(leaves)), d_hidden, None, None
 
     weights = jnp.zeros_like(mask) if cotangent is None else jnp.where(mask != 0.0, -cotangent, 0.0)
     options: dict[str, Any] = {"chunk": chunk, "sharding": sharding}
