@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, merge
+from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.model.block import Sums
 from meshtune.model.compute import Compute, compiler_options, streaming_options
@@ -21,6 +22,8 @@ from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
 from meshtune.objectives.answers import Batch, LossSums, Objective, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer, add_updates
+from meshtune.train.step.loss_scale import DTYPE as FLOAT16
+from meshtune.train.step.loss_scale import next_loss_scale
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
 
 # Steps of some optimizers, and of arrays in the host's memory.
@@ -50,8 +53,12 @@ def mean_gradient(
     batch: Batch,
     rng: Array | None,
     place: Callable[[Tree], Tree],
+    scale: Array | None = None,
 ) -> Gradient:
     """The gradient of the mean loss with respect to `trained`; `all_params(trained)` adds the frozen parameters.
+
+    With a `scale` the backward pass of each micro-batch is of `scale` times its share of the mean loss, as if all had the
+    same weight, and its float32 gradient is multiplied back.
 
     Every array of the batch is [A, B, T], of A micro-batches. `place` lays a gradient out over the mesh. The layers'
     loss is a function of their sums over all micro-batches, which is not linear: where there are several, a forward
@@ -69,14 +76,23 @@ def mean_gradient(
     def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
         loss_sums = loss_sums_of(trained, index, micro)
         if by_sums is not None:
-            return loss_sums.loss + sum(
-                jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items()
-            ), loss_sums
-        return (with_layers(spec, loss_sums) if has_sums else loss_sums).loss, loss_sums
+            total = loss_sums.loss + sum(jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items())
+        else:
+            total = (with_layers(spec, loss_sums) if has_sums else loss_sums).loss
+        return (total if scale is None else total * factor(loss_sums)), loss_sums
+
+    def factor(loss_sums: LossSums) -> Array:
+        """What the loss of a micro-batch is multiplied by for its backward pass."""
+        assert scale is not None
+        count = batch["tokens"].shape[0]
+        return scale / (count * jnp.maximum(jax.lax.stop_gradient(loss_sums.weight), 1.0))
 
     def micro_batch(index: Array, micro: Batch) -> tuple[LossSums, Tree, Array]:
         (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
         gradient = place(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        if scale is not None:
+            back = 1.0 / factor(loss_sums)
+            gradient = jax.tree.map(lambda g: g * back, gradient)
         return loss_sums, gradient, jnp.isfinite(loss_sums.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
@@ -152,12 +168,18 @@ class SummedStep(Protocol):
 
 
 def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
-    """The step of a state with buffers: frozen in its forward and backward passes, and adjusted after its update."""
+    """The step of a state with buffers, frozen in its forward and backward passes, and with a scale of the loss: both are
+    adjusted after its update."""
 
     def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         buffers = state.buffers
         state = dataclasses.replace(state, buffers={})
         after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
+        if state.loss_scale:
+            scale = next_loss_scale(state.loss_scale, metrics["finite"])
+            metrics |= {"loss_scale": scale["scale"], "skipped_updates": scale["skipped"]}
+            # The batch of an update that is skipped is used up.
+            after = dataclasses.replace(after, step=state.step + 1, loss_scale=scale)
         if buffers:
             new = adjust_buffers(spec, buffers, sums)
             buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
@@ -191,6 +213,14 @@ def make_train_step(
     assert compute.remat != "none" or "residual" not in compute.offload, "remat none keeps more than the residual"
     options = {} if compute.dtype == "float32" else compiler_options(compute.platform) or {}
     if optimizer.in_backward:
+        if compute.dtype == FLOAT16:
+            raise UserError(
+                "an update in the backward pass consumes the gradients of the last layers before those of the first can "
+                "overflow in float16, and a skipped update must change nothing",
+                where="optimizer.in_backward, compute.precision",
+                fix="set optimizer.in_backward=false (optimizer.name=adamw8bit or galore also takes less memory), or "
+                "compute.precision=float32",
+            )
         assert max_grad_norm is None, "the norm of all gradients is not known before the first is consumed"
         step = layerwise_step(objective, spec, compute, optimizer, abstract, dropout)
         options = {**options, **streaming_options(compute)}
@@ -199,7 +229,7 @@ def make_train_step(
     step = with_buffers(spec, step)
     if layout is None or abstract is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options or None)
-    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers)
+    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers, compute.dtype)
     out = jax.tree.map(lambda leaf: leaf.sharding, like), layout.replicated
     return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
 
@@ -233,7 +263,8 @@ def _accumulated_step(
         trained, params = state.trainable, lambda trained: merge(trained, frozen)
         if optimizer.blocks is not None:
             trained, params = active_block(optimizer.blocks, state.trainable, frozen, state.opt_state)
-        mean = mean_gradient(objective, spec, compute, trained, params, batch, rng, placed)
+        scale = state.loss_scale.get("scale")
+        mean = mean_gradient(objective, spec, compute, trained, params, batch, rng, placed, scale)
         gradient, norm, finite, metrics, sums = mean
         if max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
@@ -274,5 +305,5 @@ def _update_state(
     extra = {"curvature": hessian} if optimizer.needs_hessian else {}
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
     trainable = add_updates(state.trainable, updates, state.step, optimizer.stacked, optimizer.rounding)
-    new = TrainState(state.step + 1, trainable, opt_state)
+    new = TrainState(state.step + 1, trainable, opt_state, loss_scale=state.loss_scale)
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
