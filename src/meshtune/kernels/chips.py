@@ -42,8 +42,11 @@ class Chip:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether its matrix units, or its compiler, multiply bfloat16. NVIDIA: since Ampere (CUDA programming guide, table of
-        technical specifications); AMD: since gfx908 and gfx11 (their instruction set references)."""
+        """Whether its matrix units multiply bfloat16.
+
+        NVIDIA: since Ampere (CUDA programming guide, table of technical specifications); AMD: since gfx908 and gfx11
+        (their instruction set references).
+        """
         if self.vendor == "nvidia":
             return self.capability >= (8, 0)
         return not self.arch.startswith(AMD_WITHOUT_MATRIX_UNITS)

@@ -363,8 +363,8 @@ class _Tensor:
         return DTYPES[self.info.dtype]
 
     def check(self, numbers: np.ndarray) -> None:
-        """Raises UserError where a block that was read has a number that is not finite, or beyond float16's range where the
-        model holds that."""
+        """Raises UserError where a block that was read has a number that is not finite, or beyond float16's range where
+        the model holds that."""
         check_finite(numbers, self.entries[0].name, self.info.file)
         if any(entry.array.dtype == "float16" for entry in self.entries):
             check_float16(numbers, self.entries[0].name, self.info.file)

@@ -57,8 +57,8 @@ def mean_gradient(
 ) -> Gradient:
     """The gradient of the mean loss with respect to `trained`; `all_params(trained)` adds the frozen parameters.
 
-    With a `scale` the backward pass of each micro-batch is of `scale` times its share of the mean loss, as if all had the
-    same weight, and its float32 gradient is multiplied back.
+    With a `scale` the backward pass of each micro-batch is of `scale` times its share of the mean loss, as if all had
+    the same weight, and its float32 gradient is multiplied back.
 
     Every array of the batch is [A, B, T], of A micro-batches. `place` lays a gradient out over the mesh. The layers'
     loss is a function of their sums over all micro-batches, which is not linear: where there are several, a forward
@@ -168,8 +168,9 @@ class SummedStep(Protocol):
 
 
 def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
-    """The step of a state with buffers, frozen in its forward and backward passes, and with a scale of the loss: both are
-    adjusted after its update."""
+    """The step of a state with buffers, frozen in its forward and backward passes, and with a scale of the loss.
+
+    Both are adjusted after its update."""
 
     def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         buffers = state.buffers
@@ -215,8 +216,8 @@ def make_train_step(
     if optimizer.in_backward:
         if compute.dtype == FLOAT16:
             raise UserError(
-                "an update in the backward pass consumes the gradients of the last layers before those of the first can "
-                "overflow in float16, and a skipped update must change nothing",
+                "an update in the backward pass consumes the gradients of the last layers before those of the first "
+                "can overflow in float16, and a skipped update must change nothing",
                 where="optimizer.in_backward, compute.precision",
                 fix="set optimizer.in_backward=false (optimizer.name=adamw8bit or galore also takes less memory), or "
                 "compute.precision=float32",
