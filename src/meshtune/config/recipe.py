@@ -89,8 +89,8 @@ class ComputeSection(Section):
     precision: Literal["auto", "mixed", "float16", "float32", "bfloat16"] = Field(
         default="auto",
         description="mixed: bf16 compute, float32 trainables and optimizer state; bfloat16: everything bf16; "
-        "float16: as mixed, with float16 and a loss that is scaled, for cards without bf16; auto: mixed on accelerators "
-        "that have bf16, else float16, and float32 for models that overflow in it and on CPU.",
+        "float16: as mixed, with float16 and a scaled loss, for cards without bf16; auto: mixed on accelerators that "
+        "have bf16, else float16, and float32 for models that overflow in it and on CPU.",
     )
     remat: Literal["auto", RematName] = Field(
         default="auto",
