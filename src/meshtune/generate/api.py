@@ -19,6 +19,7 @@ from meshtune.adapters.merge import merge_adapters
 from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
+from meshtune.families import float16_obstacle
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.driver import Driver, driver_for
 from meshtune.generate.engine import Engine
@@ -33,6 +34,7 @@ from meshtune.generate.target_log_probs import (
 )
 from meshtune.generate.text import chat_ids, continuation_ids, pieces, text_end, turn_end
 from meshtune.generate.weights import BatchCaches, Weights
+from meshtune.kernels.chips import chip_of
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -45,7 +47,7 @@ from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, ch
 from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.sources import Source, find
-from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
+from meshtune.weights.load import MODEL_DTYPES, load_config, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -417,7 +419,7 @@ def load(
     path: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | None = None,
     *,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     quantize: QuantizeConfig | str | None = "auto",
     cache: Literal["int8"] | None = None,
     mesh: MeshConfig | Mapping[str, int] | None = None,
@@ -467,7 +469,7 @@ def load_variants(
     from meshtune.adapters.peft_format import attach, load_adapter
 
     base = next(iter(sources.values())).base
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype or _default_dtype(base)
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
     spec, _ = load_spec(base, dtype)
@@ -531,3 +533,13 @@ def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def _identity(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
+
+
+def _default_dtype(base: Path) -> str:
+    """The dtype in which a model is served here: bfloat16 where the chip multiplies it, else float16 where the model is
+    not known to overflow in it."""
+    if jax.default_backend() == "cpu":
+        return "float32"
+    if chip_of(jax.default_backend()).has_bfloat16:
+        return "bfloat16"
+    return "float16" if float16_obstacle(load_config(base)) is None else "float32"

@@ -256,7 +256,7 @@ def report_for(
     if keys:
         ranked = rank_candidates(recipe, target, keys)
     else:
-        ranked = [predict_candidate(recipe, target, workload_of(recipe, target.device.backend))]
+        ranked = [predict_candidate(recipe, target, workload_of(recipe, target.device.backend, target.device.arch))]
     wanted_fits = COMPILED_CANDIDATES if search else 1
     table: list[StepPlan] = []
     for predicted in ranked[: 2 * wanted_fits]:

@@ -71,7 +71,10 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     backend = target.device.backend if target else jax.default_backend()
     devices = target.devices if target else jax.device_count()
-    precision, precision_choice = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    config = load_config(source)
+    precision, precision_choice = precision_of(
+        recipe, stored_dtype(source, config), backend, target.device.arch if target else "", config
+    )
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable)
     mesh, reason = mesh_of(recipe, devices, arrays.spec)

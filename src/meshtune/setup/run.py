@@ -94,7 +94,8 @@ def resolve_run(
     mesh that is impossible.
     """
     source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
-    precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
+    config = load_config(source)
+    precision, decision = precision_of(recipe, stored_dtype(source, config), machine.platform, machine.chip, config)
     start = start_of(recipe, source, precision.frozen)
     _check_length(recipe.data.max_length, start.spec)
     quantize = quantization_of(recipe, start.spec)

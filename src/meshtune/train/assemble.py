@@ -84,7 +84,8 @@ def state_like(run: Run, optimizer: Optimizer) -> TrainState:
             fix="leave optimizer out of compute.offload, or use adamw, whose state can wait in the host's memory",
         )
     arrays = run.arrays
-    return abstract_state(arrays.trainable, optimizer, run.layout, run.offload, arrays.buffers)
+    dtype = run.precision.compute
+    return abstract_state(arrays.trainable, optimizer, run.layout, run.offload, arrays.buffers, dtype)
 
 
 def frozen_like(run: Run) -> Tree:
@@ -162,7 +163,7 @@ def load_run(run: PreparedRun) -> tuple[LoadedRun, TrainState]:
         trainable = offload_arrays(model.trainable, like.trainable)
         waiting = {name: node for name, node in frozen_like(run).items() if name != TEACHER}
         model = dataclasses.replace(model, trainable=trainable, frozen=offload_arrays(model.frozen, waiting))
-    state = init_state(model.trainable, optimizer, like, model.buffers)
+    state = init_state(model.trainable, optimizer, like, model.buffers, run.precision.compute)
     frozen = model.frozen
     if run.teacher is not None:
         frozen = frozen | {TEACHER: _load_teacher(run, run.teacher)}

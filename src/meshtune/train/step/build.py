@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, merge
+from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.model.block import Sums
 from meshtune.model.compute import Compute, compiler_options, streaming_options
@@ -23,6 +24,8 @@ from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
 from meshtune.objectives.answers import Batch, LossSums, Objective, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer, add_updates
+from meshtune.train.step.loss_scale import DTYPE as FLOAT16
+from meshtune.train.step.loss_scale import next_loss_scale
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
 
 # Steps of some optimizers, and of arrays in the host's memory.
@@ -52,8 +55,12 @@ def mean_gradient(
     batch: Batch,
     rng: Array | None,
     place: Callable[[Tree], Tree],
+    scale: Array | None = None,
 ) -> Gradient:
     """The gradient of the mean loss with respect to `trained`; `all_params(trained)` adds the frozen parameters.
+
+    With a `scale` the backward pass of each micro-batch is of `scale` times its share of the mean loss, as if all had
+    the same weight, and its float32 gradient is multiplied back.
 
     Every array of the batch is [A, B, T], of A micro-batches. `place` lays a gradient out over the mesh. The layers'
     loss is a function of their sums over all micro-batches, which is not linear: where there are several, a forward
@@ -70,11 +77,21 @@ def mean_gradient(
 
     def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
         loss_sums = loss_sums_of(trained, index, micro)
-        return loss_of(loss_sums), loss_sums
+        total = loss_of(loss_sums)
+        return (total if scale is None else total * factor(loss_sums)), loss_sums
+
+    def factor(loss_sums: LossSums) -> Array:
+        """What the loss of a micro-batch is multiplied by for its backward pass."""
+        assert scale is not None
+        count = batch["tokens"].shape[0]
+        return scale / (count * jnp.maximum(jax.lax.stop_gradient(loss_sums.weight), 1.0))
 
     def micro_batch(index: Array, micro: Batch) -> tuple[LossSums, Tree, Array]:
         (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
         gradient = place(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        if scale is not None:
+            back = 1.0 / factor(loss_sums)
+            gradient = jax.tree.map(lambda g: g * back, gradient)
         return loss_sums, gradient, jnp.isfinite(loss_sums.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
@@ -168,12 +185,19 @@ class SummedStep(Protocol):
 
 
 def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
-    """The step of a state with buffers: frozen in its forward and backward passes, and adjusted after its update."""
+    """The step of a state with buffers, frozen in its forward and backward passes, and with a scale of the loss.
+
+    Both are adjusted after its update."""
 
     def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         buffers = state.buffers
         state = dataclasses.replace(state, buffers={})
         after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
+        if state.loss_scale:
+            scale = next_loss_scale(state.loss_scale, metrics["finite"])
+            metrics |= {"loss_scale": scale["scale"], "skipped_updates": scale["skipped"]}
+            # The batch of an update that is skipped is used up.
+            after = dataclasses.replace(after, step=state.step + 1, loss_scale=scale)
         if buffers:
             new = adjust_buffers(spec, buffers, sums)
             buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
@@ -207,6 +231,14 @@ def make_train_step(
     assert compute.remat != "none" or "residual" not in compute.offload, "remat none keeps more than the residual"
     options = {} if compute.dtype == "float32" else compiler_options(compute.platform) or {}
     if optimizer.in_backward:
+        if compute.dtype == FLOAT16:
+            raise UserError(
+                "an update in the backward pass consumes the gradients of the last layers before those of the first "
+                "can overflow in float16, and a skipped update must change nothing",
+                where="optimizer.in_backward, compute.precision",
+                fix="set optimizer.in_backward=false (optimizer.name=adamw8bit or galore also takes less memory), or "
+                "compute.precision=float32",
+            )
         assert max_grad_norm is None, "the norm of all gradients is not known before the first is consumed"
         step = layerwise_step(objective, spec, compute, optimizer, abstract, dropout)
         options = {**options, **streaming_options(compute)}
@@ -215,7 +247,7 @@ def make_train_step(
     step = with_buffers(spec, step)
     if layout is None or abstract is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options or None)
-    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers)
+    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers, compute.dtype)
     out = jax.tree.map(lambda leaf: leaf.sharding, like), layout.replicated
     return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
 
@@ -249,8 +281,9 @@ def _accumulated_step(
         trained, params = state.trainable, lambda trained: merge(trained, frozen)
         if optimizer.blocks is not None:
             trained, params = active_block(optimizer.blocks, state.trainable, frozen, state.opt_state)
+        scale = state.loss_scale.get("scale")
         gradient, norm, finite, metrics, sums = mean_gradient(
-            objective, spec, compute, trained, params, batch, rng, placed
+            objective, spec, compute, trained, params, batch, rng, placed, scale
         )
         if max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
@@ -291,5 +324,5 @@ def _update_state(optimizer: Optimizer, gradient: Tree, state: TrainState, finit
     """The state after the update where `finite` says so, else unchanged. `extra` are arguments of the update."""
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
     trainable = add_updates(state.trainable, updates, state.step, optimizer.stacked, optimizer.rounding)
-    new = TrainState(state.step + 1, trainable, opt_state)
+    new = TrainState(state.step + 1, trainable, opt_state, loss_scale=state.loss_scale)
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
