@@ -128,7 +128,8 @@ def _in_parts(trained: list[str], among: Mapping[str, Module]) -> list[str]:
     for part in ("tower", "projector"):
         inside = [name for name, module in among.items() if module.part == part]
         if inside and names.issuperset(inside):
-            names = names - set(inside) | {os.path.commonprefix([f"{name}." for name in inside]).rpartition(".")[0]}
+            names = names - set(inside) | {os.path.commonpath([name.replace(".", "/") for name in inside])}
+    names = {name.replace("/", ".") for name in names}
     if bare := [name for name in names if name in among and among[name].bare]:
         raise UserError(
             f"{bare[0]} is no module of transformers, and peft could not save it by itself",

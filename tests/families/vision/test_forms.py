@@ -37,6 +37,7 @@ from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save
 from meshtune.adapters.targets import modules
 from meshtune.adapters.training_method import VisionTraining
 from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.errors import UserError
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
@@ -88,16 +89,15 @@ def test_files_are_written_as_they_came(case: VisionCase, tmp_path: pathlib.Path
 @every_case
 def test_what_is_trained_is_said_part_by_part(case: VisionCase):
     spec, _ = load(case)
-    for parts in ((), ("projector",), ("projector", "tower")):
-        trained = flatten(abstract(FullConfig(), spec, vision=VisionTraining(parts, True)).trainable) if parts else {}
-        roots = {path.partition("/")[0] for path in trained}
-        assert (
-            roots == {"projector": {"projector"}, "tower": {"projector", "vision"}}[parts[-1]] if parts else not roots
-        )
+    for parts, roots in ((("projector",), {"projector"}), (("projector", "tower"), {"projector", "vision"})):
+        assert abstract(FullConfig(), spec, vision=VisionTraining(parts, True)).trainable.keys() == roots
+    with pytest.raises(UserError, match="nothing else is trained"):
+        abstract(FullConfig(), spec, vision=VisionTraining((), True))
     language = abstract(FullConfig(), spec)
     assert not {"vision", "projector"} & language.trainable.keys()
     adapted = flatten(abstract(LoraConfig(rank=2), spec).trainable)
-    assert adapted and not any(path.startswith(("vision", "projector")) for path in adapted)
+    assert adapted
+    assert not any(path.startswith(("vision", "projector")) for path in adapted)
     beside = abstract(LoraConfig(rank=2), spec, vision=VisionTraining(("projector",)))
     assert beside.trainable.keys() == {"layers", "projector"}
 
@@ -109,7 +109,8 @@ def test_lora_over_nf4_leaves_the_tower_plain(case: VisionCase):
     arrays = abstract(LoraConfig(rank=2), plain, quantize=quantize)
     params = load_params(directory(case.case), arrays.spec, quantize=quantize)
     coded = {path for path, leaf in flatten(params).items() if isinstance(leaf, QuantisedWeight)}
-    assert coded and all(path.startswith("layers/") for path in coded)
+    assert coded
+    assert all(path.startswith("layers/") for path in coded)
     wide = {p: leaf.dequantise("float32") if p in coded else leaf for p, leaf in flatten(params).items()}
     documents = documents_of(case)
     batch = batch_of([[d] for d in documents], 96, patches_of(documents[0]))
@@ -202,7 +203,8 @@ def test_a_tower_trained_in_full_beside_adapters_is_read_by_peft(case: VisionCas
 @pytest.mark.slow
 @every_case
 def test_eight_devices_change_nothing(case: VisionCase, tmp_path: pathlib.Path):
-    """Simulated devices against one, in float64: loss and the norm of every gradient, within 1e-8."""
+    """Simulated devices against one, in float64: loss and the norm of every gradient, within 1e-8; those of biases of
+    keys, which cancel out in a softmax, within 1e-12 of zero."""
     documents = documents_of(case)
     batch = batch_of([[documents[0]], [documents[1]]] * 2, 96, patches_of(documents[0]))
     np.savez(tmp_path / "batch.npz", **{name: np.asarray(array) for name, array in batch.items()})
@@ -212,4 +214,4 @@ def test_eight_devices_change_nothing(case: VisionCase, tmp_path: pathlib.Path):
     single, several = json.loads(run.stdout.splitlines()[-1])
     assert single.keys() == several.keys()
     for name, expected in single.items():
-        np.testing.assert_allclose(several[name], expected, rtol=1e-8, err_msg=name)
+        np.testing.assert_allclose(several[name], expected, rtol=1e-8, atol=1e-12, err_msg=name)
