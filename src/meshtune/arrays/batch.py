@@ -46,6 +46,12 @@ BATCH_ARRAYS = {
     "old": BatchArray(np.float32, _TOKENS),
     "sampled": BatchArray(np.float32, _TOKENS),
     "reference_tokens": BatchArray(np.float32, _TOKENS),
+    "patches": BatchArray(np.float32, ("batch", "patches", "pixels")),
+    "patch_segments": BatchArray(np.int32, ("batch", "patches")),
+    "patch_grid": BatchArray(np.int32, ("batch", "patches", "grid")),
+    "visual": BatchArray(np.int32, _TOKENS),
+    "mrope_positions": BatchArray(np.int32, ("batch", "length", "axes")),
+    "reach": BatchArray(np.int32, _TOKENS),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 
