@@ -25,9 +25,9 @@ def check_together(recipe: Recipe) -> None:
         _check_layerwise(recipe)
     _check_answers(recipe)
     _check_distillation(recipe)
-    _check_online(recipe)
     if recipe.vision is not None:
         _check_pictures(recipe)
+    _check_online(recipe)
 
 
 def _check_pictures(recipe: Recipe) -> None:
