@@ -42,6 +42,7 @@ from meshtune.setup.search import (
     rank_candidates,
     workload_of,
 )
+from meshtune.setup.stage import vision_training
 from meshtune.train.report.metrics_log import METRICS, parse_line
 
 CompileStep = Callable[[Recipe, Target], Compiled]
@@ -290,7 +291,7 @@ def report_for(
         price,
         reserve,
         reason,
-        coverage_decisions(workload.method, workload.spec),
+        coverage_decisions(workload.method, workload.spec, vision_training(workload.recipe)),
     )
 
 

@@ -22,7 +22,7 @@ from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
 from meshtune.setup.coverage import coverage_decisions, quantize_decisions
 from meshtune.setup.machine import Machine, ProcessDevices, check_devices
-from meshtune.setup.stage import abstract_model
+from meshtune.setup.stage import abstract_model, vision_training
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
@@ -109,7 +109,7 @@ def resolve_run(
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
-    coverage = coverage_decisions(start.method, arrays.spec)
+    coverage = coverage_decisions(start.method, arrays.spec, vision_training(recipe))
     if CRITIC in arrays.trainable:
         coverage.append(
             Decision("critic", "trained with the model", "its own adapters or weights, no part of the result")
