@@ -47,12 +47,13 @@ BATCH_ARRAYS = {
     "old": BatchArray(np.float32, _TOKENS),
     "sampled": BatchArray(np.float32, _TOKENS),
     "reference_tokens": BatchArray(np.float32, _TOKENS),
-    # Pictures (see model.inputs.Visual), with the positions of M-RoPE.
+    # Pictures (see model.inputs.Visual), with the positions of M-RoPE and what tokens of pictures see of each other.
     "patches": BatchArray(np.float32, (*_PATCHES, "pixels")),
     "patch_segments": BatchArray(np.int32, _PATCHES),
     "patch_grid": BatchArray(np.int32, (*_PATCHES, "grid")),
     "visual": BatchArray(np.int32, _TOKENS),
     "mrope_positions": BatchArray(np.int32, (*_TOKENS, "axes")),
+    "reach": BatchArray(np.int32, _TOKENS),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 
