@@ -32,7 +32,8 @@ from meshtune.generate.target_log_probs import (
     target_log_probs,
     token_log_probabilities,
 )
-from meshtune.generate.text import chat_ids, continuation_ids, pieces, text_end, turn_end
+from meshtune.generate.pictures import TokenPrompt
+from meshtune.generate.text import chat_prompt, continuation_ids, pieces, text_end, turn_end
 from meshtune.generate.weights import Weights
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout, make_mesh
@@ -46,12 +47,13 @@ from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, ch
 from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.sources import Source, find
-from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
+from meshtune.weights.load import MODEL_DTYPES, load_config, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from meshtune.adapters.peft_format import LoadedAdapter
+    from meshtune.data.pictures.reader import PictureReader
 
 
 def tokenizer_on_disk(source: Source, vocab: int) -> PreTrainedTokenizerFast | None:
@@ -111,6 +113,15 @@ def generation_layout(mesh: MeshConfig | Mapping[str, int] | None, spec: ModelSp
         return None
     config = resolve_mesh(config, jax.device_count())
     return None if config.devices == 1 else layout_for(make_mesh(config), spec)[0]
+
+
+def sees(directory: Path) -> bool:
+    """Whether a model directory has a tower that is implemented here, and says how pictures are prepared for it."""
+    from meshtune.data.pictures.families import FAMILIES
+    from meshtune.families.vision import TOWERS
+
+    prepared = any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return prepared and load_config(directory).get("model_type") in FAMILIES.keys() & TOWERS.keys()
 
 
 def mesh_of(sizes: Mapping[str, int]) -> MeshConfig:
@@ -275,6 +286,16 @@ class Model:
         check_vocabulary(tokenizer, self.spec.vocab)
         return tokenizer
 
+    @functools.cached_property
+    def picture_reader(self) -> PictureReader | None:
+        """What reads pictures for the model; None where it reads text only. Raises UserError as `picture_reader` does."""
+        if self.spec.vision is None:
+            return None
+        from meshtune.config.sections import VisionSection
+        from meshtune.data.pictures.families import picture_reader
+
+        return picture_reader(self.directory, VisionSection(), self.tokenizer)
+
     def replace_params(self, params: Tree) -> None:
         """Replaces the parameters that everything here computes with; see `Engine.replace_params`."""
         self.engine.replace_params(params)
@@ -324,7 +345,8 @@ class Model:
         """Generates the text after `prompt`, without the prompt: a string, or a list of them for several prompts.
 
         A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
-        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most this many new tokens
+        the chat template. Content may be a list of parts, {"type": "text", "text": "..."} and, for a model that sees,
+        {"type": "image", "image": FILE}, a path, data URI, bytes or PIL image. `max_tokens`, which may also be called `max_new_tokens`: at most this many new tokens
         (default 256, or what the context has room for). `stop`: strings that end the text and are not part of it.
         `batch_size`: prompts computed at once. `sampling`: temperature (default 0, greedy), top_k, top_p, min_p,
         repetition_penalty, seed; see `Sampling`. Raises UserError for empty and over-long prompts, a chat without a
@@ -399,12 +421,15 @@ class Model:
         chats = [not isinstance(prompt, str) for prompt in prompts]
         if any(chats) and not all(chats):
             raise UserError("texts and conversations are mixed", fix="give prompts of one kind")
-        read = chat_ids if all(chats) else continuation_ids
+        if all(chats):
+            read = [chat_prompt(self.tokenizer, prompt, self.picture_reader) for prompt in prompts]
+        else:
+            read = [TokenPrompt(continuation_ids(self.tokenizer, prompt)) for prompt in prompts]
         turn_ids, turn_strings = turn_end(self.tokenizer) if all(chats) else (frozenset(), ())
         return pieces(
             self.engine,
             self.tokenizer,
-            [read(self.tokenizer, prompt) for prompt in prompts],
+            read,
             sampling,
             max_tokens=max_tokens,
             stop=(*_strings(stop), *turn_strings),
@@ -471,7 +496,7 @@ def load_variants(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
-    spec, _ = load_spec(base, dtype)
+    spec, _ = load_spec(base, dtype, vision=sees(base))
     layout = generation_layout(mesh, spec)
     compute = Compute(dtype=dtype, cache=check_cache(spec, cache), layout=layout)
     tokenizers = {name: tokenizer_on_disk(source, spec.vocab) for name, source in sources.items()}  # before the weights

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
 from meshtune.generate.driver import BatchCaches, Driver, announce
+from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import STEPS
 from meshtune.generate.request import Generation, GenerationRequest, Grammar, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
@@ -94,17 +95,19 @@ class Engine:
         alternatives: int | None = None,
         client: str = "",
         grammar: Grammar | None = None,
-        content_keys: Mapping[int, bytes] | None = None,
         reports_drawn: bool = False,
+        pictures: PromptPictures | None = None,
         where: str | None = None,
     ) -> GenerationRequest:
         """A request that this model can answer.
 
         `max_tokens` new tokens at most; None is 256, or what the context still has room for. Raises UserError for an
-        empty prompt, a token id outside the vocabulary, and a prompt and max_tokens that together are longer than the
-        context; `where` names the prompt.
+        empty prompt, a token id outside the vocabulary, a prompt that ends with a picture, and a prompt and max_tokens
+        that together are longer than the context; `where` names the prompt.
         """
         ids = check_prompt(prompt, self.spec.vocab, self.context, where)
+        if pictures is not None and pictures.end == len(ids):
+            raise UserError("the prompt ends with a picture", where=where, fix="give at least a word after it")
         if max_tokens is None:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
@@ -118,8 +121,8 @@ class Engine:
             client,
             grammar,
             self.adapter,
-            content_keys or {},
             reports_drawn,
+            pictures,
         )
 
     def run(
@@ -129,13 +132,14 @@ class Engine:
         *,
         max_tokens: int | None = None,
         stop_ids: Iterable[int] | None = None,
+        pictures: Sequence[PromptPictures | None] | None = None,
         steps: int = STEPS,
         rows: int | None = None,
         scheduler: Scheduler | None = None,
     ) -> Run:
         """Starts on prompts of any lengths; iterate over the result for the new tokens.
 
-        Prompt i draws with seed + i. `steps` tokens a row come at once (1 to 16), and `rows` prompts are computed at
+        Prompt i draws with seed + i and has `pictures[i]`. `steps` tokens a row come at once (1 to 16), and `rows` prompts are computed at
         once (None: all). A `scheduler` of this engine still has what it read before; None is a new one. For the rest,
         and errors, see `request`.
         """
@@ -148,6 +152,7 @@ class Engine:
                 sampling.of_row(number),
                 max_tokens=max_tokens,
                 stop_ids=stop_ids,
+                pictures=None if pictures is None else pictures[number],
                 where=f"prompt {number}" if len(prompts) > 1 else None,
             )
             for number, prompt in enumerate(prompts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxtyping import UInt32
 
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
+from meshtune.generate.pictures import PromptPictures
 
 WORD = 32  # tokens whose bits are in one word of a mask
 
@@ -67,10 +69,9 @@ class GenerationRequest:
     with their log-probabilities (0: only that of the token; None: none). `client` is who asks: rows are given to
     clients in turn. `grammar` is the one that the answer must follow: it ends with a stop id once the grammar is
     satisfied, or by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where
-    several share a batch (None: the base only). `content_keys` has a digest for each position whose token stands for
-    something else, such as the first token of a picture: the cache of another request is reused up to a position where
-    they differ. With `reports_drawn`, which all requests of a scheduler must agree on, log-probabilities are those of
-    the distribution that the token was drawn from, after temperature and cuts.
+    several share a batch (None: the base only). With `reports_drawn`, which all requests of a scheduler must agree on,
+    log-probabilities are those of the distribution that the token was drawn from, after temperature and cuts.
+    `pictures` are those of the prompt, whose ids have placeholders in their places.
     """
 
     prompt: tuple[int, ...]
@@ -81,12 +82,17 @@ class GenerationRequest:
     client: str = ""
     grammar: Grammar | None = None
     adapter: int | None = None
-    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict, hash=False)
     reports_drawn: bool = False
+    pictures: PromptPictures | None = None
 
     def with_seed_of(self, row: int) -> GenerationRequest:
         """The same request as number `row` of several, which draws with another seed."""
         return dataclasses.replace(self, sampling=self.sampling.of_row(row))
+
+    @functools.cached_property
+    def keys(self) -> tuple[int, ...]:
+        """The prompt by what caches know its tokens by: their ids, or negative numbers where pictures are."""
+        return self.prompt if self.pictures is None else tuple(self.pictures.keys(self.prompt))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +142,8 @@ class Generation:
 
     @property
     def text(self) -> list[int]:
-        """The prompt and the tokens so far."""
-        return [*self.request.prompt, *self.ids]
+        """The prompt's keys and the tokens so far."""
+        return [*self.request.keys, *self.ids]
 
     @property
     def length(self) -> int:

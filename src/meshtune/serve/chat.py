@@ -6,16 +6,23 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.calls.formats import HARMONY, AnswerFormat, CallFormat, Tool, ToolCall, new_id
 from meshtune.calls.grammar import Lark, LLGrammar, check_size
 from meshtune.calls.reader import Delta, Reader, answer_reader
-from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat
+from meshtune.data.pictures.files import data_of_uri, read_size
+from meshtune.generate.pictures import PromptPictures, TokenPrompt, split_pictures
+from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat, picture_prompt
 from meshtune.serve.guard import ApiError
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
 from meshtune.serve.schema import ChatRequest, named_tools, required_tools
 
+if TYPE_CHECKING:
+    from meshtune.data.pictures.reader import PictureReader
+
+PIXELS = 1 << 25  # of all pictures of a request, before they are scaled
+PICTURE_BYTES = 1 << 31  # of the patches of all requests that run or wait, of one batch
 # What the function that renders a template takes itself.
 _RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents"})
 _NO_EFFORT = ("none", "minimal")
@@ -44,6 +51,7 @@ class ChatPrompt:
     tools: Mapping[str, Tool]
     required: Sequence[Tool]
     answer: AnswerFormat
+    pictures: PromptPictures | None = None
 
     @property
     def plain(self) -> bool:
@@ -152,6 +160,7 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
         alternatives=request.alternatives,
         client=client,
         grammar=answer_grammar(request, prompt, served) if constrained else None,
+        pictures=prompt.pictures,
     )
     stop, visible = check_stops((*request.stops, *turn_end)), prompt.visible(served)
     choices = [
@@ -173,16 +182,43 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     if request.tool_choice == "none":
         tools = {}
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
-    messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
+    reader = served.model.picture_reader
+    rendered = [message.rendered(f"messages[{n}]", reader is not None) for n, message in enumerate(request.messages)]
+    messages, addresses = split_pictures(rendered)
+    pictures = [] if reader is None else open_pictures(served, reader, addresses)
     options = _template_options(request, template) if request.has_template_options else {}
-    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options)
+    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options, reader)
     answer = AnswerFormat.of_prompt(template, text)
     if tools:
-        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options))
+        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options, reader))
     served.check_text(text, "messages")
     if answer.calls is not HARMONY and not tools:
         answer = dataclasses.replace(answer, calls=None)
-    return ChatPrompt(encoded_chat(tokenizer, text), tools, required, answer)
+    if reader is None:
+        prompt = TokenPrompt(encoded_chat(tokenizer, text))
+    else:
+        prompt = picture_prompt(tokenizer, text, pictures, reader)
+    return ChatPrompt(prompt.ids, tools, required, answer, prompt.pictures)
+
+
+def open_pictures(served: Served, reader: PictureReader, addresses: Sequence[Any]) -> list[bytes]:
+    """The files in data URIs, of which only the headers are read. Raises ApiError for more than a request may have of
+    pixels, or the context of tokens, and where the server has no memory for their patches; UserError for damaged ones."""
+    contents, pixels, tokens, patches = [], 0, 0, 0
+    for n, address in enumerate(addresses):
+        contents.append(data_of_uri(address, f"picture {n}"))
+        width, height = read_size(contents[-1], f"picture {n}")
+        layout = reader.layout(width, height)
+        pixels, tokens = pixels + width * height, tokens + len(layout.ids)
+        patches += layout.patches
+    if pixels > PIXELS:
+        raise ApiError(400, f"the pictures have {pixels:,} pixels, and {PIXELS:,} are read at most", param="messages")
+    if tokens >= (context := served.model.engine.context):
+        message = f"the pictures are {tokens} tokens, and the model's context is {context}; send fewer or smaller ones"
+        raise ApiError(400, message, param="messages")
+    if patches and 4 * (patches + served.worker.patches) * reader.pixels > PICTURE_BYTES:
+        raise ApiError(429, "the server holds as many pictures as it can; try again in a while", code="queue_full")
+    return contents
 
 
 def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> LLGrammar | None:

@@ -175,11 +175,33 @@ HARMLESS = {
 }  # fmt: skip
 
 
+class PictureAddress(BaseModel):
+    """Where a picture is: in a data URI. `detail` is of no effect, for models have a resolution of their own."""
+
+    url: str
+    detail: Text | None = None
+
+
 class ContentPart(BaseModel):
     """A part of a message's content."""
 
     type: Text
     text: str | None = None
+    image_url: PictureAddress | None = None
+
+    def rendered(self, where: str) -> dict[str, Any]:
+        """The part as `generate.pictures` reads it. Raises ApiError for what is neither text nor a picture."""
+        if self.type == "text":
+            return {"type": "text", "text": self.text or ""}
+        if self.type != "image_url":
+            message = f"content of type '{self.type}' is not supported: this model reads text and pictures"
+            raise ApiError(400, f"{message}; of a video give frames as pictures", param=where)
+        if self.image_url is None:
+            raise ApiError(400, "a picture needs image_url: {url: ...}", param=f"{where}.image_url")
+        if self.image_url.url[:5].lower() != "data:":
+            message = "addresses of pictures are never fetched; send the picture itself as a data URI"
+            raise ApiError(400, f"{message} (data:image/png;base64,...)", param=f"{where}.image_url.url")
+        return {"type": "image", "image": self.image_url.url}
 
 
 class ChatMessage(BaseModel):
@@ -190,10 +212,13 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[ContentPart], Field(max_length=PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=CALLS, fail_fast=True)] | None = None
 
-    def rendered(self, where: str) -> dict[str, Any]:
-        """The message as chat templates read it. Raises ApiError for content that is not text."""
-        content = self.content
-        if isinstance(content, list):
+    def rendered(self, where: str, sees: bool = False) -> dict[str, Any]:
+        """The message as chat templates read it, with pictures for a model that `sees`. Raises ApiError for content that
+        is not text, or a picture."""
+        content: Any = self.content
+        if isinstance(content, list) and sees:
+            content = [part.rendered(f"{where}.content[{n}]") for n, part in enumerate(content)]
+        elif isinstance(content, list):
             if kind := next((part.type for part in content if part.type != "text"), None):
                 raise ApiError(400, f"content of type '{kind}' is not supported: this model reads text", param=where)
             content = "".join(part.text or "" for part in content)

@@ -1,0 +1,253 @@
+"""The pictures of a prompt: read from messages, with their patches, and the places of the prompt where their features
+stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from meshtune.errors import UserError
+
+if TYPE_CHECKING:
+    from meshtune.data.pictures.reader import PictureLayout, PictureReader
+
+
+class PatchArrays(NamedTuple):
+    """The patches of a picture, the tile (from 1) that each is in, and its place (row, column, rows, columns) there."""
+
+    patches: Float[np.ndarray, "P K"]
+    segments: Int[np.ndarray, "P"]
+    grid: Int[np.ndarray, "P 4"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedPicture:
+    """A picture as a model takes it: its tokens, and its P patches. `digest` (hexadecimal) is that of the picture, `size`
+    its width and height. `read` gives the patches when their features are computed, which others that are cached may
+    make needless."""
+
+    digest: str
+    size: tuple[int, int]
+    layout: PictureLayout
+    read: Callable[[], PatchArrays]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PromptPicture:
+    """A picture whose first token is at position `start` of a prompt."""
+
+    start: int
+    loaded: LoadedPicture
+
+    @property
+    def visual(self) -> Int[np.ndarray, "n"]:
+        """What each of its tokens stands for: k + 1 for its feature k, -1 for the model's vector after a row of
+        features, 0 for the token itself."""
+        return self.loaded.layout.visual
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + len(self.visual)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PromptPictures:
+    """The pictures of a prompt of L tokens, in their order.
+
+    `rope_positions` are those of M-RoPE, and `offset` is the difference of such a position and a token's place after
+    the prompt. `reach` is the last position that each token sees. None: the model has no such thing.
+    """
+
+    pictures: tuple[PromptPicture, ...]
+    rope_positions: Int[np.ndarray, "L 3"] | None = None
+    offset: int = 0
+    reach: Int[np.ndarray, "L"] | None = None
+
+    @cached_property
+    def end(self) -> int:
+        """The position after the last picture's last token."""
+        return self.pictures[-1].end
+
+    @property
+    def patches(self) -> int:
+        """The number of patches."""
+        return sum(picture.loaded.layout.patches for picture in self.pictures)
+
+    def keys(self, ids: Sequence[int]) -> list[int]:
+        """The prompt's ids, with a negative number made of the picture and the place for each token that stands for a
+        feature: what is cached for such a token serves the same place of the same picture only."""
+        keys = list(ids)
+        for picture in self.pictures:
+            number = int(picture.loaded.digest, 16) << 32
+            for place in np.flatnonzero(picture.visual):
+                keys[picture.start + place] = -1 - (number + int(place))
+        return keys
+
+    def first_after(self, position: int) -> int:
+        """The number of the first picture that has a token at or after this position."""
+        return next(n for n, picture in enumerate(self.pictures) if picture.end > position)
+
+    def index(self, first: int, start: int, end: int) -> Int[np.ndarray, "T"]:
+        """What the tokens from `start` to `end` stand for, as `visual` says it, of all features of the pictures from
+        number `first` on."""
+        index, before = np.zeros(max(end, self.end), np.int32), 0
+        for picture in self.pictures[first:]:
+            visual = picture.visual
+            index[picture.start : picture.end] = np.where(visual > 0, visual + before, visual)
+            before += picture.loaded.layout.features
+        return index[start:end]
+
+    def read(self, first: int) -> PatchArrays:
+        """The patches of the pictures from number `first` on, each picture in tiles of its own."""
+        arrays, before = list[PatchArrays](), 0
+        for picture in self.pictures[first:]:
+            patches, segments, grid = picture.loaded.read()
+            arrays.append(PatchArrays(patches, segments + before, grid))
+            before = int(arrays[-1].segments.max())
+        return PatchArrays(*map(np.concatenate, zip(*arrays, strict=True)))
+
+    def rope_from(self, start: int, end: int) -> Int[np.ndarray, "T 3"] | None:
+        """The M-RoPE positions of the tokens from `start` to `end`, some of which may be after the prompt."""
+        if self.rope_positions is None:
+            return None
+        after = np.arange(len(self.rope_positions), max(end, len(self.rope_positions)))[:, None] + self.offset
+        return np.concatenate([self.rope_positions, np.broadcast_to(after, (len(after), 3))])[start:end].astype(np.int32)
+
+    def reach_from(self, start: int, end: int) -> Int[np.ndarray, "T"] | None:
+        """The last position that each token from `start` to `end` sees."""
+        if self.reach is None:
+            return None
+        return np.concatenate([self.reach, np.arange(len(self.reach), max(end, len(self.reach)))])[start:end]
+
+    def piece_end(self, end: int) -> int:
+        """The end of a piece that would end here, but not inside a picture whose tokens see each other both ways."""
+        return end if self.reach is None or not 0 < end <= len(self.reach) else int(self.reach[end - 1]) + 1
+
+
+class TokenPrompt(NamedTuple):
+    """The ids of a prompt, with its pictures."""
+
+    ids: list[int]
+    pictures: PromptPictures | None = None
+
+
+Messages = Sequence[Mapping[str, object]]
+_KEYS = ("image", "image_url", "url", "path")
+_PARTS = ("image", "image_url", "input_image")
+_TEXTS = ("text", "input_text", "output_text")
+
+
+def split_pictures(messages: Messages) -> tuple[list[Mapping[str, object]], list[object]]:
+    """(messages as chat templates read them, the pictures of their parts in order). Content of text only becomes one
+    text. Raises UserError for parts that are neither text nor pictures."""
+    pictures: list[object] = []
+    plain: list[Mapping[str, object]] = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, list):
+            plain.append(message)
+            continue
+        before, parts = len(pictures), []
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in _TEXTS and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": part["text"]})
+            elif kind in _PARTS:
+                pictures.append(_source(part))
+                parts.append({"type": "image"})
+            else:
+                raise UserError(
+                    f"a part of type {kind!r} is neither text nor a picture",
+                    where=f"message {number}, field content",
+                    fix='write {"type": "text", "text": ...} or {"type": "image", "image": FILE}; of a video give frames',
+                )
+        text = "".join(str(part.get("text", "")) for part in parts)
+        plain.append({**message, "content": parts if len(pictures) > before else text})
+    return plain, pictures
+
+
+def text_only() -> UserError:
+    """The error for a picture where the model has no tower for it."""
+    fix = "leave the picture out, or give a model that sees (`meshtune families` lists them)"
+    return UserError("there is a picture, and this model reads text only", fix=fix)
+
+
+def _source(part: Mapping[str, object]) -> object:
+    value = next((part[key] for key in _KEYS if part.get(key) is not None), None)
+    return value.get("url") if isinstance(value, Mapping) else value
+
+
+def picture_file(source: str | os.PathLike[str], where: str) -> bytes:
+    """The bytes of a picture's file, by its path or in a data URI. Raises UserError for an address: none is fetched."""
+    from meshtune.data.pictures import files
+
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return files.data_of_uri(source, where)
+    if isinstance(source, str) and re.match(r"(?i)[a-z][a-z0-9+.-]*://", source):
+        raise UserError(
+            f"addresses of pictures are never fetched: {source[:80]}",
+            where=where,
+            fix="download the picture, and give its file or a data URI (data:image/png;base64,...)",
+        )
+    path = pathlib.Path(source).expanduser()
+    try:
+        return files.read_file(path, where)
+    except OSError as problem:
+        what = f"the picture cannot be read: {problem.strerror or problem}: {path}"
+        raise UserError(what, where=where, fix="check the path") from problem
+
+
+def load_picture(reader: PictureReader, source: object, where: str) -> LoadedPicture:
+    """A picture as the model takes it, from its path, a data URI, the bytes of its file or a PIL image.
+
+    Raises UserError, naming `where`, for an address (none is fetched), a file that is missing or is no picture that can
+    be read, and one that the model cannot take.
+    """
+    from meshtune.data.pictures import files
+
+    if isinstance(source, LoadedPicture):
+        return source
+    if isinstance(source, str | os.PathLike):
+        source = picture_file(source, where)
+    if isinstance(source, bytes):
+        image, digest = files.decode_picture(source, where), files.picture_digest(source)
+    elif isinstance(source, files.pillow().Image.Image):
+        image = source.convert("RGB")
+        digest = files.picture_digest(repr(image.size).encode() + image.tobytes())
+    else:
+        fix = "give the path of a file, its bytes, a data URI or a PIL image"
+        raise UserError(f"a picture is no {type(source).__name__}", where=where, fix=fix)
+    try:
+        layout, arrays = reader.layout(*image.size), PatchArrays(*reader.patches(image))
+        return LoadedPicture(digest, image.size, layout, lambda: arrays)
+    except UserError as problem:
+        raise UserError(problem.what, where=problem.where or where, fix=problem.fix) from problem
+
+
+def insert_pictures(reader: PictureReader, ids: Sequence[int], pictures: Sequence[LoadedPicture]) -> TokenPrompt:
+    """A prompt with the tokens of each picture in the place of its placeholder. Raises UserError where there are other
+    placeholders than those of the pictures."""
+    from meshtune.data.pictures.expansion import expand
+    from meshtune.data.pictures.positions import mrope_positions, reach_positions
+
+    expanded = expand(reader, np.asarray(ids), [picture.size for picture in pictures], "messages")
+    whole = expanded.ids.tolist()
+    if not pictures:
+        return TokenPrompt(whole)
+    placed = tuple(PromptPicture(start, picture) for start, picture in zip(expanded.starts, pictures, strict=True))
+    rope, offset = None, 0
+    if reader.mrope:
+        rope = mrope_positions(len(whole), [(picture.start, picture.loaded.layout.grid) for picture in placed])
+        offset = int(rope[-1].max()) + 1 - len(whole)
+    reach = reach_positions(expanded.visual) if reader.reach else None
+    return TokenPrompt(whole, PromptPictures(placed, rope, offset, reach))
