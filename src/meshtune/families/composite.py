@@ -15,11 +15,12 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.families.config_fields import ConfigFields
+from meshtune.lazy import LazyFunction
 from meshtune.model.block import SharedMemory
 from meshtune.model.spec import Composite, ModelSpec
 
 TEXT = "text_config"
-HEAD = "lm_head.weight"
+HEAD, LAYERS = "lm_head.weight", "model.layers."
 MTP = "next-token prediction head"
 # Of layers that read those of earlier layers. Published files have them, and nothing computes with them.
 UNUSED = "unused keys and values"
@@ -27,8 +28,9 @@ KEYS_AND_VALUES = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k
 
 # (prefix in the text model alone, prefix in the composite): in files of transformers before 4.52, which later versions
 # go on writing for the model types of that time, and as its modules are named since.
-BEFORE = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
-SINCE = (("model.", "model.language_model."), ("lm_head", "lm_head"))
+Prefixes = tuple[tuple[str, str], ...]
+BEFORE: Prefixes = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
+SINCE: Prefixes = (("model.", "model.language_model."), ("lm_head", "lm_head"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Wrapper:
 
     A checkpoint may lack the parts that are `optional`. `ignored` are fields of text_config that the text model would
     read and the composite does not; `tied` is the default of the composite's tie_word_embeddings in transformers,
-    `in_memory` how modules of its text model are named there.
+    `in_memory` how modules of its text model are named there. Files are in one of `layouts`. `tower` says how prefixes
+    of modules of the tower and the projector in memory are written in files, the first that is there. `fields` are
+    further fields of the config that say nothing of the text model.
     """
 
     title: str
@@ -48,10 +52,28 @@ class Wrapper:
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     tied: bool = True
-    in_memory: tuple[tuple[str, str], ...] = SINCE
+    in_memory: Prefixes = SINCE
+    layouts: tuple[Prefixes, ...] = (BEFORE, SINCE)
+    tower: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fields: tuple[str, ...] = ()
 
+
+tower_tensors = LazyFunction("meshtune.families.vision:tensors")
 
 VISION = {"vision tower": ("vision_tower.",), "projector": ("multi_modal_projector.",)}
+# Files of models that were made from a config lack the module "vision_model" which published ones have.
+TOWER = (
+    (
+        "model.vision_tower.",
+        (
+            "vision_tower.vision_model.",
+            "vision_tower.",
+            "model.vision_tower.vision_model.",
+            "model.vision_tower.",
+        ),
+    ),
+    ("model.multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
+)
 MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
@@ -77,6 +99,14 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma4_unified_text",),
         {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
         optional=("audio embedder",),
+    ),
+    "internvl": Wrapper(
+        "InternVL 2.5 to 3.5",
+        "InternVLForConditionalGeneration",
+        ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"),
+        VISION,
+        tower=TOWER,
+        fields=("downsample_ratio",),
     ),
     "llama4": Wrapper(
         "Llama 4 with vision",
@@ -161,27 +191,38 @@ def read_composite(
     fields.get(TEXT)
     tied = fields.get("tie_word_embeddings")
     for field in config:
-        if OUTER_FIELD.match(field):
+        if OUTER_FIELD.match(field) or field in wrapper.fields:
             fields.get(field)
     fields.finish(wrapper.architecture)
     if tied is None and names:
         tied = wrapper.tied  # where that is so, spec_of looks whether the files have a head of their own
     if tied is not None:
         inner["tie_word_embeddings"] = bool(tied)
-    return inner, Composite(kind, _layout(names, where, wrapper.in_memory), wrapper.in_memory)
+    tower = tuple((own, _first_prefix(names, candidates)) for own, candidates in wrapper.tower)
+    in_memory = tuple((own, own) for own, _ in wrapper.tower)
+    layout = _layout(names, where, wrapper)
+    return inner, Composite(kind, (*tower, *layout), (*in_memory, *wrapper.in_memory))
 
 
-def _layout(names: Collection[str], where: str, default: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    before, since = (
-        next((name for name in names if name.startswith(layout[0][1])), None) for layout in (BEFORE, SINCE)
-    )
-    if before and since:
+def _first_prefix(names: Collection[str], candidates: tuple[str, ...]) -> str:
+    """The first of some prefixes that a name has; where none has, the last, which is that of modules in memory."""
+    return next((prefix for prefix in candidates if any(n.startswith(prefix) for n in names)), candidates[-1])
+
+
+def _layout(names: Collection[str], where: str, wrapper: Wrapper) -> Prefixes:
+    first = [
+        (layout, next((name for name in names if name.startswith(replace_prefix(LAYERS, layout))), None))
+        for layout in wrapper.layouts
+    ]
+    there = [(layout, name) for layout, name in first if name is not None]
+    if len(there) > 1:
         raise UserError(
-            f"the text model is there twice: tensors '{before}' and '{since}' have the prefixes of two layouts",
+            f"the text model is there twice: tensors '{there[0][1]}' and '{there[1][1]}' have the prefixes of two "
+            "layouts",
             where=where.removesuffix("/config.json"),
             fix="remove the stale files, or download the model again into an empty folder",
         )
-    return BEFORE if before else SINCE if since else default
+    return there[0][0] if there else wrapper.in_memory
 
 
 def replace_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
@@ -202,19 +243,22 @@ def module_name(spec: ModelSpec, name: str) -> str:
     layout."""
     if spec.composite is None:
         return name
-    return replace_prefix(_own_name(name), spec.composite.modules)
+    return replace_prefix(_own_name(spec.composite, name), spec.composite.modules)
 
 
-def _own_name(name: str) -> str:
-    """Returns the name in the plain text model, given that in either layout."""
-    return replace_prefix(name, [(composite, plain) for plain, composite in (*BEFORE, *SINCE)])
+def _own_name(composite: Composite, name: str) -> str:
+    """Returns the name in the plain text model, or of a tower's module in memory, given that in the files or in either
+    layout."""
+    return replace_prefix(name, [(written, own) for own, written in (*composite.tensors, *BEFORE, *SINCE)])
 
 
 def passed_through(spec: ModelSpec, name: str) -> str | None:
     """The part of the checkpoint that a tensor belongs to, where it is not tuned but passed through; None elsewhere."""
+    if spec.vision is not None and name in _tower_names(spec):
+        return None
     if re.match(r"(model\.)?mtp\.", name):
         return MTP
-    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name if spec.composite is None else _own_name(name))
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name if spec.composite is None else _own_name(spec.composite, name))
     if layer and spec.layers <= int(layer[1]) < spec.layers + spec.mtp_layers:
         return MTP
     if layer and int(layer[1]) in _readers(spec) and layer[2].startswith(KEYS_AND_VALUES):
@@ -225,6 +269,12 @@ def passed_through(spec: ModelSpec, name: str) -> str | None:
         if name.removeprefix("model.").startswith(prefixes):
             return part
     return None
+
+
+@functools.lru_cache(maxsize=16)
+def _tower_names(spec: ModelSpec) -> frozenset[str]:
+    """The tensors of the tower and the projector that the spec reads."""
+    return frozenset(tensor_name(spec, entry.name) for entry in tower_tensors(spec))
 
 
 @functools.lru_cache(maxsize=16)
@@ -246,7 +296,7 @@ def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
     wrapper = WRAPPERS[spec.composite.model_type]
     parts = wrapper.parts
     in_parts = {part: [name for name in names if passed_through(spec, name) == part] for part in parts}
-    required = [part for part in parts if part not in wrapper.optional]
+    required = [part for part in parts if part not in wrapper.optional and spec.vision is None]
     problems = [f"the {part} of this {spec.composite.model_type} is missing" for part in required if not in_parts[part]]
     for part, inside in in_parts.items():
         layers: dict[str, dict[int, set[str]]] = {}

@@ -95,7 +95,12 @@ def gather_layer_params(node: Tree, kind: LayerSpec, embed: int, compute: Comput
         node = jax.tree.map(lambda x: checkpoint_name(_fetch(x), GATHERED) if is_offloaded(x) else x, node)
     if shared is not None:
         node = with_shared(node, shared)
-    return node if compute.layout is None else _gather(node, kind.params(embed), compute.layout, compute.dtype)
+    return gather_params(node, kind.params(embed), compute)
+
+
+def gather_params(node: Tree, params: Tree, compute: Compute) -> Tree:
+    """Parameters as they are computed with on a mesh; `params` are their ArraySpecs, without an axis of layers."""
+    return node if compute.layout is None else _gather(node, params, compute.layout, compute.dtype)
 
 
 def _gather(node: Tree, params: Tree, layout: Layout, dtype: str) -> Tree:

@@ -20,6 +20,22 @@ from meshtune.model.rope import RopeSpec, angles
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Visual:
+    """The pictures of rows, cut into patches.
+
+    `patches` are K = channels x side x side numbers each. `segments` number the tiles or pictures of a row (0: none).
+    `grid` is (row, column, rows, columns) of a patch in its tile or picture. `index` says what a token is: 0 text,
+    f + 1 feature f of the row, -1 the end of a row of features (LLaVA-NeXT's image_newline).
+    """
+
+    patches: Float[Array, "B P K"]
+    segments: Int[Array, "B P"]
+    grid: Int[Array, "B P 4"]
+    index: Int[Array, "B T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """A batch of rows. Tokens see earlier tokens of their own segment only; segment 0 is padding.
 
@@ -27,8 +43,9 @@ class Inputs:
     a prompt that the row holds once: that segment is before theirs in the row, and positions count on from it.
 
     `positions` are the order of tokens in their document, which decides what they see and how long a document is.
-    Rotary embeddings turn by `rope_positions`, where there are any, in place of them. `embeds` are used in place of the
-    embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name. Both are differentiated.
+    Rotary embeddings turn by `rope_positions`, where there are any, in place of them: [B, T], or [B, T, 3] of M-RoPE.
+    `embeds` are used in place of the embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name.
+    Both are differentiated. Features of `visual` take the place of the embeddings of the tokens that stand for them.
     """
 
     tokens: Int[Array, "B T"]
@@ -36,8 +53,9 @@ class Inputs:
     segment_ids: Int[Array, "B T"]
     embeds: Float[Array, "B T D"] | None = None
     side: Tree | None = None
-    rope_positions: Int[Array, "B T"] | None = None
+    rope_positions: Int[Array, "B T *n"] | None = None
     parent_ids: Int[Array, "B T"] | None = None
+    visual: Visual | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -55,11 +73,14 @@ class SequenceInfo:
 
 
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:
-    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and rope_positions and parent_ids if
-    there are any, all int32 [B, T]."""
+    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and what else arrays.batch lists of
+    positions and pictures, if it is there."""
     tokens, order, segments = (batch[name] for name in ("tokens", "positions", "segment_ids"))
-    turns, parents = batch.get("rope_positions"), batch.get("parent_ids")
-    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents)
+    turns, parents = batch.get("mrope_positions", batch.get("rope_positions")), batch.get("parent_ids")
+    visual = None
+    if "patches" in batch:
+        visual = Visual(*(batch[name] for name in ("patches", "patch_segments", "patch_grid", "visual")))
+    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents, visual=visual)
 
 
 def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import constrain
 from meshtune.model.block import (
@@ -41,7 +42,8 @@ STREAM = ("batch", "length", "embed")  # the logical axes of the residual stream
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """One layer: its mixer and feed-forward network (either may be absent), their norms, and a number by which their
-    results are multiplied (`scale`).
+    results are multiplied (`scale`). With `layer_scale` they are also multiplied by a trained vector each
+    (https://arxiv.org/abs/2103.17239).
 
     With `ffn_norm` False the feed-forward network reads the stream itself, and normalises it. `extras` are the parts
     that Gemma 3n and Gemma 4 add around the two blocks.
@@ -54,6 +56,7 @@ class LayerSpec:
     scale: float | None = None
     ffn_norm: bool = True
     extras: LayerExtras | None = None
+    layer_scale: bool = False
 
     def __post_init__(self):
         sequential = self.mixer is not None and self.ffn is not None and self.placement not in PARALLEL
@@ -78,6 +81,9 @@ class LayerSpec:
             tree[block.name] = block.params(embed)
             if self.placement in ("post", "both"):
                 tree[f"{block.name}_post_norm"] = self.norm.params(embed, "embed")
+            if self.layer_scale:
+                vector = ArraySpec((embed,), "float32", ("embed",), "ones", role="vector")
+                tree[f"{block.name}_scale"] = {"weight": vector}
         if self.extras is not None:
             tree |= self.extras.params(embed)
         return {name: node for name, node in tree.items() if node}
@@ -124,6 +130,8 @@ def _apply(spec: LayerSpec, block: Block, x: Hidden, node: Tree, context: Contex
         y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))
     if spec.scale is not None:  # in float32: bfloat16 would round 0.22 by a thousandth
         y = (y.astype(jnp.float32) * spec.scale).astype(y.dtype)
+    if spec.layer_scale:
+        y = y * node[f"{block.name}_scale"]["weight"].astype(y.dtype)
     return Output(y, cache, sums, stored)
 
 

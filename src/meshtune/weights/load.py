@@ -149,24 +149,26 @@ def load_config(directory: Path) -> dict[str, object]:
     return read_json(file)
 
 
-def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dict[str, object]]:
-    """(spec, config) of a model directory.
+def load_spec(
+    directory: Path, dtype: str | None = None, *, vision: bool = False
+) -> tuple[ModelSpec, dict[str, object]]:
+    """(spec, config) of a model directory; with `vision` of its tower too, which is else passed through.
 
     `dtype` is the dtype that the weights are loaded in; default: the config's, else that of most stored bytes.
-    Raises UserError for a bad config or an unsupported model.
+    Raises UserError for a bad config or an unsupported model, and for one without a tower where `vision` asks for one.
     """
     directory = Path(directory)
     config = load_config(directory)
-    return spec_of(config, directory, dtype or stored_dtype(directory, config)), config
+    return spec_of(config, directory, dtype or stored_dtype(directory, config), vision=vision), config
 
 
-def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec:
+def spec_of(config: Mapping[str, Any], directory: Path, dtype: str, *, vision: bool = False) -> ModelSpec:
     """The spec of a config for the weights in `directory`, where there are any: their names say how a composite's text
     model is laid out, whether it has a separate head, and how experts are stored. Raises UserError for a bad config
     or an unsupported model, and for experts that are there twice.
     """
     names = tensor_names(directory) if config.get("text_config") else frozenset[str]()
-    spec = model_spec(dict(config), dtype, str(directory / "config.json"), names)
+    spec = model_spec(dict(config), dtype, str(directory / "config.json"), names, vision)
     if spec.composite is not None and spec.tied and tensor_name(spec, HEAD) in names:
         infos, entry = (
             model_tensors(directory, spec.published),

@@ -1,0 +1,65 @@
+"""Vision towers: a composite's config in, a `VisionSpec` and the table of its tensors out.
+
+A new tower is one module with `vision_spec(config, where)` and `tensors(spec)`, and one line in TOWERS for each
+composite that has it. Names in the tables are those of modules in transformers' memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from meshtune.errors import UserError
+from meshtune.families.tensors import TensorMap
+from meshtune.model.spec import ModelSpec
+from meshtune.model.vision import VisionSpec
+
+# model_type of a composite -> the module of its tower.
+TOWERS: dict[str, str] = {"internvl": "internvit"}
+
+
+class TowerModule(Protocol):
+    """The module of a tower."""
+
+    def vision_spec(self, config: Mapping[str, Any], where: str) -> VisionSpec:
+        """The spec of a composite's config. Raises UserError for whatever is not implemented."""
+        ...
+
+    def tensors(self, spec: ModelSpec) -> list[TensorMap]:
+        """The table of tensors of the tower and the projector."""
+        ...
+
+
+def _module(model_type: str) -> TowerModule:
+    return cast(TowerModule, importlib.import_module(f"{__name__}.{TOWERS[model_type]}"))
+
+
+def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
+    """The tower of a composite's config. Raises UserError where it is not implemented, and for fields that do not fit
+    together."""
+    kind = str(config.get("model_type"))
+    if kind not in TOWERS:
+        raise no_tower(kind, where)
+    if not isinstance(config.get("vision_config"), Mapping):
+        raise UserError(
+            f"vision_config of this {kind} is {config.get('vision_config')!r}, not a mapping",
+            where=f"{where}, field vision_config",
+            fix="give the config.json that was published with the model",
+        )
+    return _module(kind).vision_spec(config, where)
+
+
+def no_tower(kind: str, where: str) -> UserError:
+    """The error where pictures are to be read by a model that has no tower, or none that is implemented."""
+    return UserError(
+        f"a model of type '{kind}' reads no pictures here",
+        where=f"{where}, field model_type; vision",
+        fix=f"leave `vision` out of the recipe, or give a model of type {', '.join(TOWERS)}",
+    )
+
+
+def tensors(spec: ModelSpec) -> list[TensorMap]:
+    """The table of the tensors of a composite's tower and projector, by the names of modules in memory."""
+    assert spec.composite is not None
+    return _module(spec.composite.model_type).tensors(spec)
