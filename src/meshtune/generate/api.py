@@ -23,6 +23,7 @@ from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
 from meshtune.generate.driver import BatchCaches, Driver, driver_for
 from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import TokenPrompt
 from meshtune.generate.programs import STEPS, every_logit, token_rows
 from meshtune.generate.request import Token
 from meshtune.generate.target_log_probs import (
@@ -32,7 +33,6 @@ from meshtune.generate.target_log_probs import (
     target_log_probs,
     token_log_probabilities,
 )
-from meshtune.generate.pictures import TokenPrompt
 from meshtune.generate.text import chat_prompt, continuation_ids, pieces, text_end, turn_end
 from meshtune.generate.weights import Weights
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
@@ -288,7 +288,7 @@ class Model:
 
     @functools.cached_property
     def picture_reader(self) -> PictureReader | None:
-        """What reads pictures for the model; None where it reads text only. Raises UserError as `picture_reader` does."""
+        """The reader of pictures for the model; None where it reads text only. Raises UserError as making it does."""
         if self.spec.vision is None:
             return None
         from meshtune.config.sections import VisionSection
@@ -346,11 +346,11 @@ class Model:
 
         A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
         the chat template. Content may be a list of parts, {"type": "text", "text": "..."} and, for a model that sees,
-        {"type": "image", "image": FILE}, a path, data URI, bytes or PIL image. `max_tokens`, which may also be called `max_new_tokens`: at most this many new tokens
-        (default 256, or what the context has room for). `stop`: strings that end the text and are not part of it.
-        `batch_size`: prompts computed at once. `sampling`: temperature (default 0, greedy), top_k, top_p, min_p,
-        repetition_penalty, seed; see `Sampling`. Raises UserError for empty and over-long prompts, a chat without a
-        chat template, numbers out of range.
+        {"type": "image", "image": FILE}, a path, data URI, bytes or PIL image. `max_tokens`, which may also be called
+        `max_new_tokens`: at most this many new tokens (default 256, or what the context has room for). `stop`: strings
+        that end the text and are not part of it. `batch_size`: prompts computed at once. `sampling`: temperature
+        (default 0, greedy), top_k, top_p, min_p, repetition_penalty, seed; see `Sampling`. Raises UserError for empty
+        and over-long prompts, a chat without a chat template, numbers out of range.
         """
         how, max_tokens = _sampling(sampling), _token_limit(max_tokens, max_new_tokens)
         if isinstance(prompt, str):

@@ -121,10 +121,8 @@ class ChatSession:
             fix = "send less at once, or give a smaller max_tokens"
             if subject == "the conversation":
                 fix = "begin anew (reset), give a smaller max_tokens, or overflow='drop_oldest'"
-            raise UserError(
-                f"{subject} of {len(prompt.ids)} tokens and an answer of {reserved} are more than the context of {context}",
-                fix=fix,
-            )
+            needed = f"{subject} of {len(prompt.ids)} tokens and an answer of {reserved}"
+            raise UserError(f"{needed} are more than the context of {context}", fix=fix)
         if dropped := len(messages) - len(remaining):
             self._notify(f"The context of {context} tokens is full: the oldest {dropped} messages were forgotten.")
         return remaining, prompt

@@ -162,9 +162,7 @@ class BatchCaches:
         arrays = (tokens, count, target, source, length)
         features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
         pictures = Pictures(features, visual, rope_positions, reach)
-        self.layers = programs.read(
-            self.weights.reading, self.layers, *arrays, pictures, adapters=adapters, **options
-        )
+        self.layers = programs.read(self.weights.reading, self.layers, *arrays, pictures, adapters=adapters, **options)
 
     @_announce_call
     def encode(

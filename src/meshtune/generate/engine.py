@@ -139,9 +139,9 @@ class Engine:
     ) -> Run:
         """Starts on prompts of any lengths; iterate over the result for the new tokens.
 
-        Prompt i draws with seed + i and has `pictures[i]`. `steps` tokens a row come at once (1 to 16), and `rows` prompts are computed at
-        once (None: all). A `scheduler` of this engine still has what it read before; None is a new one. For the rest,
-        and errors, see `request`.
+        Prompt i draws with seed + i and has `pictures[i]`. `steps` tokens a row come at once (1 to 16), and `rows`
+        prompts are computed at once (None: all). A `scheduler` of this engine still has what it read before; None is a
+        new one. For the rest, and errors, see `request`.
         """
         if not prompts:
             raise UserError("there is no prompt", fix="give at least one")

@@ -31,9 +31,11 @@ class PatchArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedPicture:
-    """A picture as a model takes it: its tokens, and its P patches. `digest` (hexadecimal) is that of the picture, `size`
-    its width and height. `read` gives the patches when their features are computed, which others that are cached may
-    make needless."""
+    """A picture as a model takes it: its tokens, and its P patches.
+
+    `digest` (hexadecimal) is that of the picture, `size` its width and height. `read` gives the patches once their
+    features are to be computed.
+    """
 
     digest: str
     size: tuple[int, int]
@@ -121,7 +123,9 @@ class PromptPictures:
         if self.rope_positions is None:
             return None
         after = np.arange(len(self.rope_positions), max(end, len(self.rope_positions)))[:, None] + self.offset
-        return np.concatenate([self.rope_positions, np.broadcast_to(after, (len(after), 3))])[start:end].astype(np.int32)
+        return np.concatenate([self.rope_positions, np.broadcast_to(after, (len(after), 3))])[start:end].astype(
+            np.int32
+        )
 
     def reach_from(self, start: int, end: int) -> Int[np.ndarray, "T"] | None:
         """The last position that each token from `start` to `end` sees."""
@@ -169,7 +173,7 @@ def split_pictures(messages: Messages) -> tuple[list[Mapping[str, object]], list
                 raise UserError(
                     f"a part of type {kind!r} is neither text nor a picture",
                     where=f"message {number}, field content",
-                    fix='write {"type": "text", "text": ...} or {"type": "image", "image": FILE}; of a video give frames',
+                    fix='write {"type": "text", "text": ...} or {"type": "image", "image": FILE}; frames of a video',
                 )
         text = "".join(str(part.get("text", "")) for part in parts)
         plain.append({**message, "content": parts if len(pictures) > before else text})

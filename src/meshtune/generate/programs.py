@@ -377,7 +377,8 @@ class Pictures:
         visual = None
         if self.visual is not None:
             features = jax.tree.map(lambda *rows: jnp.concatenate(rows), *self.features)
-            visual = Visual(None, None, None, self.visual, features)
+            none = jnp.zeros((self.visual.shape[0], 0), jnp.int32)
+            visual = Visual(none[..., None], none, none[..., None], self.visual, features)
         return dataclasses.replace(inputs, visual=visual, rope_positions=self.rope_positions)
 
 

@@ -13,8 +13,8 @@ from meshtune.arrays.tree import Tree
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.errors import UserError, nearest
 from meshtune.generate.config import Sampling
-from meshtune.generate.pictures import TokenPrompt, insert_pictures, load_picture, split_pictures, text_only
 from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import TokenPrompt, insert_pictures, load_picture, split_pictures, text_only
 from meshtune.generate.programs import STEPS
 from meshtune.generate.scheduler import Scheduler
 from meshtune.model.compute import Compute

@@ -160,7 +160,7 @@ def place_pictures(
             where="vision",
             fix="set vision={} in the recipe, with a model that sees (`meshtune families` lists them)",
         )
-    features = encode_pictures(params, spec, compute, visual, rng)
+    features = encode_pictures(params, spec, compute, visual, rng) if visual.features is None else visual.features
     chosen = jnp.take_along_axis(features, jnp.maximum(visual.index - 1, 0)[..., None], axis=1)
     x = jnp.where(visual.index[..., None] > 0, chosen, x)
     if spec.vision.newline:

@@ -202,8 +202,11 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
 
 
 def open_pictures(served: Served, reader: PictureReader, addresses: Sequence[Any]) -> list[bytes]:
-    """The files in data URIs, of which only the headers are read. Raises ApiError for more than a request may have of
-    pixels, or the context of tokens, and where the server has no memory for their patches; UserError for damaged ones."""
+    """The files in data URIs, after a look at their headers.
+
+    Raises ApiError for more pixels than a request may have, more tokens than the context, and where the server has no
+    memory for their patches; UserError for a file that is damaged or no picture.
+    """
     contents, pixels, tokens, patches = [], 0, 0, 0
     for n, address in enumerate(addresses):
         contents.append(data_of_uri(address, f"picture {n}"))

@@ -213,8 +213,8 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[list[EarlierCall], Field(max_length=CALLS, fail_fast=True)] | None = None
 
     def rendered(self, where: str, sees: bool = False) -> dict[str, Any]:
-        """The message as chat templates read it, with pictures for a model that `sees`. Raises ApiError for content that
-        is not text, or a picture."""
+        """The message as chat templates read it; of a model that `sees` it may have pictures. Raises ApiError for other
+        content."""
         content: Any = self.content
         if isinstance(content, list) and sees:
             content = [part.rendered(f"{where}.content[{n}]") for n, part in enumerate(content)]
