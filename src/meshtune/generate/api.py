@@ -310,7 +310,15 @@ class Model:
             return every_logit(self.params, self.spec, self.compute, ids)
 
     def target_log_probs(self, texts: Sequence[TargetText], progress: Progress | None = None) -> list[TargetLogProbs]:
-        """The log-probabilities of tokens of many texts; a beginning that several share is read once."""
+        """The log-probabilities of tokens of many texts; a beginning that several share is read once.
+
+        Raises UserError for texts with pictures in several processes.
+        """
+        if jax.process_count() > 1 and any(text.pictures is not None for text in texts):
+            raise UserError(
+                "log-probabilities of texts with pictures are computed by one process",
+                fix="leave the loss out (--no-loss), or run it in one process",
+            )
         with self.engine.computing("target_log_probs", texts=list(texts)):
             return target_log_probs(self.params, self.spec, self.compute, texts, progress)
 

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
+    from meshtune.data.conversation import Picture
     from meshtune.data.pictures.reader import PictureLayout, PictureReader
 
 
@@ -238,20 +239,36 @@ def load_picture(reader: PictureReader, source: object, where: str) -> LoadedPic
         raise UserError(problem.what, where=problem.where or where, fix=problem.fix) from problem
 
 
+def record_picture(reader: PictureReader, picture: Picture, where: str) -> LoadedPicture:
+    """The picture of a record, whose file is read when its features are computed."""
+    from meshtune.data.pictures.files import load_picture
+
+    def read() -> PatchArrays:
+        return PatchArrays(*reader.patches(load_picture(picture, where)))
+
+    return LoadedPicture(picture.digest, picture.size, reader.layout(*picture.size), read)
+
+
 def insert_pictures(reader: PictureReader, ids: Sequence[int], pictures: Sequence[LoadedPicture]) -> TokenPrompt:
     """A prompt with the tokens of each picture in the place of its placeholder. Raises UserError where there are other
     placeholders than those of the pictures."""
     from meshtune.data.pictures.expansion import expand
-    from meshtune.data.pictures.positions import mrope_positions, reach_positions
 
     expanded = expand(reader, np.asarray(ids), [picture.size for picture in pictures], "messages")
     whole = expanded.ids.tolist()
     if not pictures:
         return TokenPrompt(whole)
-    placed = tuple(PromptPicture(start, picture) for start, picture in zip(expanded.starts, pictures, strict=True))
-    rope, offset = None, 0
+    placed = [PromptPicture(start, picture) for start, picture in zip(expanded.starts, pictures, strict=True)]
+    return TokenPrompt(whole, place_pictures(reader, len(whole), placed))
+
+
+def place_pictures(reader: PictureReader, length: int, placed: Sequence[PromptPicture]) -> PromptPictures:
+    """The pictures, at least one, of a prompt of `length` tokens in which theirs are already."""
+    from meshtune.data.pictures.positions import mrope_positions, reach_positions
+
+    pictures, rope, offset = PromptPictures(tuple(placed)), None, 0
     if reader.mrope:
-        rope = mrope_positions(len(whole), [(picture.start, picture.loaded.layout.grid) for picture in placed])
-        offset = int(rope[-1].max()) + 1 - len(whole)
-    reach = reach_positions(expanded.visual) if reader.reach else None
-    return TokenPrompt(whole, PromptPictures(placed, rope, offset, reach))
+        rope = mrope_positions(length, [(picture.start, picture.loaded.layout.grid) for picture in placed])
+        offset = int(rope[-1].max()) + 1 - length
+    reach = reach_positions(pictures.index(0, 0, length)) if reader.reach else None
+    return PromptPictures(tuple(placed), rope, offset, reach)
