@@ -31,7 +31,7 @@ from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.published import FIELD, read_scheme
 
-vision_spec = LazyFunction("meshtune.families.vision:vision_spec")
+with_tower = LazyFunction("meshtune.families.vision:with_tower")
 no_tower = LazyFunction("meshtune.families.vision:no_tower")
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
@@ -136,7 +136,7 @@ def model_spec(
         if composite is not None and composite[0]["model_type"] in FAMILIES:
             spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")
             spec = dataclasses.replace(spec, composite=composite[1], published=published)
-            return dataclasses.replace(spec, vision=vision_spec(config, where)) if vision else spec
+            return with_tower(spec, config, where) if vision else spec
     if vision:
         raise no_tower(kind, where)
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):

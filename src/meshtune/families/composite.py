@@ -30,6 +30,8 @@ KEYS_AND_VALUES = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k
 # go on writing for the model types of that time, and as its modules are named since.
 Prefixes = tuple[tuple[str, str], ...]
 BEFORE: Prefixes = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
+PLAIN: Prefixes = (("model.", "model."), ("lm_head", "lm_head"))
+IDEFICS: Prefixes = (("model.", "model.text_model."), ("lm_head", "lm_head"))
 SINCE: Prefixes = (("model.", "model.language_model."), ("lm_head", "lm_head"))
 
 
@@ -42,7 +44,8 @@ class Wrapper:
     read and the composite does not; `tied` is the default of the composite's tie_word_embeddings in transformers,
     `in_memory` how modules of its text model are named there. Files are in one of `layouts`. `tower` says how prefixes
     of modules of the tower and the projector in memory are written in files, the first that is there. `fields` are
-    further fields of the config that say nothing of the text model.
+    further fields of the config that say nothing of the text model. `families` are those of text models whose
+    model_type is of the composite only. Published configs of a `flat` one have the text model's fields outside.
     """
 
     title: str
@@ -56,6 +59,8 @@ class Wrapper:
     layouts: tuple[Prefixes, ...] = (BEFORE, SINCE)
     tower: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fields: tuple[str, ...] = ()
+    families: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    flat: bool = False
 
 
 tower_tensors = LazyFunction("meshtune.families.vision:tensors")
@@ -100,6 +105,20 @@ WRAPPERS: dict[str, Wrapper] = {
         {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
         optional=("audio embedder",),
     ),
+    **{
+        kind: Wrapper(
+            title,
+            f"{name}ForConditionalGeneration",
+            ("llama", "qwen2", "mistral"),
+            {"vision tower": ("vision_model.",), "projector": ("connector.",)},
+            tied=kind == "smolvlm",
+            in_memory=IDEFICS,
+            layouts=(IDEFICS,),
+            tower=tuple((prefix, (prefix,)) for prefix in ("model.vision_model.", "model.connector.")),
+            fields=("scale_factor", "use_cache", "pad_token_id"),
+        )
+        for kind, name, title in (("idefics3", "Idefics3", "Idefics 3"), ("smolvlm", "SmolVLM", "SmolVLM and SmolVLM2"))
+    },
     "internvl": Wrapper(
         "InternVL 2.5 to 3.5",
         "InternVLForConditionalGeneration",
@@ -122,6 +141,25 @@ WRAPPERS: dict[str, Wrapper] = {
         ("mistral", "ministral3"),
         VISION,
     ),
+    **{
+        kind: Wrapper(
+            title,
+            f"{name}ForConditionalGeneration",
+            (f"{kind}_text",),
+            {"vision tower": ("visual.",)},
+            tied=False,
+            layouts=layouts,
+            tower=(("model.visual.", ("visual.", "model.visual.")),),
+            families={f"{kind}_text": family},
+            flat=layouts != (SINCE,),
+        )
+        for kind, name, title, family, layouts in (
+            ("qwen2_vl", "Qwen2VL", "Qwen2-VL", "qwen2", (PLAIN, SINCE)),
+            ("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", "qwen2", (PLAIN, SINCE)),
+            ("qwen3_vl", "Qwen3VL", "Qwen3-VL", "qwen3", (SINCE,)),
+            ("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3-VL MoE", "qwen3_moe", (SINCE,)),
+        )
+    },
     "qwen3_5": Wrapper(
         "Qwen3.5 with vision",
         "Qwen3_5ForConditionalGeneration",
@@ -142,6 +180,15 @@ OUTER_FIELD = re.compile(
     r"^((vision|image|video|audio|projector|multimodal|multi_modal|mm|boi|eoi|boa|eoa|spatial)_.*|.*_token_(id|index)"
     r"|language_model_only)$"
 )
+
+# Fields of a flat config that are the composite's.
+OF_BOTH = ("architectures", "model_type", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
+
+
+def is_composite(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of several models, one of which is the text model."""
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    return bool(config.get(TEXT)) or (wrapper is not None and wrapper.flat)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,6 +217,8 @@ def read_composite(
     if not isinstance(kind, str) or kind not in WRAPPERS:
         return None
     wrapper, inner = WRAPPERS[kind], config.get(TEXT)
+    if inner is None and wrapper.flat:
+        config, inner = _nested(config, wrapper)
     if not isinstance(inner, Mapping):
         raise UserError(
             f"{TEXT} of this {kind} is {inner!r}, not a mapping",
@@ -179,6 +228,7 @@ def read_composite(
     inner = {"model_type": wrapper.texts[0], **inner}
     if inner.get("model_type") not in wrapper.texts:
         return None
+    inner["model_type"] = wrapper.families.get(inner["model_type"], inner["model_type"])
     for field in wrapper.ignored:
         if inner.get(field) is not None:
             raise UserError(
@@ -204,17 +254,27 @@ def read_composite(
     return inner, Composite(kind, (*tower, *layout), (*in_memory, *wrapper.in_memory))
 
 
+def _nested(config: Mapping[str, Any], wrapper: Wrapper) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(a flat config without the fields of its text model, these)."""
+    outer = {
+        field: value
+        for field, value in config.items()
+        if OUTER_FIELD.match(field) or field in (*wrapper.fields, *OF_BOTH)
+    }
+    return outer, {field: value for field, value in config.items() if field not in outer}
+
+
 def _first_prefix(names: Collection[str], candidates: tuple[str, ...]) -> str:
     """The first of some prefixes that a name has; where none has, the last, which is that of modules in memory."""
     return next((prefix for prefix in candidates if any(n.startswith(prefix) for n in names)), candidates[-1])
 
 
 def _layout(names: Collection[str], where: str, wrapper: Wrapper) -> Prefixes:
-    first = [
-        (layout, next((name for name in names if name.startswith(replace_prefix(LAYERS, layout))), None))
-        for layout in wrapper.layouts
-    ]
-    there = [(layout, name) for layout, name in first if name is not None]
+    there: list[tuple[Prefixes, str]] = []
+    for layout in wrapper.layouts:
+        prefix = dict(layout)["model."]
+        prefix = LAYERS if prefix == "model." else prefix  # which parts of the tower begin with too
+        there += [(layout, name) for name in names if name.startswith(prefix)][:1]
     if len(there) > 1:
         raise UserError(
             f"the text model is there twice: tensors '{there[0][1]}' and '{there[1][1]}' have the prefixes of two "

@@ -7,7 +7,8 @@ import dataclasses
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec, sparse_layers
 from meshtune.families.family import Family
-from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
+from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
+from meshtune.families.qwen2 import mrope_attention
 from meshtune.families.qwen3 import NORMS
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -29,7 +30,8 @@ def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))
     window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window", False) else None
-    attention = attention_spec(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields), window=window)
+    switches = {"qkv_bias": bias, "out_bias": bias, "qk_norm": norm_spec(fields), "window": window}
+    attention = mrope_attention(fields, "interleaved", **switches)
     fields.get("sliding_window")
     fields.get("max_window_layers")  # read by no version of transformers
     experts = experts_spec(fields, router={"normalize": bool(fields.get("norm_topk_prob", False))})

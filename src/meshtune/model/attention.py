@@ -214,7 +214,8 @@ class AttentionSpec(Mixer):
     splits the rows, gives every device whole heads. With `v_of_k` values are the result of the keys' projection,
     neither normalised nor rotated as keys are; `v_norm` normalises values. A layer `stores` its keys and values under a
     name for later layers, each of which `reads` them in place of computing keys and values, and has a cache of none.
-    With `causal` False tokens see the later ones of their segment too, as in a vision tower.
+    With `causal` False tokens see the later ones of their segment too, as in a vision tower, and with `windowed` those
+    of their window of a picture only.
     """
 
     heads: int
@@ -241,6 +242,7 @@ class AttentionSpec(Mixer):
     stores: str | None = None
     reads: str | None = None
     causal: bool = True
+    windowed: bool = False
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
@@ -302,11 +304,15 @@ class AttentionSpec(Mixer):
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
+        rows = context.sequences
+        if self.windowed:
+            assert rows.windows is not None, "rows of a tower with windows"
+            rows = dataclasses.replace(rows, segment_ids=rows.windows)
         mixed = attend(
             qkv["q"],
             qkv["k"],
             qkv["v"],
-            context.sequences,
+            rows,
             past,
             context.compute,
             chunk=self.chunk,

@@ -111,6 +111,7 @@ def enter(
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
     read = frozenset(name for block in spec.blocks for name in block.side_inputs)
+    read |= side.keys() & {kind.adds for kind in spec.layer_kinds}
     if side or read:
         check_side(side, read, spec.family)
     return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side

@@ -33,7 +33,7 @@ class Visual:
     segments: Int[Array, "B P"]
     grid: Int[Array, "B P 4"]
     index: Int[Array, "B T"]
-    features: Tree | None = None
+    features: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -65,13 +65,15 @@ class Inputs:
 class SequenceInfo:
     """Where the tokens of a batch are in their documents, for all layers. It is not differentiated.
 
-    `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model.
+    `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model. `windows` are the
+    segments of attention within windows of pictures, in towers that have it.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     angles: dict[RopeSpec, tuple[Array, Array]]
     parent_ids: Int[Array, "B T"] | None = None
+    windows: Int[Array, "B T"] | None = None
 
 
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:

@@ -43,7 +43,8 @@ STREAM = ("batch", "length", "embed")  # the logical axes of the residual stream
 class LayerSpec:
     """One layer: its mixer and feed-forward network (either may be absent), their norms, and a number by which their
     results are multiplied (`scale`). With `layer_scale` they are also multiplied by a trained vector each
-    (https://arxiv.org/abs/2103.17239).
+    (https://arxiv.org/abs/2103.17239). The side input named `adds`, where there is one, is added to what leaves the
+    layer; a `tapped` layer is a stack by itself, so that what leaves it can be read.
 
     With `ffn_norm` False the feed-forward network reads the stream itself, and normalises it. `extras` are the parts
     that Gemma 3n and Gemma 4 add around the two blocks.
@@ -57,6 +58,8 @@ class LayerSpec:
     ffn_norm: bool = True
     extras: LayerExtras | None = None
     layer_scale: bool = False
+    adds: str | None = None
+    tapped: bool = False
 
     def __post_init__(self):
         sequential = self.mixer is not None and self.ffn is not None and self.placement not in PARALLEL
@@ -66,6 +69,11 @@ class LayerSpec:
     def blocks(self) -> tuple[Block, ...]:
         blocks = (self.mixer, self.ffn, *(() if self.extras is None else self.extras.blocks))
         return tuple(block for block in blocks if block is not None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is a stack by itself."""
+        return self.tapped or self.stores is not None
 
     @property
     def stores(self) -> str | None:
@@ -119,6 +127,8 @@ def layer(x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, ca
         return Output(h, cache, sums, stored)
     add_ffn = _add_ffn if compute.mlp_chunk is None else _add_ffn_by_chunks
     y, ffn_sums = add_ffn(spec, spec.ffn, x, h, streams, node, context)
+    if spec.adds in context.side:
+        y = y + context.side[spec.adds].astype(y.dtype)
     return Output(y, cache, {**sums, **ffn_sums}, stored)
 
 

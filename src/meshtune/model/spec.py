@@ -253,12 +253,12 @@ class ModelSpec:
 
 
 def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """Groups layers, at least one, into the stacks to scan. A layer that stores its memory for later ones is a stack by
-    itself."""
-    if len(set(layers)) == 1 and layers[0].stores is None:
+    """Groups layers, at least one, into the stacks to scan. A layer that others read, by a memory that it stores or as
+    a tap, is a stack by itself."""
+    if len(set(layers)) == 1 and not layers[0].is_alone:
         return (Stack((layers[0],), len(layers)),)
     for place, layer in enumerate(layers):
-        if layer.stores is not None:
+        if layer.is_alone:
             parts = layers[:place], [layer], layers[place + 1 :]
             before, after = (stacks_of(part) if part else () for part in (parts[0], parts[2]))
             return (*before, Stack((layer,), 1), *after)

@@ -20,7 +20,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import as_stored, model_spec, tensors
-from meshtune.families.composite import HEAD, tensor_name, text_config
+from meshtune.families.composite import HEAD, is_composite, tensor_name, text_config
 from meshtune.families.quantised import quantised_leaves
 from meshtune.families.tensors import TensorMap
 from meshtune.json_text import read_json
@@ -167,7 +167,7 @@ def spec_of(config: Mapping[str, Any], directory: Path, dtype: str, *, vision: b
     model is laid out, whether it has a separate head, and how experts are stored. Raises UserError for a bad config
     or an unsupported model, and for experts that are there twice.
     """
-    names = tensor_names(directory) if config.get("text_config") else frozenset[str]()
+    names = tensor_names(directory) if is_composite(config) else frozenset[str]()
     spec = model_spec(dict(config), dtype, str(directory / "config.json"), names, vision)
     if spec.composite is not None and spec.tied and tensor_name(spec, HEAD) in names:
         infos, entry = (

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import torch
 import transformers
 from PIL import Image
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from families.case import Case
-from families.vision.sights import Sight, VisionCase, cut_tiles
+from families.vision.sights import IMAGE, Sight, VisionCase, cut_tiles
 
-IMAGE = 95  # the id that stands for a picture
 SEES = transformers.AutoModelForImageTextToText
 
 
@@ -36,7 +40,7 @@ INTERNVIT = {
     "model_type": "internvl_vision",
     "hidden_size": 24,
     "num_hidden_layers": 2,
-    "num_attention_heads": 3,
+    "num_attention_heads": 4,
     "intermediate_size": 40,
     "image_size": [28, 28],
     "patch_size": [7, 7],
@@ -73,4 +77,119 @@ INTERNVL_6B = VisionCase(
     read_internvl,
     merge=2,
 )
-CASES = (INTERNVL, INTERNVL_6B)
+
+
+SMOLVLM_PIXELS = SmolVLMImageProcessorPil(
+    size={"longest_edge": 60}, max_image_size={"longest_edge": 30}, do_image_splitting=True
+)
+MARKS = (91, 92)  # ids of words around the tiles
+
+
+def read_smolvlm(image: Image.Image) -> Sight:
+    """Words stand between the features of the tiles."""
+    pixels = SMOLVLM_PIXELS([[image]])["pixel_values"][0]
+    sight = tiled(np.stack(pixels), 5, 3, {"pixel_values": torch.tensor(np.stack(pixels))[:, None]})
+    each = len(sight.tokens) // len(pixels)
+    tokens, visual = list[int](), list[int]()
+    for tile in range(len(pixels)):
+        tokens += [MARKS[0], *[IMAGE] * each]
+        visual += [0, *range(tile * each + 1, (tile + 1) * each + 1)]
+    return dataclasses.replace(sight, tokens=[*tokens, MARKS[1]], visual=[*visual, 0])
+
+
+def smolvlm(kind: str) -> VisionCase:
+    vision = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "image_size": 30,
+        "patch_size": 5,
+        "initializer_range": 0.2,
+    }
+    outside = {"vision_config": vision, "image_token_id": IMAGE, "scale_factor": 3, "tie_word_embeddings": False}
+    case = Case(kind, kind, text="llama", outside=outside, auto_class=SEES, variant=kind == "idefics3")
+    return VisionCase(case, read_smolvlm, merge=3)
+
+
+QWEN_PIXELS = Qwen2VLImageProcessorPil(patch_size=6, merge_size=2, min_pixels=24**2, max_pixels=60**2)
+QWEN_MARKS = (91, 92)  # the ids of <|vision_start|> and <|vision_end|>
+
+
+def read_qwen(image: Image.Image) -> Sight:
+    """Patches of any number; the processor gives them in our order, with two frames [P, (C, T, side, side)]."""
+    inputs = QWEN_PIXELS(image)
+    pixels, (frames, rows, columns) = np.asarray(inputs["pixel_values"]), inputs["image_grid_thw"][0]
+    assert frames == 1
+    patches = pixels.reshape(len(pixels), 3, 2, -1)
+    assert np.array_equal(patches[:, :, 0], patches[:, :, 1])
+    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
+    places = places.reshape(rows // 2, 2, columns // 2, 2, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+    grid = np.concatenate([places, np.broadcast_to((rows, columns), places.shape)], axis=1)
+    count = len(pixels) // 4
+    turns = np.stack(np.meshgrid([0], np.arange(rows // 2), np.arange(columns // 2), indexing="ij"), axis=-1)
+    return Sight(
+        {"pixel_values": torch.tensor(pixels), "image_grid_thw": torch.tensor(np.array([[1, rows, columns]]))},
+        patches[:, :, 0].reshape(len(pixels), -1),
+        np.ones(len(pixels), np.int32),
+        grid.astype(np.int32),
+        [IMAGE] * count,
+        list(range(1, count + 1)),
+        turns.reshape(-1, 3),
+    )
+
+
+def qwen(kind: str, text: str, vision: dict[str, Any], sections: list[int], **config: Any) -> VisionCase:
+    tower = {
+        "depth": 2,
+        "num_heads": 4,
+        "patch_size": 6,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": 0.2,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+    outside = {
+        "vision_config": tower | vision,
+        "image_token_id": IMAGE,
+        "video_token_id": 94,
+        "vision_start_token_id": QWEN_MARKS[0],
+        "vision_end_token_id": QWEN_MARKS[1],
+        "tie_word_embeddings": False,
+    }
+    case = Case(kind, kind, {"rope_parameters": rope, **config}, text=text, outside=outside, auto_class=SEES)
+    return VisionCase(case, read_qwen, merge=2)
+
+
+QWEN2_VL = qwen("qwen2_vl", "qwen2_vl_text", {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}, [1, 2, 1])
+QWEN2_5_VL = qwen(
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    {
+        "depth": 3,
+        "hidden_size": 32,
+        "out_hidden_size": 32,
+        "intermediate_size": 40,
+        "window_size": 24,
+        "fullatt_block_indexes": [1],
+    },
+    [1, 2, 1],
+)
+DEEPSTACK = {
+    "depth": 4,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "intermediate_size": 40,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+QWEN3_VL = qwen("qwen3_vl", "qwen3_vl_text", DEEPSTACK, [4, 2, 2], head_dim=16)
+CASES = (
+    INTERNVL,
+    INTERNVL_6B,
+    smolvlm("smolvlm"),
+    smolvlm("idefics3"),
+    QWEN2_VL,
+    QWEN2_5_VL,
+    QWEN3_VL,
+)

@@ -22,6 +22,7 @@ from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.load import load_params, load_spec
 
+IMAGE = 95  # the id that stands for a picture
 PLAIN = Compute(attention="direct", loss_chunk=16)
 
 
@@ -174,6 +175,8 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids_of(document)])}
     for name in sights[0].inputs if sights else ():
         inputs[name] = torch.cat([sight.inputs[name] for sight in sights])
+    if sights and sights[0].turns is not None:  # by which transformers tells pictures apart, to number the positions
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
     return inputs
 
 

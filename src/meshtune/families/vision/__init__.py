@@ -6,17 +6,26 @@ composite that has it. Names in the tables are those of modules in transformers'
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 from meshtune.errors import UserError
 from meshtune.families.tensors import TensorMap
-from meshtune.model.spec import ModelSpec
-from meshtune.model.vision import VisionSpec
+from meshtune.model.spec import ModelSpec, stacks_of
+from meshtune.model.vision import VisionSpec, deepstack
 
 # model_type of a composite -> the module of its tower.
-TOWERS: dict[str, str] = {"internvl": "internvit"}
+TOWERS: dict[str, str] = {
+    "idefics3": "idefics3",
+    "internvl": "internvit",
+    "qwen2_5_vl": "qwen2_vl",
+    "qwen2_vl": "qwen2_vl",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl",
+    "smolvlm": "idefics3",
+}
 
 
 class TowerModule(Protocol):
@@ -35,9 +44,27 @@ def _module(model_type: str) -> TowerModule:
     return cast(TowerModule, importlib.import_module(f"{__name__}.{TOWERS[model_type]}"))
 
 
-def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
-    """The tower of a composite's config. Raises UserError where it is not implemented, and for fields that do not fit
-    together."""
+def with_tower(spec: ModelSpec, config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The text model of a composite's config with its tower. Raises UserError where that is not implemented, and for
+    fields that do not fit together."""
+    try:
+        vision = _vision_spec(config, where)
+    except UserError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the fields of vision_config do not fit together ({type(error).__name__}: {error})",
+            where=where,
+            fix="give the config.json that was published with the model",
+        ) from error
+    layers = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
+    for number in range(len(vision.taps)):
+        layers[number] = dataclasses.replace(layers[number], adds=deepstack(number))
+    stacks = stacks_of(layers) if vision.taps else spec.stacks
+    return dataclasses.replace(spec, vision=vision, stacks=stacks)
+
+
+def _vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
     kind = str(config.get("model_type"))
     if kind not in TOWERS:
         raise no_tower(kind, where)
