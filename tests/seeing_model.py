@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import transformers
 from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from families.case import randomise
 
@@ -57,6 +59,19 @@ def save_seeing_model(path: pathlib.Path, shared: pathlib.Path) -> pathlib.Path:
     model.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return path
+
+
+def processed(folder: pathlib.Path, text: str, images: Sequence[Image.Image], answer: str = "") -> dict[str, torch.Tensor]:
+    """A question after the system prompt "Look.", as transformers' processor (which needs torchvision) gives it to the
+    model, with the beginning of an answer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = GotOcr2ImageProcessorPil.from_pretrained(folder)
+    pixels = [np.asarray(processor([image], crop_to_patches=True)["pixel_values"]) for image in images]
+    shown = "".join(f"<img>{'<IMG_CONTEXT>' * 4 * len(tiles)}</img>\n" for tiles in pixels)
+    prompt = f"<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n{shown}{text}<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return inputs | ({"pixel_values": torch.tensor(np.concatenate(pixels))} if pixels else {})
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:

@@ -20,7 +20,7 @@ from meshtune.generate.pictures import LoadedPicture, PatchArrays, PromptPicture
 from meshtune.generate.request import Generation, GenerationRequest
 from meshtune.model.compute import Compute
 
-NEW = 12  # tokens of an answer
+NEW = 7  # tokens of an answer
 
 FAST = {("internvl", 7)}  # the others compile for minutes
 

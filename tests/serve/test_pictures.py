@@ -9,19 +9,17 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import openai
 import pytest
 import torch
 import transformers
 from PIL import Image
 from serving import serving
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from meshtune.generate.api import Model, load
 from meshtune.serve import chat
 from meshtune.serve.models import Models
-from seeing_model import picture, save_seeing_model
+from seeing_model import picture, processed, save_seeing_model
 
 NEW = 10
 
@@ -67,18 +65,13 @@ def ask(client: openai.OpenAI, messages: list[dict], **options):
 
 
 def expected(folder, text: str, *images: Image.Image) -> str:
-    """The greedy answer of transformers to the same question, whose tokens are written out as its processor does."""
+    """The greedy answer of transformers to the same question."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     torch_model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    processor = GotOcr2ImageProcessorPil.from_pretrained(folder)
-    pixels = [np.asarray(processor([image], crop_to_patches=True)["pixel_values"]) for image in images]
-    shown = "".join(f"<img>{'<IMG_CONTEXT>' * 4 * len(tiles)}</img>\n" for tiles in pixels)
-    prompt = f"<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n{shown}{text}<|im_end|>\n<|im_start|>assistant\n"
-    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-    inputs = {"pixel_values": torch.tensor(np.concatenate(pixels))} if images else {}
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    out = torch_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    inputs = processed(folder, text, images)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    out = torch_model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=end)
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def test_answers_about_pictures_are_those_of_transformers(client, folder):
