@@ -53,6 +53,7 @@ BATCH_ARRAYS = {
     "patch_grid": BatchArray(np.int32, (*_PATCHES, "grid")),
     "visual": BatchArray(np.int32, _TOKENS),
     "mrope_positions": BatchArray(np.int32, (*_TOKENS, "axes")),
+    "reach": BatchArray(np.int32, _TOKENS),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 

@@ -20,6 +20,7 @@ from meshtune.config.sections import (
     OptimizerSection,
     RolloutSection,
     StageSection,
+    VisionSection,
     written_out,
 )
 from meshtune.mesh.config import MeshConfig
@@ -217,6 +218,9 @@ class Recipe(Section):
     )
     rewards: list[RewardSection] = Field(default_factory=list, description="Scores of completions; they are added up.")
     method: MethodSection = Field(default_factory=LoraOptions)
+    vision: VisionSection | None = Field(
+        default=None, description="Read pictures, with a model that sees; null: text only."
+    )
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
     )
