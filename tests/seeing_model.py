@@ -61,7 +61,9 @@ def save_seeing_model(path: pathlib.Path, shared: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def processed(folder: pathlib.Path, text: str, images: Sequence[Image.Image], answer: str = "") -> dict[str, torch.Tensor]:
+def processed(
+    folder: pathlib.Path, text: str, images: Sequence[Image.Image], answer: str = ""
+) -> dict[str, torch.Tensor]:
     """A question after the system prompt "Look.", as transformers' processor (which needs torchvision) gives it to the
     model, with the beginning of an answer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

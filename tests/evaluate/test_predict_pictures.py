@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 import transformers
-from seeing_model import picture, processed, save_seeing_model
 
 from meshtune.cli.evaluate import source_section
 from meshtune.errors import UserError
 from meshtune.evaluate.predict import PredictOptions, Record, digest, predict, read_records
 from meshtune.generate.api import load
 from meshtune.terminal import console
+from seeing_model import picture, processed, save_seeing_model
 
 ASKED = [("What is it?", [1], "A cat."), ("Which one?", [2, 3], "The second."), ("Hello!", [], "Hello.")]
 NEW = 6
@@ -43,7 +43,8 @@ def records(tmp_path_factory) -> list[Record]:
 def test_answers_and_losses_are_those_of_transformers(folder, records, tmp_path):
     """The tokens of the shown prompt have no part in the loss. 2e-5: float32 in another order."""
     options = PredictOptions(metrics=("f1",), max_tokens=NEW, rows=2)
-    result = predict(load(folder, dtype="float32"), records, tmp_path, options, identity="x", console=console(quiet=True))
+    ours = load(folder, dtype="float32")
+    result = predict(ours, records, tmp_path, options, identity="x", console=console(quiet=True))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -7,11 +7,11 @@ import io
 import pathlib
 
 import pytest
-from command import run
-from seeing_model import picture, save_seeing_model
 
+from command import run
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load
+from seeing_model import picture, save_seeing_model
 
 NEW = 8
 
@@ -93,7 +93,7 @@ def test_the_command_line_takes_pictures(model, file, monkeypatch):
     done = run("generate", *options, "--image", file, "-p", "What is it?")
     assert done.stdout == f"{answer}\n"
     done = run("generate", *options, "--image", "/nowhere/cat.png", "-p", "What is it?")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--image /nowhere/cat.png" in done.stderr
     lines = f"/image /nowhere/cat.png\n/image {file}\nWhat is it?\n/exit\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))

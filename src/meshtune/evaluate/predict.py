@@ -177,8 +177,8 @@ def record_of(number: int, document: Sample) -> Record:
 def record_prompt(
     tokenizer: PreTrainedTokenizerFast, record: Record, reader: PictureReader | None = None
 ) -> TokenPrompt:
-    """The ids of the prompt, with its pictures. Raises UserError for an empty prompt, one that the chat template refuses,
-    and pictures where there is no `reader` for them."""
+    """The ids of the prompt, with its pictures. Raises UserError for an empty prompt, one that the chat template
+    refuses, and pictures where there is no `reader` for them."""
     if isinstance(record.prompt, str):
         try:
             return TokenPrompt(continuation_ids(tokenizer, record.prompt))
@@ -200,7 +200,8 @@ def record_prompt(
     if reader is None:
         return TokenPrompt(ids)
     check_placeholders(reader, document)
-    return insert_pictures(reader, ids, [record_picture(reader, picture, record.origin) for picture in document.pictures])
+    pictures = [record_picture(reader, picture, record.origin) for picture in document.pictures]
+    return insert_pictures(reader, ids, pictures)
 
 
 def digest(records: Sequence[Record]) -> str:
@@ -246,7 +247,8 @@ def held_out_loss(
             fix="see `meshtune data inspect`, or leave the loss out: --no-loss",
         )
     texts = [
-        TargetText(tuple(example.ids.tolist()), _first(example), _placed_pictures(reader, example)) for example in usable
+        TargetText(tuple(example.ids.tolist()), _first(example), _placed_pictures(reader, example))
+        for example in usable
     ]
     targets = iter(model.target_log_probs(texts, progress))
     sums, weights = np.zeros(len(examples)), np.zeros(len(examples))

@@ -221,7 +221,8 @@ def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
     if recipe.data.streaming:
         documents = open_documents(recipe.data, seed=recipe.seed)
     else:
-        files = None if recipe.vision is None else PictureFiles(str(cache_folder() / "pictures"), recipe.vision.media_dir)
+        vision, cache = recipe.vision, str(cache_folder() / "pictures")
+        files = None if vision is None else PictureFiles(cache, vision.media_dir)
         documents = load_documents(recipe.data, seed=recipe.seed, pictures=files)
     trained_on: Sequence[Sample] = () if recipe.data.streaming else documents.train
     if documents.validation is None:

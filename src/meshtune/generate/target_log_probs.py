@@ -447,7 +447,12 @@ class _TreePass:
         features = encode(self._params, *pad_patches(self._spec, *pictures.read(0)), **options)
         arrays = (pictures.index(0, 0, count), pictures.rope_from(0, count), pictures.reach_from(0, count))
         positions = np.arange(count, dtype=np.int32)
-        inputs = (row(node.tokens), row(positions), row(np.ones_like(positions)), Pictures((features,), *map(row, arrays)))
+        inputs = (
+            row(node.tokens),
+            row(positions),
+            row(np.ones_like(positions)),
+            Pictures((features,), *map(row, arrays)),
+        )
         self._answer(_hidden(self._params, *inputs, **options), [(0, query) for query in node.queries])
         self._count(count)
 
