@@ -134,7 +134,7 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
             plain = not (spec.norm_head and node == "head") and node != CONVOLUTION
             within, name = views_of("embed" if spec.tied and node == "head" else node, ()), named[node][0]
             bare = _is_bare(entries.get((f"{node}/weight", ())))
-            by_name[name] = Module(name, node, None, None, weights, plain, within, bare=bare)
+            by_name[name] = Module(name, node, None, None, weights, plain and not bare, within, bare=bare)
             continue
         rows = numbers[place.root, place.key]
         one_layer = {name: leaf.layer for name, leaf in weights.items()}

@@ -47,7 +47,7 @@ BATCH_ARRAYS = {
     "old": BatchArray(np.float32, _TOKENS),
     "sampled": BatchArray(np.float32, _TOKENS),
     "reference_tokens": BatchArray(np.float32, _TOKENS),
-    # Pictures (see model.inputs.Visual), with the positions of M-RoPE.
+    # Pictures (see model.inputs.Visual), with the positions of M-RoPE and what tokens of pictures see of each other.
     "patches": BatchArray(np.float32, (*_PATCHES, "pixels")),
     "patch_segments": BatchArray(np.int32, _PATCHES),
     "patch_grid": BatchArray(np.int32, (*_PATCHES, "grid")),

@@ -46,6 +46,7 @@ class Wrapper:
     of modules of the tower and the projector in memory are written in files, the first that is there. `fields` are
     further fields of the config that say nothing of the text model. `families` are those of text models whose
     model_type is of the composite only. Published configs of a `flat` one have the text model's fields outside.
+    `defaults` are fields, by the text model's model_type, that published configs leave out.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Wrapper:
     fields: tuple[str, ...] = ()
     families: Mapping[str, str] = dataclasses.field(default_factory=dict)
     flat: bool = False
+    defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 tower_tensors = LazyFunction("meshtune.families.vision:tensors")
@@ -80,6 +82,13 @@ TOWER = (
     ("model.multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
 )
 MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
+# Of transformers' LlamaConfig and MistralConfig.
+SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**SEVEN, "intermediate_size": 11008, "rope_theta": 10_000.0, "vocab_size": 32000},
+    "mistral": {**SEVEN, "intermediate_size": 14336, "rope_theta": 10_000.0, "vocab_size": 32000}
+    | {"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32},
+}
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
         "Gemma 3 with vision",
@@ -87,6 +96,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma3_text",),
         VISION,
         ignored=("final_logit_softcapping",),
+        tower=TOWER,
     ),
     "gemma3n": Wrapper(
         "Gemma 3n with vision and audio", "Gemma3nForConditionalGeneration", ("gemma3n_text",), MULTIMODAL
@@ -135,6 +145,26 @@ WRAPPERS: dict[str, Wrapper] = {
         tied=False,
         in_memory=BEFORE,
     ),
+    "llava": Wrapper(
+        "LLaVA 1.5",
+        "LlavaForConditionalGeneration",
+        ("llama", "mistral", "qwen2"),
+        VISION,
+        tied=False,
+        tower=TOWER,
+        fields=("ignore_index",),
+        defaults=TEXT_DEFAULTS,
+    ),
+    "llava_next": Wrapper(
+        "LLaVA-NeXT",
+        "LlavaNextForConditionalGeneration",
+        ("llama", "mistral", "qwen2"),
+        VISION | {"newline": ("image_newline",)},
+        tied=False,
+        tower=(*TOWER, ("model.image_newline", ("image_newline", "model.image_newline"))),
+        fields=("ignore_index", "use_image_newline_parameter"),
+        defaults=TEXT_DEFAULTS,
+    ),
     "mistral3": Wrapper(
         "Mistral Small 3, Ministral 3, Devstral with vision",
         "Mistral3ForConditionalGeneration",
@@ -151,6 +181,7 @@ WRAPPERS: dict[str, Wrapper] = {
             layouts=layouts,
             tower=(("model.visual.", ("visual.", "model.visual.")),),
             families={f"{kind}_text": family},
+            defaults={"qwen3_vl_moe_text": {"norm_topk_prob": True}},  # which is no field: it always does
             flat=layouts != (SINCE,),
         )
         for kind, name, title, family, layouts in (
@@ -228,6 +259,7 @@ def read_composite(
     inner = {"model_type": wrapper.texts[0], **inner}
     if inner.get("model_type") not in wrapper.texts:
         return None
+    inner = {**_defaults(inner, wrapper), **inner}
     inner["model_type"] = wrapper.families.get(inner["model_type"], inner["model_type"])
     for field in wrapper.ignored:
         if inner.get(field) is not None:
@@ -252,6 +284,11 @@ def read_composite(
     in_memory = tuple((own, own) for own, _ in wrapper.tower)
     layout = _layout(names, where, wrapper)
     return inner, Composite(kind, (*tower, *layout), (*in_memory, *wrapper.in_memory))
+
+
+def _defaults(inner: Mapping[str, Any], wrapper: Wrapper) -> Mapping[str, Any]:
+    fields = wrapper.defaults.get(str(inner.get("model_type")), {})
+    return {name: value for name, value in fields.items() if name != "rope_theta" or "rope_parameters" not in inner}
 
 
 def _nested(config: Mapping[str, Any], wrapper: Wrapper) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -351,12 +388,12 @@ def _readers(spec: ModelSpec) -> frozenset[int]:
 def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
     """Lists gaps in the parts that are passed through: parts without a tensor, and layers that lack a tensor which
     other layers of the same part have."""
-    if spec.composite is None:
+    if spec.composite is None or spec.vision is not None:  # what a tower reads is checked by its table
         return []
     wrapper = WRAPPERS[spec.composite.model_type]
     parts = wrapper.parts
     in_parts = {part: [name for name in names if passed_through(spec, name) == part] for part in parts}
-    required = [part for part in parts if part not in wrapper.optional and spec.vision is None]
+    required = [part for part in parts if part not in wrapper.optional]
     problems = [f"the {part} of this {spec.composite.model_type} is missing" for part in required if not in_parts[part]]
     for part, inside in in_parts.items():
         layers: dict[str, dict[int, set[str]]] = {}

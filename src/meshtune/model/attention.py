@@ -62,11 +62,12 @@ def attend(
     compute: Compute,
     *,
     chunk: int | None = None,
+    reaches: bool = False,
     **options: Any,
 ) -> Float[Array, "B T H h"]:
     """Attention of the tokens `rows` to those of `past`, None for themselves.
 
-    With `chunk` a token sees only its own part of its document, each of that many tokens. `options` are arguments of
+    With `reaches` tokens see as far as rows.reach, where there is one. With `chunk` a token sees only its own part of its document, each of that many tokens. `options` are arguments of
     the kernels: scale, window, softcap, causal, slopes, sinks.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
@@ -84,8 +85,9 @@ def attend(
         q_segments=q_segments,
         kv_segments=kv_segments,
         q_parents=q_parents,
+        q_reach=rows.reach if reaches else None,
         backend=compute.attention,
-        aligned=past is None and options.get("causal", True),
+        aligned=past is None and options.get("causal", True) and not (reaches and rows.reach is not None),
         sharding=None if compute.layout is None else compute.layout.attention_sharding(),
         platform=compute.platform,
         chip=compute.chip,
@@ -154,7 +156,7 @@ def kernel_request(
         chip=compute.chip,
         packed=compute.packed or chunk is not None,
         parents=compute.shared_prompts,
-        aligned=q_length == kv_length and options.get("causal", True),
+        aligned=q_length == kv_length and options.get("causal", True) and not options.get("reaches", False),
         **options,
     )
 
@@ -215,7 +217,7 @@ class AttentionSpec(Mixer):
     neither normalised nor rotated as keys are; `v_norm` normalises values. A layer `stores` its keys and values under a
     name for later layers, each of which `reads` them in place of computing keys and values, and has a cache of none.
     With `causal` False tokens see the later ones of their segment too, as in a vision tower, and with `windowed` those
-    of their window of a picture only.
+    of their window of a picture only. With `reaches` tokens of a picture in the text see each other both ways.
     """
 
     heads: int
@@ -243,6 +245,7 @@ class AttentionSpec(Mixer):
     reads: str | None = None
     causal: bool = True
     windowed: bool = False
+    reaches: bool = False
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
@@ -384,7 +387,13 @@ class AttentionSpec(Mixer):
     def _score_options(self) -> dict[str, Any]:
         """Options of scores, for the kernel that runs and for the request that is asked about."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return {"scale": scale, "window": self.window, "softcap": self.softcap, "causal": self.causal}
+        return {
+            "scale": scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "causal": self.causal,
+            "reaches": self.reaches,
+        }
 
     def project(self, x: Hidden, node: Tree, context: Context, parts: tuple[str, ...]) -> dict[str, Heads]:
         """Queries "q" [B, T, H, h], keys "k" and values "v" [B, T, K, h] for the kernels; with "q" their gate."""

@@ -48,6 +48,7 @@ class Inputs:
     Rotary embeddings turn by `rope_positions`, where there are any, in place of them: [B, T], or [B, T, 3] of M-RoPE.
     `embeds` are used in place of the embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name.
     Both are differentiated. Features of `visual` take the place of the embeddings of the tokens that stand for them.
+    `reach` is the last position that a token sees in layers whose tokens of a picture see each other both ways.
     """
 
     tokens: Int[Array, "B T"]
@@ -58,6 +59,7 @@ class Inputs:
     rope_positions: Int[Array, "B T *n"] | None = None
     parent_ids: Int[Array, "B T"] | None = None
     visual: Visual | None = None
+    reach: Int[Array, "B T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +68,8 @@ class SequenceInfo:
     """Where the tokens of a batch are in their documents, for all layers. It is not differentiated.
 
     `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model. `windows` are the
-    segments of attention within windows of pictures, in towers that have it.
+    segments of attention within windows of pictures, in towers that have it, `reach` the last positions that tokens see
+    where that is not their own.
     """
 
     positions: Int[Array, "B T"]
@@ -74,6 +77,7 @@ class SequenceInfo:
     angles: dict[RopeSpec, tuple[Array, Array]]
     parent_ids: Int[Array, "B T"] | None = None
     windows: Int[Array, "B T"] | None = None
+    reach: Int[Array, "B T"] | None = None
 
 
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:
@@ -84,7 +88,8 @@ def inputs_of(batch: Mapping[str, Array]) -> Inputs:
     visual = None
     if "patches" in batch:
         visual = Visual(*(batch[name] for name in ("patches", "patch_segments", "patch_grid", "visual")))
-    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents, visual=visual)
+    reach = batch.get("reach")
+    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents, visual=visual, reach=reach)
 
 
 def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
@@ -92,7 +97,7 @@ def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
     order, segments = inputs.positions, inputs.segment_ids
     turns = order if inputs.rope_positions is None else inputs.rope_positions
     rotations = {rope: angles(rope, turns, order, segments) for rope in ropes}
-    return SequenceInfo(order, segments, rotations, inputs.parent_ids)
+    return SequenceInfo(order, segments, rotations, inputs.parent_ids, reach=inputs.reach)
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:

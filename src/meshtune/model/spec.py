@@ -125,11 +125,13 @@ class Composite:
 
     `model_type` is the composite's. `tensors` and `modules` are pairs (prefix of a name in the plain text model, prefix
     in the composite), of tensors in the checkpoint's files and of modules as transformers has them in memory.
+    `transposed_experts` says that files have fused experts as [E, in, out], where that differs from one to another.
     """
 
     model_type: str
     tensors: tuple[tuple[str, str], ...]
     modules: tuple[tuple[str, str], ...]
+    transposed_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,7 +133,8 @@ class VisionSpec:
     a position of its own. `first_norm` comes before the layers, `norm` after them. `newline`: there is a trained
     embedding for the end of a row of features. `taps` make features of what leaves the tapped layers, which are added
     to what leaves the first layers of the decoder (DeepStack, https://arxiv.org/abs/2406.04334). In windowed layers
-    patches see those of their window, `window` x `window` patches of a picture.
+    patches see those of their window, `window` x `window` patches of a picture. `mutual`: the tokens of a picture see
+    each other both ways in the decoder, by Inputs.reach.
     """
 
     kind: str
@@ -153,6 +154,7 @@ class VisionSpec:
     newline: bool = False
     taps: tuple[ProjectorSpec, ...] = ()
     window: int | None = None
+    mutual: bool = False
 
     @property
     def layers(self) -> int:

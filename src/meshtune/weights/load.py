@@ -180,7 +180,21 @@ def spec_of(config: Mapping[str, Any], directory: Path, dtype: str, *, vision: b
     if not any(directory.glob("*.safetensors")):
         return spec
     spec = as_stored(spec, lambda: model_tensors(directory, spec.published), str(directory))
+    if spec.composite is not None and spec.fused_experts:
+        spec = _with_experts_as_stored(spec, model_tensors(directory, spec.published))
     return spec if spec.published is None else as_in_files(spec, model_tensors(directory, spec.published))
+
+
+def _with_experts_as_stored(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
+    """The spec with fused experts transposed, where only so they have the shapes of the files."""
+    assert spec.composite is not None
+    transposed = dataclasses.replace(spec, composite=dataclasses.replace(spec.composite, transposed_experts=True))
+
+    def fits(spec: ModelSpec) -> bool:
+        entries = (entry for entry in tensors(spec) if entry.array.role == "experts" and entry.name in infos)
+        return all(infos[entry.name].shape == entry.view.tensor for entry in entries)
+
+    return transposed if not fits(spec) and fits(transposed) else spec
 
 
 def _equal_in_samples(first: TensorInfo, second: TensorInfo) -> bool:

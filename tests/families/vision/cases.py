@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from PIL import Image
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -184,6 +190,92 @@ DEEPSTACK = {
     "deepstack_visual_indexes": [0, 2],
 }
 QWEN3_VL = qwen("qwen3_vl", "qwen3_vl_text", DEEPSTACK, [4, 2, 2], head_dim=16)
+QWEN3_VL_MOE = qwen(
+    "qwen3_vl_moe",
+    "qwen3_vl_moe_text",
+    DEEPSTACK,
+    [4, 2, 2],
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    decoder_sparse_step=2,
+)
+
+GEMMA_PIXELS = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def read_gemma(image: Image.Image) -> Sight:
+    pixels = np.stack(GEMMA_PIXELS(image)["pixel_values"])
+    return dataclasses.replace(tiled(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)}), mutual=True)
+
+
+ENCODER = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "image_size": 28,
+    "patch_size": 7,
+}
+GEMMA3 = VisionCase(
+    Case(
+        "gemma3",
+        "gemma3",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "initializer_range": 0.2,
+        },
+        text="gemma3_text",
+        outside={
+            "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False} | ENCODER,
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+        },
+        auto_class=SEES,
+    ),
+    read_gemma,
+    merge=2,
+)
+
+LLAVA_PIXELS = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+NEXT_PIXELS = LlavaNextImageProcessorPil(
+    size={"shortest_edge": 28},
+    crop_size={"height": 28, "width": 28},
+    image_grid_pinpoints=(PINPOINTS := [[28, 56], [56, 28], [56, 56]]),
+)
+
+
+def read_llava(image: Image.Image) -> Sight:
+    pixels = np.stack(LLAVA_PIXELS(image)["pixel_values"])
+    return tiled(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)})
+
+
+def read_llava_next(image: Image.Image) -> Sight:
+    """The whole picture in one tile, then its tiles row by row without what was padded, each row with an end."""
+    inputs = NEXT_PIXELS(image)
+    pixels, size = np.stack(inputs["pixel_values"][0]), np.array(inputs["image_sizes"])
+    sight = tiled(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)[None], "image_sizes": torch.tensor(size)})
+    across, down = (n // 28 for n in select_best_resolution(size[0].tolist(), PINPOINTS)[::-1])
+    assert len(pixels) == 1 + across * down
+    numbers = 17 + np.arange(16 * across * down).reshape(down, across, 4, 4).transpose(0, 2, 1, 3)
+    numbers = unpad_image(torch.tensor(numbers.reshape(1, 4 * down, 4 * across)), torch.tensor(size[0]))[0].numpy()
+    rows = np.concatenate([numbers, np.full((len(numbers), 1), -1)], axis=1).reshape(-1).tolist()
+    visual = [*range(1, 17), *rows]
+    return dataclasses.replace(sight, tokens=[IMAGE] * len(visual), visual=visual)
+
+
+def llava(kind: str, read: Callable[[Image.Image], Sight], **fields: Any) -> VisionCase:
+    vision = {"model_type": "clip_vision_model", "projection_dim": 24} | ENCODER | {"num_hidden_layers": 3}
+    outside = {"vision_config": vision, "image_token_index": IMAGE, "tie_word_embeddings": False, **fields}
+    return VisionCase(Case(kind, kind, text="llama", outside=outside, auto_class=SEES), read)
+
+
+LLAVA = llava("llava", read_llava)
+LLAVA_NEXT = llava("llava_next", read_llava_next, image_grid_pinpoints=PINPOINTS)
 CASES = (
     INTERNVL,
     INTERNVL_6B,
@@ -192,4 +284,8 @@ CASES = (
     QWEN2_VL,
     QWEN2_5_VL,
     QWEN3_VL,
+    QWEN3_VL_MOE,
+    GEMMA3,
+    LLAVA,
+    LLAVA_NEXT,
 )

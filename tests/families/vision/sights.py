@@ -32,6 +32,7 @@ class Sight:
 
     `tokens` are the ids that stand for it in a text, `visual` the numbers of their features among the picture's own: 0
     text, k + 1 feature k, -1 the end of a row. `turns` are the three positions of M-RoPE of each token, from 0.
+    `mutual`: its tokens see each other both ways.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -41,6 +42,7 @@ class Sight:
     tokens: list[int]
     visual: list[int]
     turns: np.ndarray | None = None
+    mutual: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,12 +120,15 @@ def batch_of(rows: Sequence[Sequence[Document]], length: int, patches: int) -> d
     width = sights[0].patches.shape[1] if sights else 1
     arrays["patches"] = np.zeros((count, patches, width), np.float32)
     arrays["patch_segments"], arrays["patch_grid"] = (np.zeros((count, patches, *n), np.int32) for n in ((), (4,)))
+    arrays["reach"] = np.zeros((count, length), np.int32)
     has_turns = all(sight.turns is not None for sight in sights) and bool(sights)
     for number, row in enumerate(rows):
         at = first = features = tiles = 0
         for segment, document in enumerate(row, 1):
-            ids, visual = ids_of(document), list[int]()
+            ids, visual, reach = ids_of(document), list[int](), list[int]()
             for part in document:
+                last = len(reach) + len(part.tokens if isinstance(part, Sight) else part) - 1
+                reach += [last] * len(part.tokens) if isinstance(part, Sight) else range(len(reach), last + 1)
                 if not isinstance(part, Sight):
                     visual += [0] * len(part)
                     continue
@@ -137,11 +142,14 @@ def batch_of(rows: Sequence[Sequence[Document]], length: int, patches: int) -> d
             span = slice(at, at + len(ids))
             arrays["tokens"][number, span], arrays["positions"][number, span] = ids, np.arange(len(ids))
             arrays["segment_ids"][number, span], arrays["visual"][number, span] = segment, visual
+            arrays["reach"][number, span] = reach
             arrays["targets"][number, at : at + len(ids) - 1] = ids[1:]
             arrays["weights"][number, at : at + len(ids) - 1] = np.asarray(visual[1:]) == 0
             if has_turns:
                 arrays["mrope_positions"][number, span] = turns_of(document)
             at = span.stop
+    if not any(sight.mutual for sight in sights):
+        del arrays["reach"]
     if not has_turns:
         del arrays["mrope_positions"]
     if not patches:
@@ -175,8 +183,11 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids_of(document)])}
     for name in sights[0].inputs if sights else ():
         inputs[name] = torch.cat([sight.inputs[name] for sight in sights])
+    kinds = (inputs["input_ids"] == IMAGE).int()
     if sights and sights[0].turns is not None:  # by which transformers tells pictures apart, to number the positions
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
+        inputs["mm_token_type_ids"] = kinds
+    if sights and sights[0].mutual:
+        inputs["token_type_ids"] = kinds
     return inputs
 
 

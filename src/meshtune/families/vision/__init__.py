@@ -13,13 +13,18 @@ from typing import Any, Protocol, cast
 
 from meshtune.errors import UserError
 from meshtune.families.tensors import TensorMap
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.block import Mixer
 from meshtune.model.spec import ModelSpec, stacks_of
 from meshtune.model.vision import VisionSpec, deepstack
 
 # model_type of a composite -> the module of its tower.
 TOWERS: dict[str, str] = {
+    "gemma3": "gemma3",
     "idefics3": "idefics3",
     "internvl": "internvit",
+    "llava": "llava",
+    "llava_next": "llava",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
     "qwen3_vl": "qwen3_vl",
@@ -31,8 +36,9 @@ TOWERS: dict[str, str] = {
 class TowerModule(Protocol):
     """The module of a tower."""
 
-    def vision_spec(self, config: Mapping[str, Any], where: str) -> VisionSpec:
-        """The spec of a composite's config. Raises UserError for whatever is not implemented."""
+    def vision_spec(self, config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
+        """The spec of the tower in a composite's config, around this text model. Raises UserError for whatever is not
+        implemented."""
         ...
 
     def tensors(self, spec: ModelSpec) -> list[TensorMap]:
@@ -48,7 +54,7 @@ def with_tower(spec: ModelSpec, config: Mapping[str, Any], where: str) -> ModelS
     """The text model of a composite's config with its tower. Raises UserError where that is not implemented, and for
     fields that do not fit together."""
     try:
-        vision = _vision_spec(config, where)
+        vision = _vision_spec(config, where, spec)
     except UserError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -60,11 +66,18 @@ def with_tower(spec: ModelSpec, config: Mapping[str, Any], where: str) -> ModelS
     layers = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
     for number in range(len(vision.taps)):
         layers[number] = dataclasses.replace(layers[number], adds=deepstack(number))
-    stacks = stacks_of(layers) if vision.taps else spec.stacks
+    if vision.mutual:
+        layers = [dataclasses.replace(layer, mixer=_mutual(layer.mixer)) for layer in layers]
+    stacks = stacks_of(layers) if vision.taps or vision.mutual else spec.stacks
     return dataclasses.replace(spec, vision=vision, stacks=stacks)
 
 
-def _vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
+def _mutual(mixer: Mixer | None) -> AttentionSpec:
+    assert isinstance(mixer, AttentionSpec)
+    return dataclasses.replace(mixer, reaches=True)
+
+
+def _vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     kind = str(config.get("model_type"))
     if kind not in TOWERS:
         raise no_tower(kind, where)
@@ -74,7 +87,7 @@ def _vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
             where=f"{where}, field vision_config",
             fix="give the config.json that was published with the model",
         )
-    return _module(kind).vision_spec(config, where)
+    return _module(kind).vision_spec(config, where, text)
 
 
 def no_tower(kind: str, where: str) -> UserError:

@@ -12,19 +12,27 @@ from meshtune.families.vision.encoder import MODULES, convolution, encoder_layer
 from meshtune.model.spec import VISION, ModelSpec, stacks_of
 from meshtune.model.vision import PatchPositions, ProjectorSpec, VisionSpec
 
+DEFAULTS = {  # of Idefics3VisionConfig, which published configs leave out
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 32,
+}
 TOWER, CONNECTOR = "model.vision_model", "model.connector.modality_projection.proj"
 
 
-def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
+def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """Idefics3Config or SmolVLMConfig -> VisionSpec."""
     merge = ConfigFields(dict(config), where).integer("scale_factor", 2)
-    fields = ConfigFields(dict(config["vision_config"]), f"{where}, vision_config")
+    fields = ConfigFields(DEFAULTS | dict(config["vision_config"]), f"{where}, vision_config")
     side, tile = patches_of(fields, merge)
     layer = encoder_layer(fields, "gelu_pytorch_tanh", 1e-6)
     spec = VisionSpec(
         "idefics3",
         fields.integer("hidden_size"),
-        stacks_of([layer] * fields.integer("num_hidden_layers", 12)),
+        stacks_of([layer] * fields.integer("num_hidden_layers")),
         side,
         ProjectorSpec(merge, bias=False),
         channels=fields.integer("num_channels", 3),

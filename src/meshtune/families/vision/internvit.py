@@ -15,6 +15,14 @@ from meshtune.model.norm import NormKind, NormSpec
 from meshtune.model.spec import VISION, ModelSpec, stacks_of
 from meshtune.model.vision import PatchPositions, ProjectorSpec, VisionSpec
 
+DEFAULTS = {  # of InternVLVisionConfig, which published configs leave out
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 448,
+    "patch_size": 14,
+}
 NORMS: dict[str, NormKind] = {"layer_norm": "layer", "rms_norm": "rms"}
 TOWER, PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 MODULES: dict[str, str | Stored] = {
@@ -33,10 +41,10 @@ MODULES: dict[str, str | Stored] = {
 }
 
 
-def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
+def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """InternVLConfig -> VisionSpec."""
     outer = ConfigFields(dict(config), where)
-    fields = ConfigFields(dict(config["vision_config"]), f"{where}, vision_config")
+    fields = ConfigFields(DEFAULTS | dict(config["vision_config"]), f"{where}, vision_config")
     outer.only("vision_feature_layer", -1)
     outer.only("vision_feature_select_strategy", "default")
     ratio = outer.number("downsample_ratio", 0.5)
@@ -70,7 +78,7 @@ def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
         ProjectorSpec(
             merge,
             norm=NormSpec(1e-5, "layer"),
-            hidden=int(config["text_config"]["hidden_size"]),
+            hidden=text.embed,
             activation=read_activation(outer, "projector_hidden_act", "gelu"),
         ),
         channels=fields.integer("num_channels", 3),

@@ -39,7 +39,7 @@ OUTSIDE: dict[str, str | Stored] = {
 UNUSED = ("tokens_per_second", "in_chans", "spatial_patch_size", "initializer_range", "fps", "temporal_conv")
 
 
-def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
+def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """Qwen2VLConfig or Qwen2_5_VLConfig -> VisionSpec."""
     fields = ConfigFields(dict(config["vision_config"]), f"{where}, vision_config")
     is_older = config["model_type"] == "qwen2_vl"
@@ -48,10 +48,10 @@ def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
     if is_older:
         gelu = read_activation(fields, default="quick_gelu")
         mlp = MlpSpec(int(width * fields.number("mlp_ratio", 4.0)), gelu, bias=True, gated=False)
-        check_output(fields, "hidden_size", config)
+        check_output(fields, "hidden_size", text)
     else:
         mlp = MlpSpec(fields.integer("intermediate_size"), read_activation(fields), bias=True)
-        check_output(fields, "out_hidden_size", config)
+        check_output(fields, "out_hidden_size", text)
     attention, merge = rotated_attention(fields, width), fields.integer("spatial_merge_size", 2)
     count, side = fields.integer("depth", 32), side_of(fields, "patch_size")
     layer, window, layers = LayerSpec(attention, mlp, norm), None, list[LayerSpec]()
@@ -102,11 +102,10 @@ def frames_of(fields: ConfigFields) -> int:
     return frames
 
 
-def check_output(fields: ConfigFields, field: str, config: Mapping[str, Any]) -> None:
+def check_output(fields: ConfigFields, field: str, text: ModelSpec) -> None:
     """Raises UserError where features are not as wide as the embeddings of the text model."""
-    embed = (config.get("text_config") or config)["hidden_size"]
-    if (width := fields.integer(field)) != embed:
-        raise fields.error(field, f"features are {width} wide, and embeddings of the text model {embed}")
+    if (width := fields.integer(field)) != text.embed:
+        raise fields.error(field, f"features are {width} wide, and embeddings of the text model {text.embed}")
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

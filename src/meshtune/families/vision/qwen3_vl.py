@@ -32,11 +32,11 @@ MODULES: dict[str, str | Stored] = {
 MERGER = {"norm": "norm", "in": "linear_fc1", "out": "linear_fc2"}
 
 
-def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
+def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """Qwen3VLConfig or Qwen3VLMoeConfig -> VisionSpec."""
     fields = ConfigFields(dict(config["vision_config"]), f"{where}, vision_config")
     width, merge = fields.integer("hidden_size"), fields.integer("spatial_merge_size", 2)
-    check_output(fields, "out_hidden_size", config)
+    check_output(fields, "out_hidden_size", text)
     gelu, count = read_activation(fields, default="gelu_pytorch_tanh"), fields.integer("depth", 27)
     mlp = MlpSpec(fields.integer("intermediate_size"), gelu, bias=True, gated=False)
     attention, norm = rotated_attention(fields, width), NormSpec(1e-6, "layer")
@@ -44,12 +44,11 @@ def vision_spec(config: Mapping[str, Any], where: str) -> VisionSpec:
     side = math.isqrt(entries)
     if side**2 != entries:
         raise fields.error("num_position_embeddings", f"num_position_embeddings is {entries}, which is no square")
-    depth = int(config["text_config"]["num_hidden_layers"])
-    if list(tapped) != sorted(set(tapped)) or not all(0 <= n < count for n in tapped) or len(tapped) > depth:
+    if list(tapped) != sorted(set(tapped)) or not all(0 <= n < count for n in tapped) or len(tapped) > text.layers:
         raise fields.error(
             "deepstack_visual_indexes",
             f"deepstack_visual_indexes is {tapped!r}: it must list layers of the {count} of the tower in ascending "
-            f"order, at most {depth}, as many as the text model has",
+            f"order, at most {text.layers}, as many as the text model has",
         )
     layer = LayerSpec(attention, mlp, norm)
     layers = [dataclasses.replace(layer, tapped=number in tapped) for number in range(count)]

@@ -111,12 +111,13 @@ def attention(
     slopes: Float[Array, "H"] | None = None,
     sinks: Float[Array, "H"] | None = None,
     q_parents: Int[Array, "B T"] | None = None,
+    q_reach: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows. A token that sees nothing gives 0, and no gradient.
 
     Token i sees token j if and only if they share a segment other than 0 (padding) or kv_segments[j] is q_parents[i]
-    (other than 0), q_positions[i] >= kv_positions[j] (unless `causal` is False), and, with a window, q_positions[i] -
-    kv_positions[j] < window. Query head n reads key head n // (H // K). Scores are float32 (float64 for float64
+    (other than 0), q_positions[i] (or q_reach[i], not less) >= kv_positions[j] (unless `causal` is False), and, with a
+    window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K). Scores are float32 (float64 for float64
     inputs); the result has q's dtype.
 
     `softcap` squashes scaled scores by tanh. With `slopes` the score of head n loses slopes[n] for each position from
@@ -131,6 +132,7 @@ def attention(
     assert k.shape == v.shape == (B, S, K, h), f"keys {k.shape}, values {v.shape} for queries {q.shape}"
     assert H % K == 0, f"{H} heads are not a multiple of {K} key heads"
     assert not aligned or (T == S and causal), f"aligned rows of {T} queries and {S} keys"
+    assert q_reach is None or not aligned, "rows whose tokens see later ones are not aligned"
     assert causal or (window is None and slopes is None), "windows and biases are distances to earlier tokens"
     request = AttentionRequest(
         batch=B,
@@ -151,8 +153,10 @@ def attention(
         sinks=sinks is not None,
         causal=causal,
         parents=q_parents is not None,
+        reaches=q_reach is not None,
     )
-    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks, q_parents)
+    tokens = q_positions, kv_positions, q_segments, kv_segments
+    inputs = AttentionInputs(q, k, v, *tokens, slopes, sinks, q_parents, q_reach)
     if sharding is None or sharding.mesh.size == 1:
         return choose_backend(request, backend)[0].run(inputs, request)
     sharding = sharding.fit(request)

@@ -56,7 +56,8 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
         slopes = jnp.repeat(inputs.slopes.reshape(K, G), T, axis=1)
         scores = alibi_biased(scores, slopes, positions, inputs.kv_positions)
     parents = None if inputs.q_parents is None else jnp.tile(inputs.q_parents, G)
-    is_visible = visible(positions, inputs.kv_positions, segments, inputs.kv_segments, request, parents)
+    reach = None if inputs.q_reach is None else jnp.tile(inputs.q_reach, G)
+    is_visible = visible(positions, inputs.kv_positions, segments, inputs.kv_segments, request, parents, reach)
     scores = jnp.where(is_visible[:, None], scores, MASKED)
     # The maximum only shifts the exponents: its gradient is zero, and need not be computed.
     maximum = jnp.maximum(jax.lax.stop_gradient(scores.max(-1, keepdims=True)), LOWEST)
