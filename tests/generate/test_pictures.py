@@ -13,6 +13,7 @@ import torch
 from families.case import torch_model
 from families.vision.cases import CASES
 from families.vision.sights import Document, Sight, VisionCase, ids_of, load, picture, torch_inputs, turns_of, words
+from meshtune.data.pictures.positions import reach_positions
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.engine import Engine
@@ -22,17 +23,19 @@ from meshtune.model.compute import Compute
 
 NEW = 7  # tokens of an answer
 
-FAST = {("internvl", 7)}  # the others compile for minutes
+FAST = {("internvl", 7), ("qwen3_vl", 4096), ("gemma3", 7)}  # the others compile for minutes
 
 
-def prompt_pictures(document: Document) -> PromptPictures | None:
+def prompt_pictures(case: VisionCase, document: Document) -> PromptPictures | None:
     """The pictures of a document as a request has them."""
     placed, start = [], 0
     for part in document:
         if isinstance(part, Sight):
             arrays = PatchArrays(part.patches, part.tiles.astype(np.int32), part.grid)
             layout = types.SimpleNamespace(
-                visual=np.asarray(part.visual, np.int32), features=max(part.visual), patches=len(part.patches)
+                visual=np.asarray(part.visual, np.int32),
+                features=len(part.patches) // case.merge**2,
+                patches=len(part.patches),
             )
             digest = hashlib.sha256(part.patches.tobytes()).hexdigest()
             placed.append(PromptPicture(start, LoadedPicture(digest, (0, 0), layout, lambda arrays=arrays: arrays)))  # pyright: ignore[reportArgumentType]
@@ -44,11 +47,13 @@ def prompt_pictures(document: Document) -> PromptPictures | None:
         turns = turns_of(document)
         offset = int(turns[-1].max()) + 1 - start
         pictures = dataclasses.replace(pictures, rope_positions=turns.astype(np.int32), offset=offset)
+    if any(part.mutual for part in document if isinstance(part, Sight)):
+        pictures = dataclasses.replace(pictures, reach=reach_positions(pictures.index(0, 0, start)))
     return pictures
 
 
-def request(engine: Engine, document: Document) -> GenerationRequest:
-    return engine.request(ids_of(document), max_tokens=NEW, stop_ids=[], pictures=prompt_pictures(document))
+def request(engine: Engine, case: VisionCase, document: Document) -> GenerationRequest:
+    return engine.request(ids_of(document), max_tokens=NEW, stop_ids=[], pictures=prompt_pictures(case, document))
 
 
 def expected(case: VisionCase, document: Document) -> list[int]:
@@ -61,11 +66,11 @@ def expected(case: VisionCase, document: Document) -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def answers(engine: Engine, documents: list[Document], rows: int) -> list[list[int]]:
+def answers(engine: Engine, case: VisionCase, documents: list[Document], rows: int) -> list[list[int]]:
     scheduler = engine.scheduler(rows=rows)
     generations: list[Generation] = []
     for document in documents:  # let in one after another, while others decode
-        generations.append(scheduler.submit(request(engine, document)))
+        generations.append(scheduler.submit(request(engine, case, document)))
         scheduler.step(2)
     while not scheduler.idle:
         scheduler.step()
@@ -109,7 +114,7 @@ def test_answers_equal_transformers(case: VisionCase, budget: int, monkeypatch):
     ]
     spec, params = load(case)
     engine = Engine(params, spec, Compute())
-    assert answers(engine, documents, rows=3) == [expected(case, document) for document in documents]
+    assert answers(engine, case, documents, rows=3) == [expected(case, document) for document in documents]
 
 
 def test_two_pictures_after_the_same_words_never_share_a_prefix(monkeypatch):
@@ -137,7 +142,7 @@ def test_two_pictures_after_the_same_words_never_share_a_prefix(monkeypatch):
         counts.clear()
         encoded.clear()
         scheduler = engine.scheduler(rows=4)
-        generations = [scheduler.submit(request(engine, texts[number])) for number in order]
+        generations = [scheduler.submit(request(engine, case, texts[number])) for number in order]
         while not scheduler.idle:
             scheduler.step()
         assert [generation.ids for generation in generations] == [golden[number] for number in order]
@@ -151,13 +156,13 @@ def test_replaced_parameters_see_pictures_anew():
     document: Document = [words(5, 3), case.read(picture(60, 30, 1)), words(4, 4)]
     engine, other = Engine(params, spec, Compute()), Engine(doubled(params), spec, Compute())
     scheduler = engine.scheduler(rows=1)
-    generation = scheduler.submit(request(engine, document))
+    generation = scheduler.submit(request(engine, case, document))
     scheduler.step(3)
     old = list(generation.ids)
     engine.replace_params(doubled(params))
     while not scheduler.idle:
         scheduler.step()
-    pictures = prompt_pictures(document)
+    pictures = prompt_pictures(case, document)
     rest = other.request([*ids_of(document), *old], max_tokens=NEW - len(old), stop_ids=[], pictures=pictures)
     scheduler = other.scheduler(rows=1)
     continued = scheduler.submit(rest)
@@ -177,4 +182,4 @@ def test_a_prompt_that_ends_with_a_picture_is_refused():
     case = CASES[0]
     spec, params = load(case)
     with pytest.raises(UserError, match="ends with a picture"):
-        request(Engine(params, spec, Compute()), [words(3, 1), case.read(picture(60, 30, 1))])
+        request(Engine(params, spec, Compute()), case, [words(3, 1), case.read(picture(60, 30, 1))])

@@ -144,8 +144,8 @@ def _keep_offline_without_hub() -> None:
 
 
 def _check_data(name: str, manager: Any) -> None:
-    """Loads the data of one of lm-eval's own tasks, or group of them. Raises UserError where they cannot be had, and for
-    tasks with pictures or sound."""
+    """Loads the data of one of lm-eval's own tasks, or group of them. Raises UserError where they cannot be had, and
+    for tasks with pictures or sound."""
     tasks = optional("lm_eval.tasks", "lm-eval's tasks")
     try:
         loaded = tasks.get_task_dict([name], manager)

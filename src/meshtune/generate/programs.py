@@ -379,7 +379,7 @@ class Pictures:
             features = jax.tree.map(lambda *rows: jnp.concatenate(rows), *self.features)
             none = jnp.zeros((self.visual.shape[0], 0), jnp.int32)
             visual = Visual(none[..., None], none, none[..., None], self.visual, features)
-        return dataclasses.replace(inputs, visual=visual, rope_positions=self.rope_positions)
+        return dataclasses.replace(inputs, visual=visual, rope_positions=self.rope_positions, reach=self.reach)
 
 
 def pad_patches(
