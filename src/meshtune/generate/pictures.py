@@ -239,6 +239,25 @@ def load_picture(reader: PictureReader, source: object, where: str) -> LoadedPic
         raise UserError(problem.what, where=problem.where or where, fix=problem.fix) from problem
 
 
+def load_parts(
+    reader: PictureReader, prompt: str | Sequence[Mapping[str, str]], folder: str, where: str
+) -> str | list[Mapping[str, object]]:
+    """A message's content with its pictures, whose paths are below `folder`. Raises UserError as `load_picture`."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        {**part, "image": load_picture(reader, os.path.join(folder, str(_source(part))), where)}
+        if part.get("type") in _PARTS
+        else part
+        for part in prompt
+    ]
+
+
+def prompt_words(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """A message's content as text, with a mark in the place of each picture."""
+    return prompt if isinstance(prompt, str) else "".join(part.get("text", "<image>") for part in prompt)
+
+
 def record_picture(reader: PictureReader, picture: Picture, where: str) -> LoadedPicture:
     """The picture of a record, whose file is read when its features are computed."""
     from meshtune.data.pictures.files import load_picture

@@ -455,6 +455,12 @@ def sample(
         turn_ids, strings = turn_end(tokenizer)
         stop_ids |= turn_ids
     else:
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise UserError(
+                "a prompt has parts, and the model is tuned on text without a chat template",
+                where="sample.prompts",
+                fix="write it as text",
+            )
         read = [TokenPrompt(continuation_ids(tokenizer, prompt)) for prompt in prompts]
     engine = Engine(params, spec, compute, stop_ids)
     room = engine.context - max(len(prompt.ids) for prompt in read)
