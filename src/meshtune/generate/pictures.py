@@ -253,6 +253,11 @@ def load_parts(
     ]
 
 
+def picture_paths(prompt: Sequence[Mapping[str, str]]) -> list[str]:
+    """The files of the pictures in a message's content."""
+    return [str(_source(part)) for part in prompt if part.get("type") in _PARTS]
+
+
 def prompt_words(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """A message's content as text, with a mark in the place of each picture."""
     return prompt if isinstance(prompt, str) else "".join(part.get("text", "<image>") for part in prompt)
