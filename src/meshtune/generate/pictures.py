@@ -152,15 +152,15 @@ _PARTS = ("image", "image_url", "input_image")
 _TEXTS = ("text", "input_text", "output_text")
 
 
-def split_pictures(messages: Messages) -> tuple[list[Mapping[str, object]], list[object]]:
+def split_pictures(messages: Messages) -> tuple[list[dict[str, object]], list[object]]:
     """(messages as chat templates read them, the pictures of their parts in order). Content of text only becomes one
     text. Raises UserError for parts that are neither text nor pictures."""
     pictures: list[object] = []
-    plain: list[Mapping[str, object]] = []
+    plain: list[dict[str, object]] = []
     for number, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, list):
-            plain.append(message)
+            plain.append(dict(message))
             continue
         before, parts = len(pictures), []
         for part in content:

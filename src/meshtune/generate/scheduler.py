@@ -309,7 +309,9 @@ class Rows:
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
             arrays |= {"source": source, "length": known}
-        self._caches.read(**arrays, **self._picture_arrays(batch, count, length))
+        if any(piece.pictures is not None for piece in batch):
+            arrays |= self._picture_arrays(batch, count, length)
+        self._caches.read(**arrays)
 
     def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, np.ndarray]:
         """What `read` needs of the pictures in pieces of one shape: nothing where there are none."""

@@ -182,10 +182,10 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     if request.tool_choice == "none":
         tools = {}
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
-    reader = served.model.picture_reader
-    rendered = [message.rendered(f"messages[{n}]", reader is not None) for n, message in enumerate(request.messages)]
-    messages, addresses = split_pictures(rendered)
-    pictures = [] if reader is None else open_pictures(served, reader, addresses)
+    reader, pictures = served.model.picture_reader, list[bytes]()
+    messages = [message.rendered(f"messages[{n}]", reader is not None) for n, message in enumerate(request.messages)]
+    if reader is not None:
+        messages, pictures = open_pictures(served, reader, messages)
     options = _template_options(request, template) if request.has_template_options else {}
     text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options, reader)
     answer = AnswerFormat.of_prompt(template, text)
@@ -201,15 +201,18 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     return ChatPrompt(prompt.ids, tools, required, answer, prompt.pictures)
 
 
-def open_pictures(served: Served, reader: PictureReader, addresses: Sequence[Any]) -> list[bytes]:
-    """The files in data URIs, after a look at their headers.
+def open_pictures(
+    served: Served, reader: PictureReader, messages: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """(messages as chat templates read them, the files in their data URIs after a look at the headers).
 
     Raises ApiError for more pixels than a request may have, more tokens than the context, and where the server has no
     memory for their patches; UserError for a file that is damaged or no picture.
     """
+    plain, addresses = split_pictures(messages)
     contents, pixels, tokens, patches = [], 0, 0, 0
     for n, address in enumerate(addresses):
-        contents.append(data_of_uri(address, f"picture {n}"))
+        contents.append(data_of_uri(str(address), f"picture {n}"))
         width, height = read_size(contents[-1], f"picture {n}")
         layout = reader.layout(width, height)
         pixels, tokens = pixels + width * height, tokens + len(layout.ids)
@@ -221,7 +224,7 @@ def open_pictures(served: Served, reader: PictureReader, addresses: Sequence[Any
         raise ApiError(400, message, param="messages")
     if patches and 4 * (patches + served.worker.patches) * reader.pixels > PICTURE_BYTES:
         raise ApiError(429, "the server holds as many pictures as it can; try again in a while", code="queue_full")
-    return contents
+    return plain, contents
 
 
 def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> LLGrammar | None:
