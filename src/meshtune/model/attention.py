@@ -67,8 +67,9 @@ def attend(
 ) -> Float[Array, "B T H h"]:
     """Attention of the tokens `rows` to those of `past`, None for themselves.
 
-    With `reaches` tokens see as far as rows.reach, where there is one. With `chunk` a token sees only its own part of its document, each of that many tokens. `options` are arguments of
-    the kernels: scale, window, softcap, causal, slopes, sinks.
+    With `reaches` tokens see as far as rows.reach, where there is one. With `chunk` a token sees only its own part of
+    its document, each of that many tokens. `options` are arguments of the kernels: scale, window, softcap, causal,
+    slopes, sinks.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
     q_segments, q_parents = rows.segment_ids, rows.parent_ids

@@ -23,6 +23,7 @@ from families.vision import mesh_step
 from families.vision.cases import CASES
 from families.vision.sights import (
     PLAIN,
+    Document,
     VisionCase,
     batch_of,
     load,
@@ -30,7 +31,7 @@ from families.vision.sights import (
     our_logits,
     torch_run,
 )
-from families.vision.test_parity import close_gradients, documents_of, patches_of
+from families.vision.test_parity import close_gradients, documents_of, patches_of, room_for
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
@@ -48,8 +49,22 @@ from meshtune.train.step.state import init_state
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 
-every_case = pytest.mark.parametrize("case", [c for c in CASES if not c.case.variant], ids=lambda case: case.name)
+# In the fast tier those of which one has tiles and a class token, and the other windows of pictures of any size.
+FAST = ("internvl", "qwen2_5_vl")
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.name in FAST else pytest.mark.slow, id=case.name)
+        for case in CASES
+        if not case.case.variant
+    ],
+)
 EVERYTHING = VisionTraining(("projector", "tower"))
+
+
+def padded_rows(documents: list[Document]) -> dict[str, jax.Array]:
+    """A row for each document."""
+    return batch_of([[document] for document in documents], room_for(documents[:1]), patches_of(documents[0]))
 
 
 def tower_targets(spec: ModelSpec) -> tuple[str, ...]:
@@ -66,10 +81,9 @@ def test_packed_padded_and_chunked_rows_give_the_same_gradients(case: VisionCase
     """Two documents in one row, in any order and by chunks of tokens, against rows of one each."""
     spec, params = load(case)
     documents = documents_of(case)
-    count = patches_of(documents[0])
     gradient = jax.jit(jax.grad(mean_loss), static_argnums=(1, 3))
-    padded = gradient(params, spec, batch_of([[d] for d in documents], 96, count), PLAIN)
-    packed = batch_of([[documents[1], documents[0]]], 96, 2 * count)
+    padded = gradient(params, spec, padded_rows(documents), PLAIN)
+    packed = batch_of([[documents[1], documents[0]]], room_for(documents), 2 * patches_of(documents[0]))
     close_gradients(gradient(params, spec, packed, PLAIN), padded, 1e-5)
     chunked = dataclasses.replace(PLAIN, remat="full", attention_chunk=16, mlp_chunk=16)
     close_gradients(gradient(params, spec, packed, chunked), padded, 1e-5)
@@ -113,7 +127,7 @@ def test_lora_over_nf4_leaves_the_tower_plain(case: VisionCase):
     assert all(path.startswith("layers/") for path in coded)
     wide = {p: leaf.dequantise("float32") if p in coded else leaf for p, leaf in flatten(params).items()}
     documents = documents_of(case)
-    batch = batch_of([[d] for d in documents], 96, patches_of(documents[0]))
+    batch = padded_rows(documents)
     np.testing.assert_allclose(
         our_logits(params, arrays.spec, batch), our_logits(unflatten(wide), arrays.spec, batch), atol=1e-4
     )
@@ -124,7 +138,7 @@ def test_lora_over_nf4_leaves_the_tower_plain(case: VisionCase):
 def test_updates_in_the_backward_pass_are_those_of_the_plain_gradient(case: VisionCase):
     spec, params = load(case)
     documents = documents_of(case)
-    batch = batch_of([[d] for d in documents], 96, patches_of(documents[0]))
+    batch = padded_rows(documents)
     expected = jax.jit(jax.grad(mean_loss), static_argnums=1)(params, spec, batch)
     prepared = prepare(FullConfig(), spec, params, jax.random.key(0), vision=EVERYTHING)
     rate = 1024.0  # the sum of a weight near one and of a small gradient would lose the gradient's last digits
@@ -149,7 +163,7 @@ def test_an_adapter_of_the_tower_has_the_same_logits_in_peft(case: VisionCase, t
     trained = move_weights(prepared.trainable)
     assert any(path.startswith("vision/") for path in flatten(trained))
     documents = documents_of(case)
-    batch = batch_of([[d] for d in documents], 96, patches_of(documents[0]))
+    batch = padded_rows(documents)
     ours = np.asarray(our_logits(merge(trained, prepared.frozen), prepared.spec, batch))
     save_adapter(tmp_path / "adapter", trained, prepared.spec, config, BaseRecord("some/base", "sha256:0"))
     model = torch_model(case.case)
@@ -176,7 +190,7 @@ def test_an_adapter_of_peft_on_everything_has_the_same_logits_here(case: VisionC
     model.save_pretrained(str(tmp_path))
     spec, params = attach(params, spec, load_adapter(tmp_path, spec))
     documents = documents_of(case)
-    batch = batch_of([[d] for d in documents], 96, patches_of(documents[0]))
+    batch = padded_rows(documents)
     ours = np.asarray(our_logits(params, spec, batch))
     for row, expected in enumerate(torch_run(model, documents)[0]):
         np.testing.assert_allclose(ours[row, : len(expected)], expected, atol=1e-4, rtol=1e-4)
@@ -190,7 +204,7 @@ def test_a_tower_trained_in_full_beside_adapters_is_read_by_peft(case: VisionCas
     prepared = prepare(config, spec, params, jax.random.key(0), vision=EVERYTHING)
     trained = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size).reshape(x.shape)), prepared.trainable)
     documents = documents_of(case)
-    batch = batch_of([[d] for d in documents], 96, patches_of(documents[0]))
+    batch = padded_rows(documents)
     ours = np.asarray(our_logits(merge(trained, prepared.frozen), prepared.spec, batch))
     adapter = save_adapter(tmp_path / "adapter", trained, prepared.spec, config, BaseRecord("some/base", "sha256:0"))
     theirs, _ = torch_run(in_peft(torch_model(case.case), adapter), documents)
@@ -206,7 +220,7 @@ def test_eight_devices_change_nothing(case: VisionCase, tmp_path: pathlib.Path):
     """Simulated devices against one, in float64: loss and the norm of every gradient, within 1e-8; those of biases of
     keys, which cancel out in a softmax, within 1e-12 of zero."""
     documents = documents_of(case)
-    batch = batch_of([[documents[0]], [documents[1]]] * 2, 96, patches_of(documents[0]))
+    batch = padded_rows([*documents, *documents])
     np.savez(tmp_path / "batch.npz", **{name: np.asarray(array) for name, array in batch.items()})
     program = [sys.executable, mesh_step.__file__, str(directory(case.case.changed(vocab_size=96))), str(tmp_path)]
     run = subprocess.run(program, capture_output=True, text=True, env=os.environ, timeout=500)

@@ -1,5 +1,5 @@
-"""The tower and the projector of Gemma 3 (https://arxiv.org/abs/2503.19786): SigLIP's encoder over one large tile, whose
-patches are averaged; the tokens of a picture see each other both ways in the decoder."""
+"""The tower and the projector of Gemma 3 (https://arxiv.org/abs/2503.19786): SigLIP's encoder over one large tile,
+whose patches are averaged; the tokens of a picture see each other both ways in the decoder."""
 
 from __future__ import annotations
 

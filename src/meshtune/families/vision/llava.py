@@ -1,5 +1,5 @@
-"""The tower and the projector of LLaVA 1.5 (https://arxiv.org/abs/2310.03744) and LLaVA-NeXT: CLIP's encoder without its
-last layer, and two linear layers; NeXT ends every row of a picture of several tiles with a vector of its own."""
+"""The tower and the projector of LLaVA 1.5 (https://arxiv.org/abs/2310.03744) and LLaVA-NeXT: CLIP's encoder without
+its last layer, and two linear layers; NeXT ends every row of a picture of several tiles with a trained vector."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
     outer = ConfigFields(dict(config), where)
     given = dict(config["vision_config"])
     if given.get("model_type", "clip_vision_model") != "clip_vision_model":
-        raise outer.error(
-            "vision_config", f"a tower of type {given['model_type']!r} is not implemented: only CLIP's is"
-        )
+        raise outer.error("vision_config", f"a tower of type {given['model_type']!r} is not implemented")
     fields = ConfigFields(CLIP | given, f"{where}, vision_config")
     outer.only("vision_feature_select_strategy", "default")
     chosen, count = outer.get("vision_feature_layer", -2), fields.integer("num_hidden_layers")

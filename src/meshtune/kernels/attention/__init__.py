@@ -116,9 +116,9 @@ def attention(
     """Grouped-query softmax attention over packed rows. A token that sees nothing gives 0, and no gradient.
 
     Token i sees token j if and only if they share a segment other than 0 (padding) or kv_segments[j] is q_parents[i]
-    (other than 0), q_positions[i] (or q_reach[i], not less) >= kv_positions[j] (unless `causal` is False), and, with a
-    window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K). Scores are float32 (float64 for float64
-    inputs); the result has q's dtype.
+    (other than 0), q_positions[i], or q_reach[i] which is not less, >= kv_positions[j] (unless `causal` is False), and,
+    with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K). Scores are
+    float32 (float64 for float64 inputs); the result has q's dtype.
 
     `softcap` squashes scaled scores by tanh. With `slopes` the score of head n loses slopes[n] for each position from
     query back to key (ALiBi); they get no gradient. `sinks` are scores in every token's softmax that have no value.

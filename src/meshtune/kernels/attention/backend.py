@@ -61,8 +61,8 @@ class AttentionInputs(NamedTuple):
     `sinks` [H] are scores that take part in every softmax and have no value. None without sinks.
     `q_parents` int32 [B,T] are the segments that queries' segments continue (0: none), whose tokens come before them in
     the row: queries see their tokens too. None where no segment continues another.
-    `q_reach` int32 [B,T] are the last positions that queries see, their own or later: tokens of a picture see each other
-    both ways. None where that is their own.
+    `q_reach` int32 [B,T] are the last positions that queries see, their own or later: tokens of a picture see each
+    other both ways. None where that is their own.
     """
 
     q: jax.Array
