@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import pathlib
 import types
 
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
+from test_meshes import on_four_devices
 
 from families.case import torch_model
 from families.vision.cases import CASES
@@ -20,6 +24,7 @@ from meshtune.generate.engine import Engine
 from meshtune.generate.pictures import LoadedPicture, PatchArrays, PromptPicture, PromptPictures
 from meshtune.generate.request import Generation, GenerationRequest
 from meshtune.model.compute import Compute
+from seeing_model import save_seeing_model
 
 NEW = 7  # tokens of an answer
 
@@ -183,3 +188,17 @@ def test_a_prompt_that_ends_with_a_picture_is_refused():
     spec, params = load(case)
     with pytest.raises(UserError, match="ends with a picture"):
         request(Engine(params, spec, Compute()), case, [words(3, 1), case.read(picture(60, 30, 1))])
+
+
+@pytest.mark.slow
+def test_adapters_over_one_base_and_meshes_see_the_same(shared, tmp_path):
+    """Adapters of peft in the decoder, and in the tower; on four devices, in a process of their own."""
+    base = save_seeing_model(tmp_path / "base", shared)
+    for seed, (name, modules) in enumerate(
+        {"reads": r".*language_model.*v_proj", "looks": r".*vision_tower.*v_proj"}.items()
+    ):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+        config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=modules, init_lora_weights=False)
+        peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapters" / name)
+    on_four_devices(pathlib.Path(__file__).with_name("picture_cases.py"), base, tmp_path / "adapters")
