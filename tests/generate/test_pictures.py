@@ -12,11 +12,11 @@ import peft
 import pytest
 import torch
 import transformers
-from test_meshes import on_four_devices
 
 from families.case import torch_model
 from families.vision.cases import CASES
 from families.vision.sights import Document, Sight, VisionCase, ids_of, load, picture, torch_inputs, turns_of, words
+from generate.test_meshes import on_four_devices
 from meshtune.data.pictures.positions import reach_positions
 from meshtune.errors import UserError
 from meshtune.generate import programs
@@ -194,9 +194,8 @@ def test_a_prompt_that_ends_with_a_picture_is_refused():
 def test_adapters_over_one_base_and_meshes_see_the_same(shared, tmp_path):
     """Adapters of peft in the decoder, and in the tower; on four devices, in a process of their own."""
     base = save_seeing_model(tmp_path / "base", shared)
-    for seed, (name, modules) in enumerate(
-        {"reads": r".*language_model.*v_proj", "looks": r".*vision_tower.*v_proj"}.items()
-    ):
+    targets = {"reads": r".*language_model.*v_proj", "looks": r".*vision_tower.*v_proj"}
+    for seed, (name, modules) in enumerate(targets.items()):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
         config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=modules, init_lora_weights=False)
