@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from browsers import IMAGES, chromium, complaints, eventually, press, running, texts
-from seeing_model import picture, save_seeing_model
 
 from meshtune.generate.api import load
+from seeing_model import picture, save_seeing_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -18,7 +18,8 @@ canvas.getContext('2d').fillRect(5, 5, 10, 10);
 canvas.toBlob((blob) => {
   const data = new DataTransfer();
   data.items.add(new File([blob], 'pasted.png', { type: 'image/png' }));
-  document.getElementById('prompt').dispatchEvent(new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true }));
+  const paste = new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true });
+  document.getElementById('prompt').dispatchEvent(paste);
   done();
 });
 """
