@@ -29,7 +29,7 @@ _NOISE = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|Thumbs\.db$)")
 async def receive_archive(workspace: Workspace, name: str, chunks: AsyncIterator[bytes]) -> pathlib.Path:
     """Unpacks an upload into a new folder below ROOT/data and returns the table in it.
 
-    Raises UserError for what is no zip, or holds anything but pictures and one table, names that lead elsewhere, links,
+    Raises UserError for a file that is no zip, or holds anything but pictures and one table, names that lead elsewhere, links,
     encryption, damaged pictures, and more than the bounds; nothing is left of it then.
     """
     if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", name) or len(name) > MAX_NAME:
@@ -53,9 +53,9 @@ def _unpack(file: object, folder: pathlib.Path, name: str) -> pathlib.Path:
     entries = [entry for entry in archive.infolist() if not entry.is_dir() and not _NOISE.search(entry.filename)]
     paths = [_checked_path(entry, name) for entry in entries]
     if len(entries) > MOST_ENTRIES or sum(entry.file_size for entry in entries) > MOST_BYTES:
-        what = f"the archive has {len(entries):,} files of {sum(entry.file_size for entry in entries):,} bytes"
+        message = f"the archive has {len(entries):,} files of {sum(entry.file_size for entry in entries):,} bytes"
         fix = f"give at most {MOST_ENTRIES:,} files of {MOST_BYTES:,} bytes, in several archives"
-        raise UserError(what, where=name, fix=fix)
+        raise UserError(message, where=name, fix=fix)
     tables = [path for path in paths if path.suffix.lower() in TEXT_TYPES]
     if len(tables) != 1:
         listed = ", ".join(map(str, tables[:3])) or "none"

@@ -93,10 +93,7 @@ def _conversation(text: str, system: str | None, pictures: list[bytes]) -> list[
 
 
 IMAGE = "/image "
-COMMANDS = (
-    "/image FILE adds a picture to the next message, /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C "
-    "stops an answer"
-)
+COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 @expand_options(sampling={"temperature": 0.7, "top_p": 0.95})
@@ -123,7 +120,8 @@ def chat(
             overflow="drop_oldest",
             notify=lambda notice: terminal.print(notice, style="yellow", markup=False),
         )
-        terminal.print(COMMANDS, style="dim", markup=False, soft_wrap=True)
+        sees = "" if loaded.picture_reader is None else f"{IMAGE}FILE adds a picture to the next message, "
+        terminal.print(f"{sees}{COMMANDS}", style="dim", markup=False, soft_wrap=True)
         _converse(session, terminal)
 
     use_model(talk, model, loading, caching, mesh)

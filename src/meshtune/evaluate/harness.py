@@ -158,7 +158,6 @@ def _check_data(name: str, manager: Any) -> None:
             else "run it once where there is a network, whose cache (HF_HOME) can be copied",
         ) from problem
 
-
     check_text_only(name, loaded)
 
 

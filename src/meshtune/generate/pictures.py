@@ -1,6 +1,4 @@
-"""The pictures of a prompt: read from messages, with their patches, and the places of the prompt where their features
-stand.
-"""
+"""The pictures of a prompt: read from messages, with their patches, and the tokens whose embeddings are their features."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ class PromptPicture:
 
     @property
     def visual(self) -> Int[np.ndarray, "n"]:
-        """What each of its tokens stands for: k + 1 for its feature k, -1 for the model's vector after a row of
-        features, 0 for the token itself."""
+        """The feature of each of its tokens: k + 1 for feature k of the picture, -1 for the model's vector after a row
+        of features, 0 for the token's own embedding."""
         return self.loaded.layout.visual
 
     @property
@@ -87,8 +85,8 @@ class PromptPictures:
         return sum(picture.loaded.layout.patches for picture in self.pictures)
 
     def keys(self, ids: Sequence[int]) -> list[int]:
-        """The prompt's ids, with a negative number made of the picture and the place for each token that stands for a
-        feature: what is cached for such a token serves the same place of the same picture only."""
+        """The prompt's ids, with a negative number for each token whose embedding is a feature. It is made of the picture
+        and the place in it, so a cache of such a token serves the same place of the same picture only."""
         keys = list(ids)
         for picture in self.pictures:
             number = int(picture.loaded.digest, 16) << 32
@@ -101,8 +99,8 @@ class PromptPictures:
         return next(n for n, picture in enumerate(self.pictures) if picture.end > position)
 
     def index(self, first: int, start: int, end: int) -> Int[np.ndarray, "T"]:
-        """What the tokens from `start` to `end` stand for, as `visual` says it, of all features of the pictures from
-        number `first` on."""
+        """The features of the tokens from `start` to `end`, numbered as in `PromptPicture.visual`, among all features of
+        the pictures from number `first` on."""
         index, before = np.zeros(max(end, self.end), np.int32), 0
         for picture in self.pictures[first:]:
             visual = picture.visual
@@ -111,7 +109,7 @@ class PromptPictures:
         return index[start:end]
 
     def read(self, first: int) -> PatchArrays:
-        """The patches of the pictures from number `first` on, each picture in tiles of its own."""
+        """The patches of the pictures from number `first` on; no two pictures share a tile."""
         arrays, before = list[PatchArrays](), 0
         for picture in self.pictures[first:]:
             patches, segments, grid = picture.loaded.read()
@@ -208,8 +206,8 @@ def picture_file(source: str | os.PathLike[str], where: str) -> bytes:
     try:
         return files.read_file(path, where)
     except OSError as problem:
-        what = f"the picture cannot be read: {problem.strerror or problem}: {path}"
-        raise UserError(what, where=where, fix="check the path") from problem
+        message = f"the picture cannot be read: {problem.strerror or problem}: {path}"
+        raise UserError(message, where=where, fix="check the path") from problem
 
 
 def load_picture(reader: PictureReader, source: object, where: str) -> LoadedPicture:
@@ -279,11 +277,11 @@ def insert_pictures(reader: PictureReader, ids: Sequence[int], pictures: Sequenc
     from meshtune.data.pictures.expansion import expand
 
     expanded = expand(reader, np.asarray(ids), [picture.size for picture in pictures], "messages")
-    whole = expanded.ids.tolist()
+    tokens = expanded.ids.tolist()
     if not pictures:
-        return TokenPrompt(whole)
+        return TokenPrompt(tokens)
     placed = [PromptPicture(start, picture) for start, picture in zip(expanded.starts, pictures, strict=True)]
-    return TokenPrompt(whole, place_pictures(reader, len(whole), placed))
+    return TokenPrompt(tokens, place_pictures(reader, len(tokens), placed))
 
 
 def place_pictures(reader: PictureReader, length: int, placed: Sequence[PromptPicture]) -> PromptPictures:

@@ -90,8 +90,8 @@ class Row:
 class _Piece(NamedTuple):
     """Tokens to read into row number `target`, after the first `length` tokens of row number `source`.
 
-    `pictures` are those of a text that has some, and the tokens stand for features of those from number `first` on,
-    which have places for `features` of them (0: for none).
+    `pictures` are those of the text, if it has any. Embeddings of the tokens are features of those from number `first`
+    on, which are arrays of `features` entries (0: no token has one).
     """
 
     target: int
@@ -258,7 +258,7 @@ class Rows:
         return self._piece(row, target if source is None else self.rows.index(source), length, text, budget)
 
     def _piece(self, row: Row, source: int, length: int, text: CachedText, budget: int) -> _Piece:
-        """The next tokens of a row's text after `length` ones; features that they stand for are computed before."""
+        """The next tokens of a row's text after the first `length`. Computes the features among their embeddings."""
         assert row.generation is not None
         target, pictures = self.rows.index(row), row.generation.request.pictures
         if pictures is None:
@@ -314,13 +314,13 @@ class Rows:
         self._caches.read(**arrays)
 
     def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, np.ndarray]:
-        """What `read` needs of the pictures in pieces of one shape: nothing where there are none."""
+        """The arguments of `read` for the pictures in pieces of one shape; none where there are none."""
         arrays: dict[str, np.ndarray] = {}
 
         def put(name: str, n: int, values: np.ndarray | None) -> None:
             if values is not None:
-                whole = arrays.setdefault(name, np.zeros((count, length, *values.shape[1:]), np.int32))
-                whole[n, : len(values)] = values
+                rows = arrays.setdefault(name, np.zeros((count, length, *values.shape[1:]), np.int32))
+                rows[n, : len(values)] = values
 
         for n, piece in enumerate(batch):
             if piece.pictures is not None:
