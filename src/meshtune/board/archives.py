@@ -29,8 +29,8 @@ _NOISE = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|Thumbs\.db$)")
 async def receive_archive(workspace: Workspace, name: str, chunks: AsyncIterator[bytes]) -> pathlib.Path:
     """Unpacks an upload into a new folder below ROOT/data and returns the table in it.
 
-    Raises UserError for a file that is no zip, or holds anything but pictures and one table, names that lead elsewhere, links,
-    encryption, damaged pictures, and more than the bounds; nothing is left of it then.
+    Raises UserError for a file that is no zip or holds anything but pictures and one table; for names that lead
+    elsewhere, links, encryption, damaged pictures, and more than the bounds. Nothing is left of it then.
     """
     if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", name) or len(name) > MAX_NAME:
         raise UserError(f"{name!r} is not a plain file name", where="name", fix="rename the file")

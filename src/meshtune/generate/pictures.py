@@ -1,4 +1,4 @@
-"""The pictures of a prompt: read from messages, with their patches, and the tokens whose embeddings are their features."""
+"""The pictures of a prompt: read from messages, their patches, and the tokens whose embeddings are features."""
 
 from __future__ import annotations
 
