@@ -85,8 +85,8 @@ class PromptPictures:
         return sum(picture.loaded.layout.patches for picture in self.pictures)
 
     def keys(self, ids: Sequence[int]) -> list[int]:
-        """The prompt's ids, with a negative number for each token whose embedding is a feature. It is made of the picture
-        and the place in it, so a cache of such a token serves the same place of the same picture only."""
+        """The prompt's ids, with a negative number for each token whose embedding is a feature. It is made of the
+        picture and the place in it, so a cache of such a token serves the same place of the same picture only."""
         keys = list(ids)
         for picture in self.pictures:
             number = int(picture.loaded.digest, 16) << 32
@@ -99,8 +99,8 @@ class PromptPictures:
         return next(n for n, picture in enumerate(self.pictures) if picture.end > position)
 
     def index(self, first: int, start: int, end: int) -> Int[np.ndarray, "T"]:
-        """The features of the tokens from `start` to `end`, numbered as in `PromptPicture.visual`, among all features of
-        the pictures from number `first` on."""
+        """The features of the tokens from `start` to `end`, numbered as in `PromptPicture.visual`, among all features
+        of the pictures from number `first` on."""
         index, before = np.zeros(max(end, self.end), np.int32), 0
         for picture in self.pictures[first:]:
             visual = picture.visual
