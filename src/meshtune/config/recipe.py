@@ -171,7 +171,11 @@ class SampleSection(Section):
     every: PositiveInt | None = Field(
         default=None, description="Steps between samples; null: only at the start and the end."
     )
-    prompts: list[str] = Field(default_factory=list, description="User messages (chat data) or text to continue.")
+    prompts: list[str | list[dict[str, str]]] = Field(
+        default_factory=list,
+        description="User messages (chat data) or text to continue. A message with pictures is a list of parts, such "
+        'as {"type": "image", "image": FILE} and {"type": "text", "text": "What is it?"}.',
+    )
     max_tokens: PositiveInt = Field(default=64, description="New tokens a sample at most.")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
 

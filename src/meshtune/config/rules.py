@@ -65,6 +65,8 @@ def _check_evaluation(recipe: Recipe) -> None:
             raise ValueError("checkpoint.result: best needs checkpoint.keep_best: true, which keeps that state")
     if recipe.sample.every is not None and not recipe.sample.prompts:
         raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
+    if recipe.vision is None and not all(isinstance(prompt, str) for prompt in recipe.sample.prompts):
+        raise ValueError("sample.prompts of parts are for models that see: set vision={}, or write the prompts as text")
 
 
 def _check_base(recipe: Recipe) -> None:

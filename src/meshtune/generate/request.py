@@ -4,8 +4,9 @@ Python API read too, and the grammars that answers may have to follow."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from meshtune.errors import UserError
@@ -14,6 +15,8 @@ from meshtune.options import option
 if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import UInt32
+
+    from meshtune.generate.pictures import PromptPictures
 
 WORD = 32  # tokens whose bits are in one word of a mask
 
@@ -116,10 +119,9 @@ class GenerationRequest:
     with their log-probabilities (0: only that of the token; None: none). `client` is who asks: rows are given to
     clients in turn. `grammar` is the one that the answer must follow: it ends with a stop id once the grammar is
     satisfied, or by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where
-    several share a batch (None: the base only). `content_keys` has a digest for each position whose token stands for
-    something else, such as the first token of a picture: the cache of another request is reused up to a position where
-    they differ. With `reports_drawn`, which all requests of a scheduler must agree on, log-probabilities are those of
-    the distribution that the token was drawn from, after temperature and cuts.
+    several share a batch (None: the base only). With `reports_drawn`, which all requests of a scheduler must agree on,
+    log-probabilities are those of the distribution that the token was drawn from, after temperature and cuts.
+    `pictures` are those of the prompt, whose ids have placeholders in their places.
     """
 
     prompt: tuple[int, ...]
@@ -130,12 +132,17 @@ class GenerationRequest:
     client: str = ""
     grammar: Grammar | None = None
     adapter: int | None = None
-    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict, hash=False)
     reports_drawn: bool = False
+    pictures: PromptPictures | None = None
 
     def with_seed_of(self, row: int) -> GenerationRequest:
         """The same request as number `row` of several, which draws with another seed."""
         return dataclasses.replace(self, sampling=self.sampling.of_row(row))
+
+    @functools.cached_property
+    def keys(self) -> tuple[int, ...]:
+        """The prompt by what caches know its tokens by: their ids, or negative numbers where pictures are."""
+        return self.prompt if self.pictures is None else tuple(self.pictures.keys(self.prompt))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +196,8 @@ class Generation:
 
     @property
     def text(self) -> list[int]:
-        """The prompt and the tokens so far."""
-        return [*self.request.prompt, *self.ids]
+        """The prompt's keys and the tokens so far."""
+        return [*self.request.keys, *self.ids]
 
     @property
     def length(self) -> int:

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from meshtune.errors import UserError
+from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import (
     STEPS,
     Decoded,
@@ -50,14 +51,13 @@ SHORTEST_SHARED = 16  # tokens at least that are not read again where another ro
 class CachedText:
     """Tokens whose keys and values a cache holds, or will hold, with all else that these depend on.
 
-    `adapter` read them, by the `long` factors of a model with LongRoPE or by the short ones; `content_keys` are those
-    of the request.
+    `tokens` are ids, and negative numbers where pictures are (`GenerationRequest.keys`). `adapter` read them, by the
+    `long` factors of a model with LongRoPE or by the short ones.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     adapter: int | None = None
     long: bool = False
-    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
 
     def shared(self, reader: CachedText) -> int:
         """The number of first tokens whose keys and values are the same in both."""
@@ -65,11 +65,7 @@ class CachedText:
             return 0
         shorter = min(len(self.tokens), len(reader.tokens))
         pairs = enumerate(zip(self.tokens, reader.tokens, strict=False))
-        common = next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
-        if not self.content_keys and not reader.content_keys:
-            return common
-        positions = self.content_keys.keys() | reader.content_keys.keys()
-        return min([common, *(n for n in positions if self.content_keys.get(n) != reader.content_keys.get(n))])
+        return next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,6 +74,7 @@ class Row:
 
     `started`: the cached text is the beginning of the request's; before, it is that of an earlier request. `number`
     counts the requests that got a row, and `last_used` is the scheduler's step in which the row was used last.
+    `encoded` is the first of the request's pictures whose features the caches hold, and the places for features.
     """
 
     cached: CachedText = dataclasses.field(default_factory=CachedText)
@@ -85,6 +82,7 @@ class Row:
     started: bool = True
     number: int = 0
     last_used: int = 0
+    encoded: tuple[int, int] | None = None
 
     @property
     def decodes(self) -> bool:
@@ -98,13 +96,20 @@ class Row:
 
 
 class _Piece(NamedTuple):
-    """Tokens to read into row number `target`, after the first `length` tokens of row number `source`."""
+    """Tokens to read into row number `target`, after the first `length` tokens of row number `source`.
+
+    `pictures` are those of the text, if it has any. Embeddings of the tokens are features of those from number `first`
+    on, which are arrays of `features` entries (0: no token has one).
+    """
 
     target: int
     source: int
     length: int
     tokens: Sequence[int]
     text: CachedText
+    pictures: PromptPictures | None = None
+    first: int = 0
+    features: int = 0
 
     @property
     def copies(self) -> bool:
@@ -112,12 +117,18 @@ class _Piece(NamedTuple):
         return self.length > 0 and not self.tokens
 
     @property
-    def shape(self) -> tuple[bool, int, bool]:
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.length + len(self.tokens)
+
+    @property
+    def shape(self) -> tuple[bool, int, bool, int, bool]:
         """Pieces of one shape are computed together: they continue a row or not, in a bucket of lengths (0: only
-        copied), of long texts or not."""
+        copied), of long texts or not, with as many features, and with M-RoPE's positions or without."""
         if self.copies:
-            return True, 0, False
-        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long
+            return True, 0, False, 0, False
+        has_rope = self.pictures is not None and self.pictures.rope_positions is not None
+        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long, self.features, has_rope
 
 
 class Rows:
@@ -143,12 +154,12 @@ class Rows:
     def clear(self) -> None:
         """Drops all rows, and what they hold on the devices."""
         self.rows, self.slots = [], 0
-        self._caches.layers, self._caches.counts = {}, None
+        self._caches.layers, self._caches.counts, self._caches.features = {}, None, {}
 
     def restart(self, rows: Sequence[Row] | None = None) -> None:
         """Drops the cached text of these rows (None: of all), so that the texts of their requests are read again."""
         for row in self.rows if rows is None else rows:
-            row.cached, row.started = CachedText(), row.generation is None
+            row.cached, row.started, row.encoded = CachedText(), row.generation is None, None
 
     def make_room(self, admitted: Sequence[Generation]) -> None:
         """Makes rows and slots for requests: as few rows as do, for every row costs time in every step."""
@@ -186,7 +197,8 @@ class Rows:
             candidates = [row for row in free if row is not source] or free
             source = min(candidates, key=lambda row: (len(row.cached.tokens) > 0, row.last_used))
         self._requests += 1
-        source.generation, source.started, source.number, source.last_used = generation, False, self._requests, clock
+        source.generation, source.started, source.encoded = generation, False, None
+        source.number, source.last_used = self._requests, clock
 
     def end(self, generation: Generation, clock: int) -> None:
         """Frees a request's row. What its cache holds of the text stays."""
@@ -216,7 +228,7 @@ class Rows:
     def _text(self, generation: Generation) -> CachedText:
         """The text of a request as a cache must hold it before a decode step: without its newest token."""
         request, long = generation.request, self._original is not None and generation.length > self._original
-        return CachedText(generation.text[:-1], request.adapter, long, request.content_keys)
+        return CachedText(generation.text[:-1], request.adapter, long)
 
     def read(self, budget: int) -> None:
         """Reads at most `most` tokens of texts, the oldest request's first."""
@@ -235,16 +247,17 @@ class Rows:
                 if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
                     pieces.append(piece)
                 budget -= len(piece.tokens)
-                tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
-                row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
+                row.cached, row.started = dataclasses.replace(piece.text, tokens=piece.text.tokens[: piece.end]), True
             if not pieces:
-                return
+                break
             # In their order: a row may be read from before another text takes its place.
             for _, group in itertools.groupby(pieces, lambda piece: piece.shape):
                 batch = list(group)
                 for start in range(0, len(batch), READ_ROWS):
                     self._compute(batch[start : start + READ_ROWS])
             reading = deferred
+        if self._caches.features:
+            self._forget_features()
 
     def _restart_long(self, original: int) -> None:
         """Lets texts that have become longer than the original context be read again, by the long factors."""
@@ -256,16 +269,42 @@ class Rows:
         assert row.generation is not None
         target, text = self.rows.index(row), self._text(row.generation)
         if row.started:
-            length = len(row.cached.tokens)
-            return _Piece(target, target, length, text.tokens[length:][:budget], text) if budget > 0 else None
+            return self._piece(row, target, len(row.cached.tokens), text, budget) if budget > 0 else None
         source, length = self._longest_prefix(text, [(reader, reader.cached) for reader in self.rows])
         earlier = [reader for reader in self.rows if reader.number < row.number and not reader.decodes]
         expected = [(reader, self._text(reader.generation)) for reader in earlier if reader.generation is not None]
         _, later = self._longest_prefix(text, expected)
         if later > length or (budget <= 0 and length < len(text.tokens)):
             return None
-        source_number = target if source is None else self.rows.index(source)
-        return _Piece(target, source_number, length, text.tokens[length:][:budget], text)
+        return self._piece(row, target if source is None else self.rows.index(source), length, text, budget)
+
+    def _piece(self, row: Row, source: int, length: int, text: CachedText, budget: int) -> _Piece:
+        """The next tokens of a row's text after the first `length`. Computes the features among their embeddings."""
+        assert row.generation is not None
+        target, pictures = self.rows.index(row), row.generation.request.pictures
+        if pictures is None:
+            return _Piece(target, source, length, text.tokens[length:][:budget], text)
+        end = pictures.piece_end(min(length + max(0, budget), len(text.tokens)))
+        first = features = 0
+        if length < pictures.end and any(key < 0 for key in text.tokens[length:end]):
+            first, features = row.encoded = row.encoded or self._encode(row, pictures, length)
+        return _Piece(target, source, length, text.tokens[length:end], text, pictures, first, features)
+
+    def _encode(self, row: Row, pictures: PromptPictures, length: int) -> tuple[int, int]:
+        """Computes the features of all pictures of a row's request that have tokens after the first `length`."""
+        first = pictures.first_after(length)
+        arrays = pictures.read(first)._asdict()
+        return first, self._caches.encode(row=row.number, **arrays, adapters=self.selection([row]))
+
+    def _forget_features(self) -> None:
+        """Frees the features of requests that have read their pictures, or ended."""
+        needed = set[int]()
+        for row in self.rows:
+            pictures = None if row.generation is None else row.generation.request.pictures
+            if row.encoded is not None and pictures is not None and len(row.cached.tokens) < pictures.end:
+                needed.add(row.number)
+        if unneeded := sorted(self._caches.features.keys() - needed):
+            self._caches.forget(rows=np.asarray(unneeded, np.int32))
 
     def _longest_prefix(self, text: CachedText, rows: Sequence[tuple[Row, CachedText]]) -> tuple[Row | None, int]:
         """The row whose text shares most of this one, and how many tokens need not be read; (None, 0) for too few."""
@@ -282,7 +321,7 @@ class Rows:
         target = np.full(count, len(self.rows), np.int32)  # beyond the end: dropped
         for n, piece in enumerate(batch):
             unread[n] = len(piece.tokens)
-            tokens[n, : unread[n]] = piece.tokens
+            tokens[n, : unread[n]] = [max(key, 0) for key in piece.tokens] if piece.pictures else piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
         if batch[0].copies:
             self._caches.copy(source=source, target=target)
@@ -292,7 +331,29 @@ class Rows:
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
             arrays |= {"source": source, "length": known}
+        if any(piece.pictures is not None for piece in batch):
+            arrays |= self._picture_arrays(batch, count, length)
         self._caches.read(**arrays)
+
+    def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, np.ndarray]:
+        """The arguments of `read` for the pictures in pieces of one shape; none where there are none."""
+        arrays: dict[str, np.ndarray] = {}
+
+        def put(name: str, n: int, values: np.ndarray | None) -> None:
+            if values is not None:
+                rows = arrays.setdefault(name, np.zeros((count, length, *values.shape[1:]), np.int32))
+                rows[n, : len(values)] = values
+
+        for n, piece in enumerate(batch):
+            if piece.pictures is not None:
+                put("rope_positions", n, piece.pictures.rope_from(piece.length, piece.end))
+                if piece.features:
+                    put("visual", n, piece.pictures.index(piece.first, piece.length, piece.end))
+                    put("reach", n, piece.pictures.reach_from(piece.length, piece.end))
+        if "visual" in arrays:
+            numbers = [self.rows[piece.target].number for piece in batch]
+            arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
+        return arrays
 
 
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
@@ -515,6 +576,9 @@ class Scheduler:
             "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
+        offsets = [_rope_offset(row) for row in rows]
+        if any(offsets):
+            columns["rope_offset"] = offsets
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
         return Feed(**arrays)
 
@@ -553,3 +617,8 @@ def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int]
     """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
     likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
     return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])
+
+
+def _rope_offset(row: Row) -> int:
+    pictures = None if row.generation is None else row.generation.request.pictures
+    return 0 if pictures is None else pictures.offset

@@ -27,7 +27,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate import programs
-from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, by_long_factors, head_scale
+from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Pictures, by_long_factors, head_scale
 from meshtune.model.compute import Compute
 from meshtune.model.linear import TiledWeight
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -264,6 +264,7 @@ class BatchCaches:
         self.number = 0 if driver is None else driver.new_batch(self, model)
         self.layers: dict[str, Tree] = {}
         self.counts: Counts | None = None
+        self.features: dict[int, Tree] = {}
 
     @_announce_call
     def create(self, rows: int, slots: int) -> None:
@@ -290,11 +291,35 @@ class BatchCaches:
         long: bool,
         source: Numbers | None = None,
         length: Numbers | None = None,
+        visual: np.ndarray | None = None,
+        pictures_of: Numbers | None = None,
+        rope_positions: np.ndarray | None = None,
+        reach: np.ndarray | None = None,
     ) -> None:
-        """See programs.read; `long`: the texts are longer than the original context (generate.long_context)."""
+        """See programs.read; `long`: the texts are longer than the original context (generate.long_context). `visual`
+        indexes the features of the rows `pictures_of`."""
         options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
         arrays = (tokens, count, target, source, length)
-        self.layers = programs.read(self.weights.reading, self.layers, *arrays, adapters=adapters, **options)
+        features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
+        pictures = Pictures(features, visual, rope_positions, reach)
+        self.layers = programs.read(self.weights.reading, self.layers, *arrays, pictures, adapters=adapters, **options)
+
+    @_announce_call
+    def encode(
+        self, row: int, patches: np.ndarray, segments: Numbers, grid: np.ndarray, adapters: np.ndarray | None
+    ) -> int:
+        """Computes the features of the pictures of a row's request; returns the places for features."""
+        arrays = programs.pad_patches(self._spec, patches, segments, grid)
+        self.features[row] = programs.encode(
+            self.weights.reading, *arrays, spec=self._spec, compute=self._compute, adapters=adapters
+        )
+        return jax.tree.leaves(self.features[row])[0].shape[1]
+
+    @_announce_call
+    def forget(self, rows: Numbers) -> None:
+        """Frees the features of the pictures of these rows' requests."""
+        for row in rows:
+            self.features.pop(int(row), None)
 
     def holds_every_token(self, slots: int) -> bool:
         """See programs.holds_every_token, of these caches with `slots` tokens a row."""

@@ -25,13 +25,15 @@ class Visual:
 
     `patches` are K = channels x side x side numbers each. `segments` number the tiles or pictures of a row (0: none).
     `grid` is (row, column, rows, columns) of a patch in its tile or picture. `index` says what a token is: 0 text,
-    f + 1 feature f of the row, -1 the end of a row of features (LLaVA-NeXT's image_newline).
+    f + 1 feature f of the row, -1 the end of a row of features (LLaVA-NeXT's image_newline). `features` that
+    `encode_pictures` gave before are in place of patches.
     """
 
     patches: Float[Array, "B P K"]
     segments: Int[Array, "B P"]
     grid: Int[Array, "B P 4"]
     index: Int[Array, "B T"]
+    features: Any = None
 
 
 @jax.tree_util.register_dataclass

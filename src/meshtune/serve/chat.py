@@ -6,16 +6,23 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.calls.formats import HARMONY, AnswerFormat, CallFormat, Tool, ToolCall, new_id
 from meshtune.calls.grammar import Lark, LLGrammar, check_size
 from meshtune.calls.reader import Delta, Reader, answer_reader
-from meshtune.generate.text import Place, chat_text, encoded_chat
+from meshtune.data.pictures.files import data_of_uri, read_size
+from meshtune.generate.pictures import PromptPictures, TokenPrompt, split_pictures
+from meshtune.generate.text import Place, chat_text, encoded_chat, picture_prompt
 from meshtune.serve.guard import ApiError
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
 from meshtune.serve.schema import ChatRequest, read_tools
 
+if TYPE_CHECKING:
+    from meshtune.data.pictures.reader import PictureReader
+
+PIXELS = 1 << 25  # of all pictures of a request, before they are scaled
+PICTURE_BYTES = 1 << 31  # of the patches of all requests that run or wait, of one batch
 # What the function that renders a template takes itself.
 _RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents"})
 _NO_EFFORT = ("none", "minimal")
@@ -44,6 +51,7 @@ class ChatPrompt:
     tools: Mapping[str, Tool]
     required: Sequence[Tool]
     answer: AnswerFormat
+    pictures: PromptPictures | None = None
 
     @property
     def plain(self) -> bool:
@@ -144,6 +152,7 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
         alternatives=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
         grammar=answer_grammar(request, prompt, served) if constrained else None,
+        pictures=prompt.pictures,
     )
     stop = (*request.stops, *turn_end)
     visible = frozenset() if prompt.plain else prompt.answer.visible_ids(served.model.tokenizer)
@@ -163,17 +172,50 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     tokenizer = served.model.tokenizer
     tools, required = read_tools(request) if request.tools or request.tool_choice is not None else ({}, [])
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
-    messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
+    reader, pictures = served.model.picture_reader, list[bytes]()
+    messages = [message.rendered(f"messages[{n}]", reader is not None) for n, message in enumerate(request.messages)]
+    if reader is not None:
+        messages, pictures = open_pictures(served, reader, messages)
     has_options = request.chat_template_kwargs or request.reasoning_effort is not None
     options = _template_options(request, template) if has_options else {}
-    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options)
+    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options, reader)
     answer = AnswerFormat.of_prompt(template, text)
     if tools:
-        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options))
+        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options, reader))
     served.check_text(text, "messages")
     if answer.calls is not HARMONY and not tools:
         answer = dataclasses.replace(answer, calls=None)
-    return ChatPrompt(encoded_chat(tokenizer, text), tools, required, answer)
+    if reader is None:
+        prompt = TokenPrompt(encoded_chat(tokenizer, text))
+    else:
+        prompt = picture_prompt(tokenizer, text, pictures, reader)
+    return ChatPrompt(prompt.ids, tools, required, answer, prompt.pictures)
+
+
+def open_pictures(
+    served: Served, reader: PictureReader, messages: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """(messages as chat templates read them, the files in their data URIs after a look at the headers).
+
+    Raises ApiError for more pixels than a request may have, more tokens than the context, and where the server has no
+    memory for their patches; UserError for a file that is damaged or no picture.
+    """
+    plain, addresses = split_pictures(messages)
+    contents, pixels, tokens, patches = [], 0, 0, 0
+    for n, address in enumerate(addresses):
+        contents.append(data_of_uri(str(address), f"picture {n}"))
+        width, height = read_size(contents[-1], f"picture {n}")
+        layout = reader.layout(width, height)
+        pixels, tokens = pixels + width * height, tokens + len(layout.ids)
+        patches += layout.patches
+    if pixels > PIXELS:
+        raise ApiError(400, f"the pictures have {pixels:,} pixels, and {PIXELS:,} are read at most", param="messages")
+    if tokens >= (context := served.model.engine.context):
+        message = f"the pictures are {tokens} tokens, and the model's context is {context}; send fewer or smaller ones"
+        raise ApiError(400, message, param="messages")
+    if patches and 4 * (patches + served.worker.patches) * reader.pixels > PICTURE_BYTES:
+        raise ApiError(429, "the server holds as many pictures as it can; try again in a while", code="queue_full")
+    return plain, contents
 
 
 def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> LLGrammar | None:

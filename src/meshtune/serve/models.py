@@ -105,6 +105,13 @@ class Worker:
         return self.ended is not None or self._failures >= FAILURES
 
     @property
+    def patches(self) -> int:
+        """Patches of the pictures of all requests that run or wait."""
+        with self._changed:
+            pictures = {generation.request.pictures for generation in self._readers}
+        return sum(entry.patches for entry in pictures if entry is not None)
+
+    @property
     def busy(self) -> bool:
         """Whether anybody waits for an answer."""
         with self._changed:

@@ -180,11 +180,33 @@ HARMLESS = {
 }  # fmt: skip
 
 
+class PictureAddress(BaseModel):
+    """Where a picture is: in a data URI. `detail` is of no effect, for models have a resolution of their own."""
+
+    url: str
+    detail: Text | None = None
+
+
 class ContentPart(BaseModel):
     """A part of a message's content."""
 
     type: Text
     text: str | None = None
+    image_url: PictureAddress | None = None
+
+    def rendered(self, where: str) -> dict[str, Any]:
+        """The part as `generate.pictures` reads it. Raises ApiError for what is neither text nor a picture."""
+        if self.type == "text":
+            return {"type": "text", "text": self.text or ""}
+        if self.type != "image_url":
+            message = f"content of type '{self.type}' is not supported: this model reads text and pictures"
+            raise ApiError(400, f"{message}; of a video give frames as pictures", param=where)
+        if self.image_url is None:
+            raise ApiError(400, "a picture needs image_url: {url: ...}", param=f"{where}.image_url")
+        if self.image_url.url[:5].lower() != "data:":
+            message = "addresses of pictures are never fetched; send the picture itself as a data URI"
+            raise ApiError(400, f"{message} (data:image/png;base64,...)", param=f"{where}.image_url.url")
+        return {"type": "image", "image": self.image_url.url}
 
 
 class ChatMessage(BaseModel):
@@ -195,9 +217,12 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[ContentPart], Field(max_length=PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=CALLS, fail_fast=True)] | None = None
 
-    def rendered(self, where: str) -> dict[str, Any]:
-        """The message as chat templates read it. Raises ApiError for content that is not text."""
-        content = _join_texts(self.content, where) if isinstance(self.content, list) else self.content
+    def rendered(self, where: str, sees: bool = False) -> dict[str, Any]:
+        """The message as chat templates read it; of a model that `sees` it may have pictures. Raises ApiError for other
+        content."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = _render_parts(content, where) if sees else _join_texts(content, where)
         role = "system" if self.role == "developer" else self.role
         calls = self._render_calls(f"{where}.tool_calls") if self.tool_calls else {}
         if content is None and not calls:
@@ -208,6 +233,10 @@ class ChatMessage(BaseModel):
         if self.role != "assistant":
             raise ApiError(400, "the assistant alone calls tools", param=where)
         return {"tool_calls": [call.rendered(f"{where}[{n}]") for n, call in enumerate(self.tool_calls or ())]}
+
+
+def _render_parts(parts: list[ContentPart], where: str) -> list[dict[str, Any]]:
+    return [part.rendered(f"{where}.content[{n}]") for n, part in enumerate(parts)]
 
 
 def _join_texts(parts: list[ContentPart], where: str) -> str:

@@ -184,9 +184,14 @@ def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | No
     options = run.recipe.sample
     if not options.prompts:
         return None
+    from meshtune.data.prepare import open_reader
+    from meshtune.generate.pictures import load_parts, prompt_words
     from meshtune.generate.text import sample
 
-    chat = run.data.report.template is not None
+    chat, recipe, prompts, reader = run.data.report.template is not None, run.recipe, options.prompts, None
+    if recipe.vision is not None:
+        reader = open_reader(recipe, run.tokenizer)
+        prompts = [load_parts(reader, prompt, recipe.vision.media_dir or "", "sample.prompts") for prompt in prompts]
 
     def answer(trainable: Tree) -> Iterator[tuple[str, str]]:
         texts = sample(
@@ -194,13 +199,14 @@ def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | No
             run.model.spec,
             run.compute,
             run.tokenizer,
-            options.prompts,
+            prompts,
             chat=chat,
             system=run.recipe.data.system if chat else None,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             seed=run.recipe.seed,
+            reader=reader,
         )
-        return zip(options.prompts, texts, strict=True)
+        return zip(map(prompt_words, options.prompts), texts, strict=True)
 
     return answer
