@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
 
 from meshtune.errors import UserError
 from meshtune.generate.pictures import PromptPictures
@@ -32,13 +31,14 @@ from meshtune.generate.programs import (
     original_context,
 )
 from meshtune.generate.request import (
-    Constraint,
     FinishReason,
     Generation,
     GenerationRequest,
+    Progress,
+    QueueFull,
     Sampling,
     Token,
-    mask_words,
+    packed_masks,
 )
 from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
@@ -93,6 +93,11 @@ class Row:
     def adapter(self) -> int | None:
         """The adapter that the request selects."""
         return None if self.generation is None else self.generation.request.adapter
+
+    @property
+    def rope_offset(self) -> int:
+        """How far M-RoPE's positions after its pictures are from the number of tokens."""
+        return 0 if self.generation is None or (seen := self.generation.request.pictures) is None else seen.offset
 
 
 class _Piece(NamedTuple):
@@ -361,27 +366,6 @@ READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanw
 ALTERNATIVES = (0, 5, 20)  # likeliest tokens that a program is compiled for
 
 
-def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
-    """The mask of every row; all tokens where a row has no constraint."""
-    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
-    for row, constraint in zip(masks, constraints, strict=True):
-        if constraint is not None:
-            row[:] = constraint.mask()
-    return masks
-
-
-class QueueFull(UserError):
-    """More requests wait than the queue may hold."""
-
-
-class Progress(NamedTuple):
-    """The new tokens of a generation in one step, and why it ended with them (None: it has not)."""
-
-    generation: Generation
-    tokens: list[Token]
-    finish_reason: FinishReason | None
-
-
 class Scheduler:
     """A queue and the rows of one batch. `submit` and `cancel` may be called from any thread, `step` from one.
 
@@ -576,7 +560,7 @@ class Scheduler:
             "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
-        offsets = [_rope_offset(row) for row in rows]
+        offsets = [row.rope_offset for row in rows]
         if any(offsets):
             columns["rope_offset"] = offsets
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
@@ -617,8 +601,3 @@ def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int]
     """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
     likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
     return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])
-
-
-def _rope_offset(row: Row) -> int:
-    pictures = None if row.generation is None else row.generation.request.pictures
-    return 0 if pictures is None else pictures.offset

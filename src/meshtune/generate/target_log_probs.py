@@ -22,16 +22,14 @@ from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
 from meshtune.data.loader import pack
+from meshtune.generate.features import Pictures, encode, pad_patches
 from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import (
-    Pictures,
     Probabilities,
     empty_layers,
-    encode,
     length_bucket,
     log_probabilities,
     move_rows,
-    pad_patches,
     read_tokens,
 )
 from meshtune.generate.request import Token
@@ -40,6 +38,7 @@ from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
 from meshtune.model.inputs import Inputs
+from meshtune.model.model_cache import bucket, floor_bucket
 from meshtune.model.spec import ModelSpec
 
 SMALLEST_SAVING = 24  # tokens that a shared node must save: each one is one more step of the computation
@@ -293,18 +292,6 @@ class Planner:
     def _cost(self, span: Sequence[tuple[int, Shape]], compile: float) -> float:
         new = {shape for _, shape in span} - self.compiled
         return sum(times * (shape.cost + self.call) for times, shape in span) + len(new) * compile
-
-
-def bucket(n: int, least: int) -> int:
-    """The next multiple of `least`, or of a larger power of two as long as that is at most a quarter more."""
-    step = max(least, 1 << max(0, (n - 1).bit_length() - 3))
-    return -(-n // step) * step
-
-
-def floor_bucket(n: int) -> int:
-    """The largest of 1, 2, ..., 8, 10, 12, 14, 16, 20, ... that is not above `n`."""
-    step = 1 << max(0, n.bit_length() - 3)
-    return n // step * step
 
 
 CHUNK = 128  # tokens whose logits exist at once

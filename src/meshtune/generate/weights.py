@@ -27,7 +27,8 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate import programs
-from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Pictures, by_long_factors, head_scale
+from meshtune.generate.features import Pictures, encode, pad_patches
+from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, by_long_factors, head_scale
 from meshtune.model.compute import Compute
 from meshtune.model.linear import TiledWeight
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -309,8 +310,8 @@ class BatchCaches:
         self, row: int, patches: np.ndarray, segments: Numbers, grid: np.ndarray, adapters: np.ndarray | None
     ) -> int:
         """Computes the features of the pictures of a row's request; returns the places for features."""
-        arrays = programs.pad_patches(self._spec, patches, segments, grid)
-        self.features[row] = programs.encode(
+        arrays = pad_patches(self._spec, patches, segments, grid)
+        self.features[row] = encode(
             self.weights.reading, *arrays, spec=self._spec, compute=self._compute, adapters=adapters
         )
         return jax.tree.leaves(self.features[row])[0].shape[1]

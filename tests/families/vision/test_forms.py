@@ -59,7 +59,7 @@ every_case = pytest.mark.parametrize(
         if not case.case.variant
     ],
 )
-EVERYTHING = VisionTraining(("projector", "tower"))
+EVERYTHING = VisionTraining(("projector", "tower"), False)
 
 
 def padded_rows(documents: list[Document]) -> dict[str, jax.Array]:
@@ -112,7 +112,7 @@ def test_what_is_trained_is_said_part_by_part(case: VisionCase):
     adapted = flatten(abstract(LoraConfig(rank=2), spec).trainable)
     assert adapted
     assert not any(path.startswith(("vision", "projector")) for path in adapted)
-    beside = abstract(LoraConfig(rank=2), spec, vision=VisionTraining(("projector",)))
+    beside = abstract(LoraConfig(rank=2), spec, vision=VisionTraining(("projector",), False))
     assert beside.trainable.keys() == {"layers", "projector"}
 
 
