@@ -51,9 +51,10 @@ MODELS = {
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"],
         PARTS.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>"),
     ),
-    "qwen2_5_vl": (
-        {"model_type": "qwen2_5_vl", "vision_config": {"window_size": 112}},
-        {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 3136, "longest_edge": 90000}},
+    "qwen3_vl": (
+        {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}},
+        {"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 4096, "longest_edge": 90000},
+         "patch_size": 16, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"],
         PARTS.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>"),
     ),

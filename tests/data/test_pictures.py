@@ -123,37 +123,24 @@ def test_pixels_are_those_of_transformers(model, family):
     for size in SIZES:
         image = picture(*size)
         patches, segments, grid = reader.patches(image)
-        layout, output = reader.layout(*size), processed(reader, image)
+        layout, output, side = reader.layout(*size), processed(reader, image), reader.family.patch
         assert len(patches) == len(segments) == len(grid) == layout.patches
         assert np.unique(segments).tolist() == list(range(1, len(layout.tiles) + 1))
         if family.startswith("qwen"):
-            expected = output["pixel_values"].reshape(len(patches), 3, 2, 14 * 14)
+            expected = output["pixel_values"].reshape(len(patches), 3, 2, side**2)
             assert np.array_equal(expected[:, :, 0], expected[:, :, 1])
-            features = expected[:, :, 0].reshape(-1, 4, 3 * 14 * 14)
-            # Token n is feature visual[n], and transformers' blocks are in the order of tokens.
-            assert np.array_equal(patches.reshape(-1, 4, patches.shape[1])[layout.visual - 1], features)
+            assert np.array_equal(patches, expected[:, :, 0].reshape(patches.shape))
         else:
             tiles = np.asarray(output["pixel_values"])
             tiles = tiles.reshape(-1, *tiles.shape[-3:])
             for number, (tile, (rows, columns)) in enumerate(zip(tiles, layout.tiles, strict=True), start=1):
                 assert tuple(grid[segments == number][0, 2:]) == (rows, columns)
                 for patch, (row, column, *_) in zip(patches[segments == number], grid[segments == number], strict=True):
-                    box = tile[:, row * 14 : row * 14 + 14, column * 14 : column * 14 + 14]
+                    box = tile[:, row * side : row * side + side, column * side : column * side + side]
                     assert np.array_equal(patch, box.ravel().astype(np.float32))
         blocks = grid.reshape(-1, reader.merge, reader.merge, 4)
         assert (blocks[:, :1, :1] + np.stack(np.broadcast_arrays(
             *np.mgrid[: reader.merge, : reader.merge], 0, 0), -1) == blocks).all()  # fmt: skip
-
-
-def test_windows_of_qwen2_5_follow_each_other_as_in_transformers(model):
-    from transformers.vision_utils import get_vision_window_index
-
-    reader = reader_of(model("qwen2_5_vl"))
-    _, _, grid = reader.patches(picture(200, 190))
-    torch = pytest.importorskip("torch")
-    index, _ = get_vision_window_index(torch.tensor([[1, *grid[0, 2:].tolist()]]), 2, 112, 14)
-    columns = grid[0, 3] // 2
-    assert (grid[::4, 0] // 2 * columns + grid[::4, 1] // 2).tolist() == index.tolist()
 
 
 def test_positions_are_those_of_get_rope_index(model):
@@ -209,7 +196,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen2_5_vl", "gemma3", "llava_next"])
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen3_vl", "gemma3", "llava_next"])
 def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
     directory = model(family)
     reader, tokenizer = reader_of(directory), load_tokenizer(directory)

@@ -286,7 +286,7 @@ def _idefics3(files: ModelFiles, vision: VisionSection) -> PictureReader:
 class Qwen:
     """Whole pictures, scaled to a multiple of the blocks of patches (Qwen2VLProcessor).
 
-    `least` and `most` bound the pixels. `window` is the side of a window in features, by which patches are ordered.
+    `least` and `most` bound the pixels.
     """
 
     patch: int
@@ -294,7 +294,6 @@ class Qwen:
     least: int
     most: int
     pad: int
-    window: int = 0
     tile_patches: int = 0
 
     def layout(self, width: int, height: int) -> Layout:
@@ -328,11 +327,9 @@ def _qwen(files: ModelFiles, vision: VisionSection) -> PictureReader:
     patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
     if int(settings.get("temporal_patch_size", 2)) != 2:
         raise UserError("temporal_patch_size is not 2", where=str(files.directory / "preprocessor_config.json"))
-    is_windowed = files.config["model_type"] == "qwen2_5_vl"
-    window = int(files.vision.get("window_size", 112)) // (patch * merge) if is_windowed else 0
     pad = files.token("image_token", "<|image_pad|>")
     words = (pad, "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    family = Qwen(patch, merge, least, most, files.id(pad), window)
+    family = Qwen(patch, merge, least, most, files.id(pad))
     frame = (files.id("<|vision_start|>"), files.id("<|vision_end|>"))
     return PictureReader(family, pad, files.id(pad), words, frame=frame, mrope=True)
 

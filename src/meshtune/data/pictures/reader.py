@@ -72,7 +72,7 @@ class Family(Protocol):
 
     @property
     def tile_patches(self) -> int:
-        """The patches of a tile where all are alike, else 0; `window`, of Qwen2.5, goes with these."""
+        """The patches of a tile where all are alike, else 0."""
         ...
 
     def layout(self, width: int, height: int) -> tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]]]:
@@ -158,15 +158,11 @@ class PictureReader:
         if size != image.size:
             image = image.resize(size)
         output = _processor(self.processor, self.settings)(images=[image], return_tensors="np")
-        tiles, window = self.family.pixels(output), getattr(self.family, "window", 0)
+        tiles = self.family.pixels(output)
         arrays = [_cut(np.asarray(tile, np.float32), self.family.patch, self.merge) for tile in tiles]
         grids = [
             _grid(tile.shape[1] // self.family.patch, tile.shape[2] // self.family.patch, self.merge) for tile in tiles
         ]
-        if window:
-            rows, columns = (grids[0][0, 2:] // self.merge).tolist()
-            order, size = _window_order(rows, columns, window), self.merge**2
-            arrays, grids = ([_reorder(value, order, size) for value in values] for values in (arrays, grids))
         numbers = np.repeat(np.arange(1, len(arrays) + 1, dtype=np.int32), [len(array) for array in arrays])
         return np.concatenate(arrays), numbers, np.concatenate(grids)
 
@@ -174,23 +170,9 @@ class PictureReader:
 @functools.lru_cache(maxsize=1 << 14)
 def _layout(reader: PictureReader, width: int, height: int) -> PictureLayout:
     ids, visual, tiles = reader.family.layout(*reader.scaled(width, height))
-    if window := getattr(reader.family, "window", 0):
-        (rows, columns), merge = tiles[0], reader.merge
-        visual = np.argsort(_window_order(rows // merge, columns // merge, window)) + 1
     layout = PictureLayout(np.asarray(ids, np.int32), np.asarray(visual, np.int32), tuple(tiles), reader.merge)
     layout.ids.flags.writeable = layout.visual.flags.writeable = False
     return layout
-
-
-def _window_order(rows: int, columns: int, window: int) -> np.ndarray:
-    """The features of a picture window by window, each row by row, int64 [rows * columns]."""
-    row, column = np.divmod(np.arange(rows * columns), columns)
-    return np.lexsort((column, row, column // window, row // window))
-
-
-def _reorder(values: np.ndarray, order: np.ndarray, size: int) -> np.ndarray:
-    """The blocks of `size` values in another order."""
-    return values.reshape(-1, size, *values.shape[1:])[order].reshape(values.shape)
 
 
 def _blocks(rows: int, columns: int, merge: int, *values: np.ndarray) -> list[np.ndarray]:
