@@ -161,7 +161,8 @@ class BatchCaches:
         options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
         arrays = (tokens, count, target, source, length)
         features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
-        pictures = Pictures(features, visual, rope_positions, reach)
+        indices: Any = (visual, rope_positions, reach)
+        pictures = Pictures(features, *indices)
         self.layers = programs.read(self.weights.reading, self.layers, *arrays, pictures, adapters=adapters, **options)
 
     @_announce_call
