@@ -13,9 +13,8 @@ from families.case import Case, load_case, torch_model
 from families.cases import BY_NAME
 from meshtune.errors import UserError
 from meshtune.generate import programs
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.generate.scheduler import QueueFull, Scheduler
 from meshtune.model.compute import Compute
 from meshtune.weights.load import load_params, load_spec
@@ -139,8 +138,24 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, mo
         assert len(first.ids) == 4 + 4 * number
         assert late[0].ids == []
     run_to_end(scheduler)
-    assert counts[1:] == [32] * 7 + [26, 0]  # the second one's prompt is the first one's, and copied
+    assert counts[1:] == [32] * 7 + [26]  # the second one's prompt is the first one's, and copied
     for generation in (first, *late):
+        alone = stories.scheduler(rows=1)
+        expected = alone.submit(generation.request)
+        run_to_end(alone)
+        assert generation.ids == expected.ids
+
+
+def test_prompts_that_begin_alike_are_read_together_and_once(stories, golden, monkeypatch):
+    """Three prompts, four requests each: the first prompt, then the ends of the others in one call."""
+    counts = tokens_read(monkeypatch)
+    scheduler, beginning = stories.scheduler(rows=12), golden[:30]
+    prompts = [[*beginning, *golden[start : start + 5]] for start in (40, 60, 80)]
+    requests = [stories.request(prompt, max_tokens=4, stop_ids=[]) for prompt in prompts for _ in range(4)]
+    generations = [scheduler.submit(request) for request in requests]
+    run_to_end(scheduler)
+    assert counts == [34, 8]
+    for generation in generations:
         alone = stories.scheduler(rows=1)
         expected = alone.submit(generation.request)
         run_to_end(alone)

@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM
 from families.case import load_case
 from families.cases import BY_NAME
 from generate.replacement_cases import answers, scale_params
+from meshtune.adapters.lora import LoRA
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.api import load, load_variants
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.generate.scheduler import Scheduler
 from meshtune.generate.weights import decode_layout, decodes_from_copy
 from meshtune.model.compute import Compute
@@ -88,6 +88,36 @@ def test_logits_are_those_of_stacked_weights(name):
 
     expected = np.asarray(scores(params))
     np.testing.assert_allclose(scores(by_layer), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_adapters_are_merged_into_the_copy():
+    """Of every matrix of the layers a LoRA of rank 3, one with the product that it started from; tolerance as above."""
+    spec, params = load_case(BY_NAME["qwen3"])
+    generator = np.random.default_rng(1)
+
+    def lora(weight) -> LoRA:
+        layers, out, into = weight.shape
+        a, b = (generator.normal(0, 0.2, shape).astype("f") for shape in ((layers, 3, into), (layers, out, 3)))
+        return LoRA(jnp.asarray(a), jnp.asarray(b), scale=1.5, dropout=0.1)
+
+    layers = flatten(params["layers"])
+    matrices = [path for path, leaf in layers.items() if path.endswith("/weight") and leaf.ndim == 3]
+    adapters = {path.replace("weight", "adapter"): lora(layers[path]) for path in matrices}
+    adapters[matrices[0].replace("weight", "fixed")] = lora(layers[matrices[0]])
+    adapted = params | {"layers": unflatten(layers | adapters)}
+    copy = decode_layout(adapted, spec)
+    assert not any(isinstance(x, LoRA) for x in jax.tree.leaves(copy, is_leaf=lambda leaf: isinstance(leaf, LoRA)))
+    tokens = jnp.asarray(generator.integers(0, spec.vocab, (2, 7)), jnp.int32)
+    inputs = Inputs(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), jnp.int32))
+
+    @jax.jit
+    def scores(params):
+        return logits(params, spec, forward(params, spec, Compute(), inputs).hidden)
+
+    expected, without = np.asarray(scores(adapted)), np.asarray(scores(params))
+    tolerance = 2e-5 * np.abs(expected).max()
+    assert np.abs(expected - without).max() > 100 * tolerance
+    np.testing.assert_allclose(scores(copy), expected, rtol=0, atol=tolerance)
 
 
 def test_a_resident_engine_decodes_from_the_copy_and_says_the_same(monkeypatch):

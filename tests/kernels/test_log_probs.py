@@ -40,6 +40,19 @@ def test_log_probs_and_the_gradients_of_a_function_of_them_equal_torchs_in_float
     np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
     np.testing.assert_allclose(gradients[0]["bias"], bias.grad, **CLOSE)
     np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)
+    with_frozen_head = jax.jit(jax.grad(lambda hidden: nonlinear_loss(params, hidden)[0]))
+    np.testing.assert_allclose(with_frozen_head(hidden), states.grad, **CLOSE)
+
+
+def test_logits_are_computed_once_where_the_head_is_frozen():
+    """Two products with the head where it is frozen, four where it is trained."""
+    params, hidden, targets, weights = case("half")
+
+    def loss(params, hidden):
+        return jnp.tanh(log_probs(head, params, hidden, targets, weights > 0, chunk=8)).sum()
+
+    counts = [str(jax.make_jaxpr(jax.grad(loss, wrt))(params, hidden)).count("dot_general[") for wrt in (1, (0, 1))]
+    assert counts == [2, 4]
 
 
 def test_the_compiled_program_has_neither_all_logits_nor_the_gradient_of_a_frozen_head():

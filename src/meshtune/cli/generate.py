@@ -10,7 +10,7 @@ import typer
 from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, use_model
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console

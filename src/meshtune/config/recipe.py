@@ -87,10 +87,11 @@ def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
 class ComputeSection(Section):
     """How the numbers are computed. None of these changes the result beyond rounding."""
 
-    precision: Literal["auto", "mixed", "float32", "bfloat16"] = Field(
+    precision: Literal["auto", "mixed", "float16", "float32", "bfloat16"] = Field(
         default="auto",
         description="mixed: bf16 compute, float32 trainables and optimizer state; bfloat16: everything bf16; "
-        "auto: mixed on accelerators, float32 on CPU.",
+        "float16: as mixed, with float16 and a scaled loss, for cards without bf16; auto: mixed on accelerators that "
+        "have bf16, else float16, and float32 for models that overflow in it and on CPU.",
     )
     remat: Literal["auto", RematName] = Field(
         default="auto",

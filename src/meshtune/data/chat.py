@@ -71,7 +71,8 @@ class CompiledTemplate:
         generation_prompt: bool = False,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of some messages. Raises as templates do, and TemplateLimitError."""
+        """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
+        template. Raises as templates do, and TemplateLimitError."""
         plain = not tools and not options and is_plain(messages)
         variables: dict[str, Any] = {
             "messages": [dict(message) for message in messages] if plain else _normalise(messages),
@@ -196,19 +197,13 @@ class ChatTemplate:
         return "{%- macro strftime_now(format) -%}{{ " + value + " }}{%- endmacro %}\n" + text
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] = (),
-        *,
-        generation_prompt: bool = False,
-        options: Mapping[str, object] | None = None,
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = (), **options: Any
     ) -> str:
-        """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
-        template. Raises one of `failures`."""
+        """Renders `messages` as CompiledTemplate.render does. Raises one of `failures`."""
         template = self._with_tools if tools else self._without_tools
         if self._reads_parts_only:
             messages = [_in_parts(message) for message in messages]
-        text = template.render(messages, tools, generation_prompt=generation_prompt, options=options)
+        text = template.render(messages, tools, **options)
         return text if self.pictures is None else self.pictures.write(text)
 
     @functools.cached_property

@@ -35,7 +35,6 @@ from meshtune.evaluate.folder import (
 )
 from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
 from meshtune.generate.api import Model
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.pictures import (
     PromptPicture,
@@ -47,7 +46,7 @@ from meshtune.generate.pictures import (
     text_only,
 )
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, GenerationRequest
+from meshtune.generate.request import Generation, GenerationRequest, Sampling
 from meshtune.generate.target_log_probs import TargetText
 from meshtune.generate.text import Detokenizer, StopStrings, chat_template, continuation_ids, turn_end
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
@@ -111,6 +111,12 @@ FAMILIES: dict[str, str] = {
 def family_module(model_type: str) -> FamilyModule:
     """The module of a model_type of FAMILIES."""
     return cast(FamilyModule, importlib.import_module(f"{__name__}.{FAMILIES[model_type]}"))
+
+
+def float16_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Why a model's activations are beyond float16's range, with the source; None where that is not known."""
+    kind = str(text_config(config).get("model_type"))
+    return family_module(kind).DESCRIPTIONS[kind].overflow if kind in FAMILIES else None
 
 
 def model_spec(

@@ -6,7 +6,7 @@ import dataclasses
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import column_half, expert_modules, experts_spec, sparse_layers, transpose_experts
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.qwen2 import mrope_attention
 from meshtune.families.qwen3 import NORMS
@@ -19,6 +19,7 @@ DESCRIPTIONS = {
         title="Qwen3 MoE",
         special="128 experts, of which 8 compute a token",
         models=("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         group="mixture of experts",
         template="chatml",
     )

@@ -19,13 +19,13 @@ from meshtune.adapters.merge import merge_adapters
 from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
+from meshtune.families import float16_obstacle
 from meshtune.generate.chat import ChatSession, Overflow
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches, Driver, driver_for
+from meshtune.generate.driver import Driver, driver_for
 from meshtune.generate.engine import Engine
 from meshtune.generate.pictures import TokenPrompt
 from meshtune.generate.programs import STEPS, every_logit, token_rows
-from meshtune.generate.request import Token
+from meshtune.generate.request import Sampling, Token
 from meshtune.generate.target_log_probs import (
     Progress,
     TargetLogProbs,
@@ -34,7 +34,8 @@ from meshtune.generate.target_log_probs import (
     token_log_probabilities,
 )
 from meshtune.generate.text import chat_prompt, continuation_ids, pieces, text_end, turn_end
-from meshtune.generate.weights import Weights
+from meshtune.generate.weights import BatchCaches, Weights
+from meshtune.kernels.chips import chip_of
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -454,7 +455,7 @@ def load(
     path: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | None = None,
     *,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     quantize: QuantizeConfig | str | None = "auto",
     cache: Literal["int8"] | None = None,
     mesh: MeshConfig | Mapping[str, int] | None = None,
@@ -504,7 +505,7 @@ def load_variants(
     from meshtune.adapters.peft_format import attach, load_adapter
 
     base = next(iter(sources.values())).base
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype or _default_dtype(base)
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
     spec, _ = load_spec(base, dtype, vision=sees(base))
@@ -569,3 +570,13 @@ def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def _identity(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
+
+
+def _default_dtype(base: Path) -> str:
+    """The dtype in which a model is served here: bfloat16 where the chip multiplies it, else float16 where the model is
+    not known to overflow in it."""
+    if jax.default_backend() == "cpu":
+        return "float32"
+    if chip_of(jax.default_backend()).has_bfloat16:
+        return "bfloat16"
+    return "float16" if float16_obstacle(load_config(base)) is None else "float32"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import DEFAULT_TOKENS
 from meshtune.generate.pictures import LoadedPicture, TokenPrompt, load_picture, text_only
+from meshtune.generate.request import Sampling
 from meshtune.generate.text import chat_prompt, pieces, turn_end
 
 if TYPE_CHECKING:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches, Driver, announce
-from meshtune.generate.pictures import PromptPictures
+from meshtune.generate.driver import Driver, announce
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, GenerationRequest, Grammar, check_max_tokens, check_prompt
+from meshtune.generate.request import Generation, GenerationRequest, Sampling, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
-from meshtune.generate.weights import Weights
+from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
@@ -92,38 +91,24 @@ class Engine:
         *,
         max_tokens: int | None = None,
         stop_ids: Iterable[int] | None = None,
-        alternatives: int | None = None,
-        client: str = "",
-        grammar: Grammar | None = None,
-        reports_drawn: bool = False,
-        pictures: PromptPictures | None = None,
         where: str | None = None,
+        **fields: Any,
     ) -> GenerationRequest:
         """A request that this model can answer.
 
-        `max_tokens` new tokens at most; None is 256, or what the context still has room for. Raises UserError for an
-        empty prompt, a token id outside the vocabulary, a prompt that ends with a picture, and a prompt and max_tokens
-        that together are longer than the context; `where` names the prompt.
+        `max_tokens` new tokens at most; None is 256, or what the context still has room for. `fields` are further ones
+        of GenerationRequest. `where` names the prompt. Raises UserError for an empty prompt, a token id outside the
+        vocabulary, a prompt that ends with a picture, and a prompt and max_tokens that together are longer than the
+        context.
         """
         ids = check_prompt(prompt, self.spec.vocab, self.context, where)
-        if pictures is not None and pictures.end == len(ids):
+        if (pictures := fields.get("pictures")) is not None and pictures.end == len(ids):
             raise UserError("the prompt ends with a picture", where=where, fix="give at least a word after it")
         if max_tokens is None:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        return GenerationRequest(
-            ids,
-            max_tokens,
-            sampling or Sampling(),
-            stops,
-            alternatives,
-            client,
-            grammar,
-            self.adapter,
-            reports_drawn,
-            pictures,
-        )
+        return GenerationRequest(ids, max_tokens, sampling or Sampling(), stops, adapter=self.adapter, **fields)
 
     def run(
         self,

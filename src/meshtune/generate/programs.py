@@ -33,8 +33,7 @@ from meshtune.adapters.adapter_set import select
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.request import WORD
+from meshtune.generate.request import WORD, Sampling
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import constrain
 from meshtune.model.cache import SLOTS, Cache
@@ -92,6 +91,19 @@ class Knobs:
     allowed: UInt32[Array, "B W"]
 
 
+# The fields of Sampling that are the numbers of Knobs.
+COLUMNS = {
+    "temperature": ("temperature", "float32"),
+    "top_k": ("top_k", "int32"),
+    "top_p": ("top_p", "float32"),
+    "min_p": ("min_p", "float32"),
+    "repetition": ("repetition_penalty", "float32"),
+    "presence": ("presence_penalty", "float32"),
+    "frequency": ("frequency_penalty", "float32"),
+    "seeds": ("seed", "uint32"),
+}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -100,6 +112,11 @@ class Counts:
 
     prompted: Bool[Array, "B V"]
     generated: Int[Array, "B V"]
+
+    @classmethod
+    def empty(cls, rows: int) -> Counts:
+        """Counts of rows that no processor reads."""
+        return cls(np.zeros((rows, 0), bool), np.zeros((rows, 0), np.int32))  # pyright: ignore[reportArgumentType]
 
     def add(self, tokens: Int[Array, "B"], alive: Bool[Array, "B"]) -> Counts:
         """With one more generated token in every row that is alive."""
@@ -128,30 +145,25 @@ def compiled_form(
         constrained=allowed.shape[1] > 0,
     )
 
-    def numbers(name: str, dtype: str) -> Any:
-        return np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
+    no_biases: Any = (np.zeros((len(samplings), 0), np.int32), np.zeros((len(samplings), 0), np.float32))
+    biased, bias = _bias_arrays(samplings) if switches.bias else no_biases
+    columns: dict[str, Any] = {
+        knob: np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
+        for knob, (name, dtype) in COLUMNS.items()
+    }
+    return switches, Knobs(biased=biased, bias=bias, allowed=allowed, **columns)  # pyright: ignore[reportArgumentType]
 
-    longest = max((len(sampling.logit_bias) for sampling in samplings), default=0)
+
+def _bias_arrays(samplings: Sequence[Sampling]) -> tuple[Any, Any]:
+    """The biased tokens of each row and what is added to their logits, in one of BIAS_SIZES columns; -1: no token."""
+    longest = max(len(sampling.logit_bias) for sampling in samplings)
     size = next((size for size in BIAS_SIZES if size >= longest), longest)
-    biased: Any = np.full((len(samplings), size), -1, np.int32)
-    bias: Any = np.zeros((len(samplings), size), np.float32)
+    biased = np.full((len(samplings), size), -1, np.int32)
+    bias = np.zeros((len(samplings), size), np.float32)
     for row, sampling in enumerate(samplings):
         for n, (token, value) in enumerate(sampling.logit_bias):
             biased[row, n], bias[row, n] = token, value
-    knobs = Knobs(
-        temperature=numbers("temperature", "float32"),
-        top_k=numbers("top_k", "int32"),
-        top_p=numbers("top_p", "float32"),
-        min_p=numbers("min_p", "float32"),
-        repetition=numbers("repetition_penalty", "float32"),
-        presence=numbers("presence_penalty", "float32"),
-        frequency=numbers("frequency_penalty", "float32"),
-        biased=biased,
-        bias=bias,
-        seeds=numbers("seed", "uint32"),
-        allowed=allowed,  # pyright: ignore[reportArgumentType] - numpy goes into the compiled step
-    )
-    return switches, knobs
+    return biased, bias
 
 
 def process_logits(
@@ -200,16 +212,26 @@ def next_token(
 def draw_token(
     logits: Float[Array, "B V"], positions: Int[Array, "B"], switches: Switches, knobs: Knobs
 ) -> Int[Array, "B"]:
-    """One token a row from processed logits."""
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """One token a row from processed logits: the likeliest, or the same as by `jax.random.categorical`."""
     if not switches.drawn:
-        return likeliest
+        return _likeliest(logits)
 
-    def draw(seed: Array, position: Array, row: Array) -> Array:
-        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
+    def noise(seed: Array, position: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), logits.shape[1:])
 
-    tokens = jax.vmap(draw)(knobs.seeds, positions, logits).astype(jnp.int32)
-    return jnp.where(knobs.temperature > 0, tokens, likeliest)
+    perturbed = logits + jax.vmap(noise)(knobs.seeds, positions)
+    return _likeliest(jnp.where((knobs.temperature > 0)[:, None], perturbed, logits))
+
+
+def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """The first of the greatest logits of each row; any token of a row with NaN.
+
+    XLA on a CPU computes jnp.argmax one element after the other, and so whatever it reads: the noise of a draw.
+    """
+    size = logits.shape[1]
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = jnp.where(logits == logits.max(-1, keepdims=True), tokens, size).min(-1)
+    return jnp.minimum(first, size - 1)
 
 
 class Probabilities(NamedTuple):
@@ -340,8 +362,8 @@ class Decoded:
 
 
 def length_bucket(n: int) -> int:
-    """The next of 32, 48, 64, 96, 128, ...: at most half as much again, and few different lengths."""
-    power = 1 << max(5, (n - 1).bit_length())
+    """The next of 16, 32, 48, 64, 96, 128, ...: at most half as much again, and few different lengths."""
+    power = 1 << max(4, (n - 1).bit_length())
     return power * 3 // 4 if 32 < n <= power * 3 // 4 else power
 
 
@@ -468,6 +490,12 @@ def _place_rows(layers: dict[str, Tree], rows: dict[str, Tree], target: Int[Arra
         return array.at[within].set(new, mode="drop")
 
     return jax.tree.map(place, layers, rows)
+
+
+@partial(jax.jit, donate_argnames=("layers",))
+def copy_rows(layers: dict[str, Tree], source: Int[Array, "n"], target: Int[Array, "n"]) -> dict[str, Tree]:
+    """The caches with rows `target` replaced by copies of rows `source` (rows beyond the end: nowhere)."""
+    return _place_rows(layers, jax.tree.map(lambda array: array[:, source], layers), target)
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "switches", "alternatives"), donate_argnames=("layers", "counts"))

@@ -10,6 +10,7 @@ long, and from where another row has read the same tokens before (generate.rows)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -17,10 +18,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches
 from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import (
     STEPS,
@@ -31,8 +31,16 @@ from meshtune.generate.programs import (
     length_bucket,
     original_context,
 )
-from meshtune.generate.request import FinishReason, Generation, GenerationRequest, Token, packed_masks
-from meshtune.generate.weights import Weights
+from meshtune.generate.request import (
+    Constraint,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    Token,
+    mask_words,
+)
+from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
 
@@ -104,14 +112,21 @@ class _Piece(NamedTuple):
     features: int = 0
 
     @property
+    def copies(self) -> bool:
+        """Whether nothing is left to read after the copy."""
+        return self.length > 0 and not self.tokens
+
+    @property
     def end(self) -> int:
         """The position after its last token."""
         return self.length + len(self.tokens)
 
     @property
     def shape(self) -> tuple[bool, int, bool, int, bool]:
-        """Pieces of one shape are read together: they continue a row or not, in a bucket of lengths, of long texts or
-        not, with as many features, and with M-RoPE's positions or without."""
+        """Pieces of one shape are computed together: they continue a row or not, in a bucket of lengths (0: only
+        copied), of long texts or not, with as many features, and with M-RoPE's positions or without."""
+        if self.copies:
+            return True, 0, False, 0, False
         has_rope = self.pictures is not None and self.pictures.rope_positions is not None
         return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long, self.features, has_rope
 
@@ -200,10 +215,8 @@ class Rows:
             return remaining
         return min(remaining, self._original - len(row.cached.tokens))
 
-    def selection(self, rows: Sequence[Row | None]) -> np.ndarray | None:
-        """Float32 [len(rows), N], one where a row's request selects an adapter; None where there are none."""
-        if not self.adapters:
-            return None
+    def selection(self, rows: Sequence[Row | None]) -> np.ndarray:
+        """Float32 [len(rows), N], one where a row's request selects an adapter."""
         selection = np.zeros((len(rows), self.adapters), np.float32)
         for n, row in enumerate(rows):
             if row is not None and row.adapter is not None:
@@ -219,29 +232,37 @@ class Rows:
 
     def read(self, budget: int) -> None:
         """Reads at most `most` tokens of texts, the oldest request's first."""
-        if self._original is not None:  # a text that has become long is read again, by the long factors
-            short = [row for row in self.rows if row.decodes and not row.cached.long]
-            self.restart([row for row in short if row.generation and row.generation.length > self._original])
+        if self._original is not None:
+            self._restart_long(self._original)
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
-        batch: list[_Piece] = []
-        for row in sorted(reading, key=lambda row: row.number):
-            piece = self._next_piece(row, budget)
-            if piece is None and batch:  # it waits for what a row before it reads, perhaps in this batch
-                self._compute(batch)
-                batch, piece = [], self._next_piece(row, budget)
-            if piece is None:
-                continue
-            depends = any(piece.source == earlier.target for earlier in batch)
-            if batch and (depends or piece.shape != batch[0].shape or len(batch) == READ_ROWS):
-                self._compute(batch)
-                batch = []
-            if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
-                batch.append(piece)
-            budget -= len(piece.tokens)
-            row.cached, row.started = dataclasses.replace(piece.text, tokens=piece.text.tokens[: piece.end]), True
-        self._compute(batch)
+        reading.sort(key=lambda row: row.number)
+        while reading:
+            pieces: list[_Piece] = []
+            deferred: list[Row] = []
+            for row in reading:
+                piece = self._next_piece(row, budget)
+                if piece is None or any(piece.source == earlier.target for earlier in pieces):
+                    deferred.append(row)  # it waits for what another row reads first
+                    continue
+                if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
+                    pieces.append(piece)
+                budget -= len(piece.tokens)
+                row.cached, row.started = dataclasses.replace(piece.text, tokens=piece.text.tokens[: piece.end]), True
+            if not pieces:
+                break
+            # In their order: a row may be read from before another text takes its place.
+            for _, group in itertools.groupby(pieces, lambda piece: piece.shape):
+                batch = list(group)
+                for start in range(0, len(batch), READ_ROWS):
+                    self._compute(batch[start : start + READ_ROWS])
+            reading = deferred
         if self._caches.features:
             self._forget_features()
+
+    def _restart_long(self, original: int) -> None:
+        """Lets texts that have become longer than the original context be read again, by the long factors."""
+        short = [row for row in self.rows if row.decodes and not row.cached.long]
+        self.restart([row for row in short if row.generation and row.generation.length > original])
 
     def _next_piece(self, row: Row, budget: int) -> _Piece | None:
         """The next tokens to read of a row's text, `most` at most; None where it has to wait."""
@@ -293,9 +314,7 @@ class Rows:
         return (row, length) if 0 < length >= min(SHORTEST_SHARED, len(text.tokens)) else (None, 0)
 
     def _compute(self, batch: Sequence[_Piece]) -> None:
-        """Reads pieces of one shape."""
-        if not batch:
-            return
+        """Reads or copies pieces of one shape."""
         count, length = rows_bucket(len(batch)), batch[0].shape[1]
         tokens, unread = np.zeros((count, length), np.int32), np.zeros(count, np.int32)
         source, known = np.zeros(count, np.int32), np.zeros(count, np.int32)
@@ -304,8 +323,11 @@ class Rows:
             unread[n] = len(piece.tokens)
             tokens[n, : unread[n]] = [max(key, 0) for key in piece.tokens] if piece.pictures else piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
-        targets = [self.rows[piece.target] for piece in batch]
-        adapters = self.selection([*targets, *[None] * (count - len(batch))])
+        if batch[0].copies:
+            self._caches.copy(source=source, target=target)
+            return
+        targets = [*(self.rows[piece.target] for piece in batch), *[None] * (count - len(batch))]
+        adapters = self.selection(targets) if self.adapters else None
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
             arrays |= {"source": source, "length": known}
@@ -339,6 +361,15 @@ READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanw
 ALTERNATIVES = (0, 5, 20)  # likeliest tokens that a program is compiled for
 
 
+def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
+    """The mask of every row; all tokens where a row has no constraint."""
+    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
+    for row, constraint in zip(masks, constraints, strict=True):
+        if constraint is not None:
+            row[:] = constraint.mask()
+    return masks
+
+
 class QueueFull(UserError):
     """More requests wait than the queue may hold."""
 
@@ -363,7 +394,8 @@ class Scheduler:
     ):
         self._weights, self._version = weights, weights.version
         self._spec = spec
-        self._most_rows, self._most_waiting = rows, queue
+        self._most_rows = rows
+        self.capacity = None if queue is None else rows + queue  # requests that it takes at once; None: any number
         self._lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._cancelled: list[Generation] = []
@@ -392,18 +424,10 @@ class Scheduler:
             self._cancelled.append(generation)
 
     @property
-    def capacity(self) -> int | None:
-        """Requests that it takes at once, at most; None: any number."""
-        return None if self._most_waiting is None else self._most_rows + self._most_waiting
-
-    @property
     def room(self) -> int | None:
         """Requests that it takes now; None: any number."""
-        if self.capacity is None:
-            return None
-        return (
-            self.capacity - len(self._waiting) - sum(generation.finish_reason is None for generation in self._current)
-        )
+        current = sum(generation.finish_reason is None for generation in self._current)
+        return None if self.capacity is None else self.capacity - len(self._waiting) - current
 
     @property
     def running(self) -> int:
@@ -428,14 +452,15 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         with self._lock:
-            return not self._waiting and not self.running
+            return not self._waiting and not self._rows.running
 
     def step(self, steps: int = STEPS) -> list[Progress]:
         """Lets waiting requests in, reads prompts, decodes at most `steps` tokens of every row whose prompt is read.
 
         Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
-        self._drop_cancelled()
+        if self._cancelled:
+            self._drop_cancelled()
         with self._weights.use():
             if self._weights.version != self._version:
                 self._rows.restart()
@@ -473,19 +498,16 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> list[Progress]:
-        """Gives free rows to waiting requests; returns those whose grammar cannot be followed."""
+        """Gives free rows to waiting requests; returns those whose grammar allows nothing."""
         running = [row.generation for row in self._rows.rows if row.generation is not None]
         with self._lock:
             chosen = self._choose_requests(self._most_rows - len(running))
             self._current = [*running, *chosen]
-        admitted, refused = [], []
         for generation in chosen:
-            try:
-                generation.start()
-                admitted.append(generation)
-            except UserError as problem:
-                generation.error, generation.finish_reason = problem, "error"
-                refused.append(Progress(generation, [], "error"))
+            if (grammar := generation.request.grammar) is not None:
+                generation.start(grammar)
+        refused = [Progress(generation, [], "error") for generation in chosen if generation.error is not None]
+        admitted = [generation for generation in chosen if generation.error is None]
         if not admitted:
             return refused
         self._rows.make_room(admitted)
@@ -514,10 +536,11 @@ class Scheduler:
             return []
         requests = [row.generation.request if row.generation else None for row in rows]
         constraints = [row.generation.constraint if row.generation else None for row in rows]
-        masks = packed_masks(constraints, self._spec.vocab)
+        is_free = all(constraint is None for constraint in constraints)
+        masks = None if is_free else packed_masks(constraints, self._spec.vocab)
         # What a grammar allows is known only once the token before is.
         remaining = [self._rows.remaining(row) for row in rows]
-        steps = 1 if masks.size else min(steps, max(remaining))
+        steps = min(steps, max(remaining)) if masks is None else 1
         longest = max(len(row.cached.tokens) + min(steps, remaining[n]) for n, row in live)
         if longest > self._rows.slots:
             self._rows.resize(len(rows), longest)
@@ -529,16 +552,16 @@ class Scheduler:
         asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
         counts = self._caches.counts
-        if counts is None or (switches.counts and not counts.generated.shape[1]):
-            self._count(self._spec.vocab if switches.counts else 0)
+        if switches.counts and (counts is None or not counts.generated.shape[1]):
+            self._count()
         decoded = self._caches.decode(
             feed=self._feed(remaining),
             knobs=knobs,
             steps=steps,
-            leave=self.waiting > 0,
+            leave=bool(self._waiting),
             switches=switches,
             alternatives=alternatives,
-            adapters=self._rows.selection(rows),
+            adapters=self._rows.selection(rows) if self._rows.adapters else None,
         )
         decoded = jax.tree.map(np.asarray, decoded)
         return [self._extend(n, row, decoded) for n, row in live]
@@ -559,11 +582,12 @@ class Scheduler:
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
         return Feed(**arrays)
 
-    def _count(self, vocab: int) -> None:
+    def _count(self) -> None:
         """Counts the tokens of all rows."""
-        generations = [row.generation if vocab else None for row in self._rows.rows]
+        generations = [row.generation for row in self._rows.rows]
         prompts = [generation.request.prompt if generation else () for generation in generations]
-        self._caches.count(prompts=prompts, generated=[g.ids if g else () for g in generations], vocab=vocab)
+        generated = [generation.ids if generation else () for generation in generations]
+        self._caches.count(prompts=prompts, generated=generated, vocab=self._spec.vocab)
 
     def _extend(self, n: int, row: Row, decoded: Decoded) -> Progress:
         """Gives a row's new tokens to its generation, which may end with them."""
@@ -571,7 +595,11 @@ class Scheduler:
         assert generation is not None
         ids = [token for token in decoded.tokens[n].tolist() if token >= 0]
         row.cached.tokens += [generation.newest, *ids[:-1]]
-        new = [_token(id_, n, i, decoded.probabilities, generation.request) for i, id_ in enumerate(ids)]
+        alternatives, probabilities = generation.request.alternatives, decoded.probabilities
+        if alternatives is None or probabilities is None:
+            new = [Token(id_) for id_ in ids]
+        else:
+            new = [_scored_token(id_, probabilities, (n, i), alternatives) for i, id_ in enumerate(ids)]
         reason = generation.extend(new)
         if not decoded.finite[n]:
             generation.error = UserError(
@@ -585,13 +613,12 @@ class Scheduler:
         return Progress(generation, new, generation.finish_reason)
 
 
+def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int], alternatives: int) -> Token:
+    """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
+    likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
+    return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])
+
+
 def _rope_offset(row: Row) -> int:
     pictures = None if row.generation is None else row.generation.request.pictures
     return 0 if pictures is None else pictures.offset
-
-
-def _token(id_: int, row: int, step: int, probabilities: Probabilities | None, request: GenerationRequest) -> Token:
-    if probabilities is None or request.alternatives is None:
-        return Token(id_)
-    likeliest = zip(probabilities.tokens[row, step].tolist(), probabilities.likeliest[row, step].tolist(), strict=True)
-    return Token(id_, float(probabilities.chosen[row, step]), tuple(likeliest)[: request.alternatives])

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshtune.arrays.tree import Tree
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.errors import UserError, nearest
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.pictures import TokenPrompt, insert_pictures, load_picture, split_pictures, text_only
 from meshtune.generate.programs import STEPS
+from meshtune.generate.request import Sampling
 from meshtune.generate.scheduler import Scheduler
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -50,6 +50,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage]
 
     Raises UserError for a tokenizer without a chat template, messages that are none, and what the template refuses.
     """
+    _check(messages)
     return encoded_chat(tokenizer, chat_text(tokenizer, messages))
 
 
@@ -65,6 +66,7 @@ def chat_prompt(
         if pictures:
             raise text_only()
         return TokenPrompt(chat_ids(tokenizer, plain))
+    _check(plain)
     return picture_prompt(tokenizer, chat_text(tokenizer, plain, reader=reader), pictures, reader)
 
 
@@ -85,9 +87,15 @@ def chat_text(
     reader: PictureReader | None = None,
 ) -> str:
     """A conversation with `tools` as its chat template renders it, ready for the assistant's answer; `options` are
-    variables of the template, and `reader` reads pictures for the model. Raises UserError as `chat_ids` does."""
+    variables of the template, and `reader` reads pictures for the model. The messages have known roles and contents.
+    Raises UserError for the rest as `chat_ids`."""
     chat = chat_template(tokenizer, reader)
-    _check(messages)
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            "the conversation ends with the assistant's words, so there is nothing to answer",
+            where=f"message {len(messages) - 1}",
+            fix="end with a message of the user",
+        )
     try:
         return chat.render(chat.adapt(messages), tools, generation_prompt=True, options=options)
     except chat.failures as problem:
@@ -155,12 +163,6 @@ def _check(messages: Sequence[ChatMessage]) -> None:
             raise UserError(f"role {role!r} is unknown", where=where, fix=f"{hint}give one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str | list):
             raise UserError("a message needs its words as a string", where=f"{where}, field content")
-    if messages[-1]["role"] == "assistant":
-        raise UserError(
-            "the conversation ends with the assistant's words, so there is nothing to answer",
-            where=f"message {len(messages) - 1}",
-            fix="end with a message of the user",
-        )
 
 
 UNFINISHED = "�"  # what decoding gives for the first bytes of a character whose last are yet to come
@@ -181,19 +183,25 @@ class Detokenizer:
     ):
         self._tokenizer = tokenizer
         self._hidden = special_ids(tokenizer) - visible if visible else None
+        self._ids: list[int] = []
+        self._start, self._shown = 0, 0
+        self.unfinished = False  # whether the newest tokens are the first bytes of a character
+        if before:
+            self._continue(before)
+
+    def _continue(self, before: Sequence[int]) -> None:
         # Not from the middle of a character, which would spoil those that follow it.
         width = CONTEXT
         while width < len(before) and UNFINISHED in self._decode(list(before[-width:])):
             width *= 2
         self._ids = list(before[-width:])
-        self._start, self._shown = 0, len(self._ids)
+        self._shown = len(self._ids)
         for end in range(len(self._ids), max(0, len(self._ids) - CHARACTER), -1):
             if not self._decode(self._ids[:end]).endswith(
                 UNFINISHED
             ):  # a character that the prompt begins is shown whole
                 self._shown = end
                 break
-        self.unfinished = False  # whether the newest tokens are the first bytes of a character
 
     @property
     def unshown(self) -> int:
@@ -343,18 +351,14 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(id_ for id_, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
-def check_stops(strings: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings. Raises UserError for an empty one."""
-    if "" in strings:
-        raise UserError("a stop string is empty", where="stop", fix="leave it out")
-    return tuple(strings)
-
-
 class StopStrings:
-    """Ends a text before the first of some strings; holds back what may be the beginning of one."""
+    """Ends a text before the first of some strings; holds back what may be the beginning of one. Raises UserError for
+    an empty string."""
 
     def __init__(self, strings: Sequence[str]):
-        self._strings, self._held, self.found = check_stops(strings), "", False
+        if "" in strings:
+            raise UserError("a stop string is empty", where="stop", fix="leave it out")
+        self._strings, self._held, self.found = strings, "", False
 
     def push(self, text: str) -> str:
         """The text that is safe to show."""

@@ -72,29 +72,20 @@ def attend(
     slopes, sinks.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
-    q_segments, q_parents = rows.segment_ids, rows.parent_ids
+    positions = {"q_positions": rows.positions, "kv_positions": kv_positions}
+    segments = {"q_segments": rows.segment_ids, "kv_segments": kv_segments, "q_parents": rows.parent_ids}
     if chunk is not None:
-        q_segments = chunked_segment_ids(rows.positions, q_segments, chunk)
-        q_parents = None if q_parents is None else chunked_segment_ids(rows.positions, q_parents, chunk)
-        kv_segments = chunked_segment_ids(kv_positions, kv_segments, chunk)
-    return attention(
-        q,
-        k.astype(q.dtype),
-        v.astype(q.dtype),
-        q_positions=rows.positions,
-        kv_positions=kv_positions,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        q_parents=q_parents,
-        q_reach=rows.reach if reaches else None,
-        backend=compute.attention,
-        aligned=past is None and options.get("causal", True) and not (reaches and rows.reach is not None),
-        sharding=None if compute.layout is None else compute.layout.attention_sharding(),
-        platform=compute.platform,
-        chip=compute.chip,
-        packed=compute.packed or chunk is not None,
-        **options,
-    )
+        by_tokens = {name: positions["kv_positions" if name == "kv_segments" else "q_positions"] for name in segments}
+        segments = {
+            name: None if ids is None else chunked_segment_ids(by_tokens[name], ids, chunk)
+            for name, ids in segments.items()
+        }
+    reach = rows.reach if reaches else None
+    options |= {"aligned": past is None and options.get("causal", True) and reach is None, "q_reach": reach}
+    options |= {"packed": compute.packed or chunk is not None}
+    sharding = None if compute.layout is None else compute.layout.attention_sharding()
+    devices = {"backend": compute.attention, "platform": compute.platform, "chip": compute.chip, "sharding": sharding}
+    return attention(q, k.astype(q.dtype), v.astype(q.dtype), **positions, **segments, **devices, **options)
 
 
 def recall(
@@ -312,18 +303,9 @@ class AttentionSpec(Mixer):
         if self.windowed:
             assert rows.windows is not None, "rows of a tower with windows"
             rows = dataclasses.replace(rows, segment_ids=rows.windows)
-        mixed = attend(
-            qkv["q"],
-            qkv["k"],
-            qkv["v"],
-            rows,
-            past,
-            context.compute,
-            chunk=self.chunk,
-            slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
-            sinks=node["sinks"]["weight"] if self.sinks else None,
-            **self._score_options(),
-        )
+        options = self._score_options() | (self._score_arrays(node) if self.alibi is not None or self.sinks else {})
+        options |= {"chunk": self.chunk}
+        mixed = attend(qkv["q"], qkv["k"], qkv["v"], rows, past, context.compute, **options)
         if self.gate is not None:
             mixed = mixed * jax.nn.sigmoid(qkv["gate"].astype(jnp.float32)).astype(mixed.dtype)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
@@ -396,6 +378,10 @@ class AttentionSpec(Mixer):
             "reaches": self.reaches,
         }
 
+    def _score_arrays(self, node: Tree) -> dict[str, Array | None]:
+        slopes = None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32)
+        return {"slopes": slopes, "sinks": node["sinks"]["weight"] if self.sinks else None}
+
     def project(self, x: Hidden, node: Tree, context: Context, parts: tuple[str, ...]) -> dict[str, Heads]:
         """Queries "q" [B, T, H, h], keys "k" and values "v" [B, T, K, h] for the kernels; with "q" their gate."""
         key, heads = context.key, (*x.shape[:2], -1, self.head_dim)
@@ -406,10 +392,8 @@ class AttentionSpec(Mixer):
             qkv = self._project_gated(x, node, key, parts)
         else:
             qkv = {part: linear(x, node[part], site_key(key, part)).reshape(heads) for part in parts}
-        if "v" in qkv and self.v_norm is not None:
-            qkv["v"] = normalise_heads(self.v_norm, "head", qkv["v"], node.get("v_norm", {}))
-        if "v" in qkv and self.clip is not None:
-            qkv["v"] = jnp.clip(qkv["v"], -self.clip, self.clip)
+        if "v" in qkv and (self.v_norm is not None or self.clip is not None):
+            qkv["v"] = self._limit_values(qkv["v"], node)
         rotated = {part: self._rotate(qkv[part], node, part, context.sequences) for part in ("q", "k") if part in qkv}
         return qkv | rotated
 
@@ -429,6 +413,11 @@ class AttentionSpec(Mixer):
             qkv |= {"gate": heads_of("gate", self.head_dim)} if self.gate == "input" else {}
         qkv |= {part: heads_of(part, self.head_dim) for part in parts if part in self._kv_projections}
         return qkv if "v" not in parts or not self.v_of_k else qkv | {"v": qkv["k"]}
+
+    def _limit_values(self, values: Heads, node: Tree) -> Heads:
+        if self.v_norm is not None:
+            values = normalise_heads(self.v_norm, "head", values, node.get("v_norm", {}))
+        return values if self.clip is None else jnp.clip(values, -self.clip, self.clip)
 
     def _rotate(self, heads: Heads, node: Tree, part: str, rows: SequenceInfo) -> Heads:
         """Rotates queries or keys; normalises and limits them where the model does that."""

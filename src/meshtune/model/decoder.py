@@ -100,18 +100,16 @@ def enter(
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
-        x = x + embed_tokens(
-            table(to_device(params["positions"], inputs.positions)), inputs.positions, compute.layout
-        ).astype(x.dtype)
+        positions = table(to_device(params["positions"], inputs.positions))
+        x = x + embed_tokens(positions, inputs.positions, compute.layout).astype(x.dtype)
     x = x if perturb is None else perturb(x)
-    side = dict(inputs.side or {})
+    side, read = dict(inputs.side or {}), frozenset(name for block in spec.blocks for name in block.side_inputs)
     if visual is not None:
         x, seen = place_pictures(params, spec, compute, visual, x, rng)
         side |= seen
+        read |= side.keys() & {kind.adds for kind in spec.layer_kinds}
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
-    read = frozenset(name for block in spec.blocks for name in block.side_inputs)
-    read |= side.keys() & {kind.adds for kind in spec.layer_kinds}
     if side or read:
         check_side(side, read, spec.family)
     return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side

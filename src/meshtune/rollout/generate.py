@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from meshtune.arrays.tree import Tree
 from meshtune.config.sections import RolloutSection
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
@@ -88,14 +87,14 @@ def generate(
 ) -> list[list[Completion]]:
     """Returns `samples` completions of every prompt. The caches are gone when it returns.
 
-    `params` is the whole tree, adapters in place; nothing of it is copied. `seed_of(prompt, sample)` seeds each
-    completion; `where` names the prompts. `progress(done, all)` is called as completions end. `follow_turns` gets the
-    turns that have ended, and may continue them.
+    `params` is the whole tree, adapters in place, of which a CPU may have a copy meanwhile (generate.weights).
+    `seed_of(prompt, sample)` seeds each completion; `where` names the prompts. `progress(done, all)` is called as
+    completions end. `follow_turns` gets the turns that have ended, and may continue them.
 
     Raises: UserError for a prompt that leaves no room in the context, and for logits that are not finite.
     """
     compute = dataclasses.replace(compute, remat="none", attention="auto")
-    engine = Engine(params, spec, compute, stop_ids)
+    engine = Engine(params, spec, compute, stop_ids, resident=True)
     total = len(prompts) * samples
     scheduler = engine.scheduler(rows=min(options.rows or total, total))
     drafts = [_Draft(prompt) for prompt in prompts for _ in range(samples)]

@@ -13,10 +13,10 @@ from meshtune.calls.grammar import Lark, LLGrammar, check_size
 from meshtune.calls.reader import Delta, Reader, answer_reader
 from meshtune.data.pictures.files import data_of_uri, read_size
 from meshtune.generate.pictures import PromptPictures, TokenPrompt, split_pictures
-from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat, picture_prompt
+from meshtune.generate.text import Place, chat_text, encoded_chat, picture_prompt
 from meshtune.serve.guard import ApiError
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
-from meshtune.serve.schema import ChatRequest, named_tools, required_tools
+from meshtune.serve.schema import ChatRequest, read_tools
 
 if TYPE_CHECKING:
     from meshtune.data.pictures.reader import PictureReader
@@ -57,14 +57,6 @@ class ChatPrompt:
     def plain(self) -> bool:
         """Whether the answer is content and nothing else."""
         return self.answer.think is None and self.answer.calls is None
-
-    def reader(self) -> Reader:
-        """A reader of one answer."""
-        return PlainReader() if self.plain else answer_reader(self.answer, self.tools)
-
-    def visible(self, served: Served) -> frozenset[int]:
-        """Special tokens that the answer's reader must see."""
-        return self.answer.visible_ids(served.model.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,27 +103,27 @@ class ChatCompletion:
 
     def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """The choices of a stream's chunks for new text."""
-        messages = [message for part in self._read(delta) for message in self._message_deltas(delta.index, part)]
-        with_tokens = self.request.logprobs and delta.tokens
-        if with_tokens and not messages:
-            messages = [{"content": ""}]
-        chunks = [{"delta": message, "logprobs": None, "finish_reason": None} for message in messages]
-        if with_tokens:
-            chunks[0]["logprobs"] = _log_probabilities(self.served, delta.tokens)
+        messages: list[dict[str, Any]] = []
+        for part in self._read(delta):
+            messages += self._call_deltas(delta.index, part.call) if part.call is not None else [_message_delta(part)]
+        logprobs = None
+        if delta.tokens:
+            messages, logprobs = messages or [{"content": ""}], _log_probabilities(self.served, delta.tokens)
+        deltas: list[tuple[dict[str, Any], str | None]] = [(message, None) for message in messages]
         if delta.finish_reason is not None:
-            reason = _finish_reason(delta, self.calls[delta.index] > 0)
-            chunks.append({"delta": {}, "logprobs": None, "finish_reason": reason})
-        return [{"index": delta.index, **chunk} for chunk in chunks]
+            deltas.append(({}, _finish_reason(delta, self.calls[delta.index] > 0)))
+        return [
+            {"index": delta.index, "delta": message, "logprobs": None if n else logprobs, "finish_reason": reason}
+            for n, (message, reason) in enumerate(deltas)
+        ]
 
     def _read(self, delta: ChoiceDelta) -> list[Delta]:
         reader = self.readers[delta.index]
         return reader.push(delta.text) + (reader.finish() if delta.finish_reason is not None else [])
 
-    def _message_deltas(self, index: int, part: Delta) -> list[dict[str, Any]]:
-        if part.call is None:
-            return [{"content": part.content} if part.content else {"reasoning_content": part.reasoning}]
+    def _call_deltas(self, index: int, tool_call: ToolCall) -> list[dict[str, Any]]:
         number, self.calls[index] = self.calls[index], self.calls[index] + 1
-        call = self._tool_call(part.call)
+        call = self._tool_call(tool_call)
         arguments = call["function"].pop("arguments")
         call["function"]["arguments"] = ""
         return [
@@ -157,17 +149,18 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
         sampling=request.sampling(seed, engine.spec.vocab),
         max_tokens=request.max_completion_tokens or request.max_tokens or max(1, engine.context - len(prompt.ids)),
         stop_ids=stop_ids,
-        alternatives=request.alternatives,
+        alternatives=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
         grammar=answer_grammar(request, prompt, served) if constrained else None,
         pictures=prompt.pictures,
     )
-    stop, visible = check_stops((*request.stops, *turn_end)), prompt.visible(served)
+    stop = (*request.stops, *turn_end)
+    visible = frozenset() if prompt.plain else prompt.answer.visible_ids(served.model.tokenizer)
     choices = [
         ChoiceRequest(n, engine_request.with_seed_of(n), stop, continued=False, visible=visible)
         for n in range(request.n)
     ]
-    readers = [prompt.reader() for _ in choices]
+    readers = [PlainReader() if prompt.plain else answer_reader(prompt.answer, prompt.tools) for _ in choices]
     return ChatCompletion(request, served, choices, prompt.answer.calls, readers, [0] * request.n)
 
 
@@ -177,16 +170,14 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     Raises ApiError and UserError for tools or options that the template does not know, and messages that it refuses.
     """
     tokenizer = served.model.tokenizer
-    tools = named_tools(request.tools) if request.tools else {}
-    required = [] if request.tool_choice is None else required_tools(request.tool_choice, tools)
-    if request.tool_choice == "none":
-        tools = {}
+    tools, required = read_tools(request) if request.tools or request.tool_choice is not None else ({}, [])
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
     reader, pictures = served.model.picture_reader, list[bytes]()
     messages = [message.rendered(f"messages[{n}]", reader is not None) for n, message in enumerate(request.messages)]
     if reader is not None:
         messages, pictures = open_pictures(served, reader, messages)
-    options = _template_options(request, template) if request.has_template_options else {}
+    has_options = request.chat_template_kwargs or request.reasoning_effort is not None
+    options = _template_options(request, template) if has_options else {}
     text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options, reader)
     answer = AnswerFormat.of_prompt(template, text)
     if tools:
@@ -290,6 +281,10 @@ def _template_options(request: ChatRequest, template: str) -> dict[str, Any]:
         else:
             raise ApiError(400, "the chat template of this model has no reasoning", param="reasoning_effort")
     return options
+
+
+def _message_delta(part: Delta) -> dict[str, Any]:
+    return {"content": part.content} if part.content else {"reasoning_content": part.reasoning}
 
 
 def _finish_reason(delta: ChoiceDelta, called: bool) -> str | None:

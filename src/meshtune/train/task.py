@@ -36,7 +36,7 @@ from meshtune.train.evaluation.evaluate import (
 from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, Task
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
-from meshtune.train.step.state import TrainState, result_params
+from meshtune.train.step.state import Metrics, TrainState, result_params
 
 rollout_source = LazyFunction("meshtune.train.online:rollout_source")
 evaluate_online = LazyFunction("meshtune.train.online:evaluate_online")
@@ -55,7 +55,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)
         first = loader.batch(0).arrays if record.step < run.total_steps else {}
     if record.step < run.total_steps:
-        step = _compile(run, step, state, place(first))
+        step = _compiled_steps(run, step, state, place(first))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
     early = recipe.eval
     return Task(
@@ -116,6 +116,25 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
         return place_batch(arrays, layout, order if fits else None)
 
     return place
+
+
+def _compiled_steps(
+    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, first: Batch
+) -> Callable[[TrainState, Tree, Batch, np.int32], tuple[TrainState, Metrics]]:
+    """The step, compiled for batches like `first`, and for others when they come: with or without pictures."""
+    compiled = {_shapes(first): _compile(run, step, state, first)}
+
+    def apply(state: TrainState, frozen: Tree, batch: Batch, seed: np.int32) -> tuple[TrainState, Metrics]:
+        shapes = _shapes(batch)
+        if shapes not in compiled:
+            compiled[shapes] = _compile(run, step, state, batch)
+        return compiled[shapes](state, frozen, batch, seed)
+
+    return apply
+
+
+def _shapes(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, array.shape) for name, array in sorted(batch.items()))
 
 
 def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:

@@ -33,6 +33,7 @@ from meshtune.data.formats.record import (
     RecordFormat,
     check_text,
     check_turn,
+    check_turns,
     describe,
     field_error,
     has_fields,
@@ -81,12 +82,20 @@ def convert_messages(
     field = fields["messages"] or "messages"
     messages = read_messages(list_field(record, field, origin, "messages"), origin, field)
     messages = with_system(messages, record, fields, origin)
+    has_tools = any(record.get(name) is not None for key in ("tools", "functions") if (name := fields[key]))
+    tools = _read_tools(record, fields, origin) if has_tools else ()
+    if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+        messages = with_tool_use(messages, tools, origin, field, good=good)
+    else:
+        check_turns(messages, origin, field)
+    return Conversation(tuple(messages), origin, tools, read_variables(record, fields, origin))
+
+
+def _read_tools(record: Record, fields: FieldNames, origin: Origin) -> tuple[Mapping[str, object], ...]:
     tools, functions = (parse_tools(record, fields[key], origin) for key in ("tools", "functions"))
     if tools and functions:
         raise _two_lists_error(origin, fields["functions"] or "functions")
-    tools = tools or functions
-    turns = with_tool_use(messages, tools, origin, field, good=good)
-    return Conversation(turns, origin, tools, read_variables(record, fields, origin))
+    return tools or functions
 
 
 def _two_lists_error(origin: Origin, field: str) -> UserError:
