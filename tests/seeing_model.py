@@ -43,8 +43,9 @@ def save_seeing_model(path: pathlib.Path, shared: pathlib.Path) -> pathlib.Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     text = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+        vocab_size=-(-len(tokenizer) // 4) * 4,  # which meshes divide
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
         initializer_range=0.2,
     )  # fmt: skip
     image = tokenizer.convert_tokens_to_ids(TOKENS["context_image_token"])

@@ -11,6 +11,7 @@ import transformers
 from meshtune.cli.evaluate import source_section
 from meshtune.errors import UserError
 from meshtune.evaluate.predict import PredictOptions, Record, digest, predict, read_records
+from meshtune.evaluate.statistics import overlap
 from meshtune.generate.api import load
 from meshtune.terminal import console
 from seeing_model import picture, processed, save_seeing_model
@@ -68,6 +69,20 @@ def test_the_pictures_are_part_of_the_data_of_results(records):
     others = [records[1], *records[1:]]
     assert digest(records) != digest(others)
     assert digest([records[0]]) != digest([records[2]])
+
+
+def test_the_same_words_about_another_picture_were_not_trained_on(records, tmp_path):
+    lines = []
+    for seed in (1, 2):
+        picture(seed).save(tmp_path / f"{seed}.png")
+        turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."}]
+        lines.append(json.dumps({"messages": turns, "images": [f"{seed}.png"]}) + "\n")
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    first, second = (
+        record.document for record in read_records(source_section(str(tmp_path / "data.jsonl"), columns=None))
+    )
+    assert overlap([records[0].document], [first]).is_training_set
+    assert not overlap([records[0].document], [second]).is_training_set
 
 
 def test_a_model_that_reads_text_only_refuses_records_with_pictures(records, stories260k, tmp_path):

@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import AsyncIterator
+from typing import IO
 
 from starlette.concurrency import run_in_threadpool
 
@@ -45,9 +46,9 @@ async def receive_archive(workspace: Workspace, name: str, chunks: AsyncIterator
         return await run_in_threadpool(_unpack, file, folder, name)
 
 
-def _unpack(file: object, folder: pathlib.Path, name: str) -> pathlib.Path:
+def _unpack(file: IO[bytes], folder: pathlib.Path, name: str) -> pathlib.Path:
     try:
-        archive = zipfile.ZipFile(file)  # pyright: ignore[reportArgumentType]
+        archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, OSError) as error:
         raise UserError(f"the file is no zip archive: {error}", where=name, fix="make the archive again") from error
     entries = [entry for entry in archive.infolist() if not entry.is_dir() and not _NOISE.search(entry.filename)]

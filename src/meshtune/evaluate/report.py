@@ -18,6 +18,7 @@ from meshtune.evaluate.folder import HTML, MARKDOWN, replace
 from meshtune.evaluate.predict import Predictions
 from meshtune.evaluate.statistics import ENOUGH, RESAMPLES, TOO_FEW, Difference, Overlap
 from meshtune.evaluate.tasks import averages
+from meshtune.generate.pictures import prompt_words
 from meshtune.terminal import GRID, INK
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ def _answers(outcomes: Mapping[str, Outcome]) -> list[Table]:
 
 
 def _question_of(prompt: object) -> str:
-    return str(prompt[-1]["content"]) if isinstance(prompt, list) else str(prompt)
+    return prompt_words(prompt[-1]["content"]) if isinstance(prompt, list) else str(prompt)
 
 
 def _number(value: object) -> str:

@@ -197,7 +197,7 @@ def overlap(evaluation: Sequence[Sample], training: Iterable[Sample]) -> Overlap
 
 
 def words_of(sample: Sample) -> list[str]:
-    """The words of all turns of a sample but a system prompt, which records share by intention."""
+    """The words of all turns of a sample but a system prompt, which records share by intention; a picture is a word."""
     match sample:
         case Pair():
             return words_of(sample.chosen)
@@ -209,7 +209,8 @@ def words_of(sample: Sample) -> list[str]:
 
 def _text(document: Document) -> str:
     if isinstance(document, Conversation):
-        return "\n".join(message.content for message in document.messages if message.role != "system")
+        words = [message.content for message in document.messages if message.role != "system"]
+        return "\n".join([*words, *(picture.digest for picture in document.pictures)])
     return document.prompt + document.text
 
 

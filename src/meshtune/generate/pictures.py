@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -210,7 +210,7 @@ def picture_file(source: str | os.PathLike[str], where: str) -> bytes:
         raise UserError(message, where=where, fix="check the path") from problem
 
 
-def load_picture(reader: PictureReader, source: object, where: str) -> LoadedPicture:
+def load_picture(reader: PictureReader, source: Any, where: str) -> LoadedPicture:
     """A picture as the model takes it, from its path, a data URI, the bytes of its file or a PIL image.
 
     Raises UserError, naming `where`, for an address (none is fetched), a file that is missing or is no picture that can

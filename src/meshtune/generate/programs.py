@@ -44,7 +44,7 @@ from meshtune.model.rope import LONGROPE_FACTORS, RopeSpec
 from meshtune.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from meshtune.generate.features import Pictures
+    from meshtune.generate.visual import Pictures
 
 COLDEST = 1e-20  # a lower temperature would divide logits to infinity
 BIAS_SIZES = (0, 8, 64, 512)  # biased tokens of a row that a program is compiled for

@@ -40,6 +40,7 @@ from meshtune.generate.request import (
     Token,
     packed_masks,
 )
+from meshtune.generate.visual import piece_arrays
 from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
@@ -93,11 +94,6 @@ class Row:
     def adapter(self) -> int | None:
         """The adapter that the request selects."""
         return None if self.generation is None else self.generation.request.adapter
-
-    @property
-    def rope_offset(self) -> int:
-        """How far M-RoPE's positions after its pictures are from the number of tokens."""
-        return 0 if self.generation is None or (seen := self.generation.request.pictures) is None else seen.offset
 
 
 class _Piece(NamedTuple):
@@ -297,17 +293,13 @@ class Rows:
 
     def _encode(self, row: Row, pictures: PromptPictures, length: int) -> tuple[int, int]:
         """Computes the features of all pictures of a row's request that have tokens after the first `length`."""
-        first = pictures.first_after(length)
-        arrays = pictures.read(first)._asdict()
-        return first, self._caches.encode(row=row.number, **arrays, adapters=self.selection([row]))
+        first, adapters = pictures.first_after(length), self.selection([row]) if self.adapters else None
+        return first, self._caches.encode(row=row.number, **pictures.read(first)._asdict(), adapters=adapters)
 
     def _forget_features(self) -> None:
         """Frees the features of requests that have read their pictures, or ended."""
-        needed = set[int]()
-        for row in self.rows:
-            pictures = None if row.generation is None else row.generation.request.pictures
-            if row.encoded is not None and pictures is not None and len(row.cached.tokens) < pictures.end:
-                needed.add(row.number)
+        encoded = [(row, row.generation.request.pictures) for row in self.rows if row.encoded and row.generation]
+        needed = {row.number for row, pictures in encoded if pictures and len(row.cached.tokens) < pictures.end}
         if unneeded := sorted(self._caches.features.keys() - needed):
             self._caches.forget(rows=np.asarray(unneeded, np.int32))
 
@@ -337,28 +329,11 @@ class Rows:
         if batch[0].length:
             arrays |= {"source": source, "length": known}
         if any(piece.pictures is not None for piece in batch):
-            arrays |= self._picture_arrays(batch, count, length)
+            arrays["pictures"] = piece_arrays(batch, count, length)
+            if batch[0].features:
+                numbers = [self.rows[piece.target].number for piece in batch]
+                arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
         self._caches.read(**arrays)
-
-    def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, np.ndarray]:
-        """The arguments of `read` for the pictures in pieces of one shape; none where there are none."""
-        arrays: dict[str, np.ndarray] = {}
-
-        def put(name: str, n: int, values: np.ndarray | None) -> None:
-            if values is not None:
-                rows = arrays.setdefault(name, np.zeros((count, length, *values.shape[1:]), np.int32))
-                rows[n, : len(values)] = values
-
-        for n, piece in enumerate(batch):
-            if piece.pictures is not None:
-                put("rope_positions", n, piece.pictures.rope_from(piece.length, piece.end))
-                if piece.features:
-                    put("visual", n, piece.pictures.index(piece.first, piece.length, piece.end))
-                    put("reach", n, piece.pictures.reach_from(piece.length, piece.end))
-        if "visual" in arrays:
-            numbers = [self.rows[piece.target].number for piece in batch]
-            arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
-        return arrays
 
 
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
@@ -560,7 +535,7 @@ class Scheduler:
             "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
-        offsets = [row.rope_offset for row in rows]
+        offsets = [row.generation.request.rope_offset if row.generation else 0 for row in rows]
         if any(offsets):
             columns["rope_offset"] = offsets
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}

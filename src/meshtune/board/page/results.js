@@ -139,7 +139,12 @@ function folded(text) {
 
 const modelName = (name) => (has(`results.of.${name}`) ? t(`results.of.${name}`) : t('results.answer'));
 
+// A message's content as text, with a mark in the place of each picture.
+function words(content) {
+  return Array.isArray(content) ? content.map((part) => part?.text ?? '<image>').join('') : content;
+}
+
 function said(value) {
-  if (Array.isArray(value)) return value.map((turn) => `${turn?.role}: ${turn?.content}`).join('\n');
+  if (Array.isArray(value)) return value.map((turn) => `${turn?.role}: ${words(turn?.content)}`).join('\n');
   return typeof value === 'string' ? value : JSON.stringify(value ?? null);
 }
