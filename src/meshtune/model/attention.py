@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest, attention
+from meshtune.kernels.attention import AttentionRequest, StackedCaches, attention
 from meshtune.model.block import SHARED, Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import BY_HEAD, LayerCache
 from meshtune.model.compute import Compute
@@ -67,7 +67,7 @@ def attend(
     """Attention of the tokens `rows` to those of `past`, None for themselves.
 
     With `chunk` a token sees only its own part of its document, each of that many tokens. `options` are arguments of
-    the kernels: scale, window, softcap, causal, slopes, sinks.
+    the kernels: scale, window, softcap, causal, slopes, sinks, caches.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
     q_segments, q_parents = rows.segment_ids, rows.parent_ids
@@ -291,7 +291,7 @@ class AttentionSpec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        past, stored = None, {}
+        past, stored, caches = None, {}, None
         if context.memory is not None or self.reads is not None:
             qkv, past = self._read_memory(x, node, context)
         else:
@@ -299,6 +299,8 @@ class AttentionSpec(Mixer):
             if cache is not None:
                 past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.sequences, self._reach)
                 qkv |= past_kv
+                if (arrays := cache.stacked("k", "v")) is not None:
+                    caches = StackedCaches(*arrays, cache.index)
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
@@ -312,6 +314,7 @@ class AttentionSpec(Mixer):
             chunk=self.chunk,
             slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
             sinks=node["sinks"]["weight"] if self.sinks else None,
+            caches=caches,
             **self._score_options(),
         )
         if self.gate is not None:

@@ -11,6 +11,7 @@ from meshtune.kernels.attention.backend import (
     AttentionRequest,
     AttentionSharding,
     Backend,
+    StackedCaches,
     run_over_mesh,
     zigzag_order,
 )
@@ -19,7 +20,7 @@ from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.splash import SPLASH
-from meshtune.kernels.attention.triton import TRITON
+from meshtune.kernels.attention.triton import TRITON, decode, decode_refusal
 from meshtune.translatable import Translatable
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionRequest",
     "AttentionSharding",
     "Backend",
+    "StackedCaches",
     "attention",
     "choose_backend",
     "zigzag_order",
@@ -111,6 +113,7 @@ def attention(
     slopes: Float[Array, "H"] | None = None,
     sinks: Float[Array, "H"] | None = None,
     q_parents: Int[Array, "B T"] | None = None,
+    caches: StackedCaches | None = None,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows. A token that sees nothing gives 0, and no gradient.
 
@@ -123,7 +126,8 @@ def attention(
     query back to key (ALiBi); they get no gradient. `sinks` are scores in every token's softmax that have no value.
     `aligned=True` promises that T == S and that no token sees one that comes after it in the row, `packed=False` that a
     row is one document followed by padding; `platform` and `chip` are those of AttentionRequest. With a `sharding` each
-    device computes its own rows and heads, or its part of aligned rows, best stored in `zigzag_order`.
+    device computes its own rows and heads, or its part of aligned rows, best stored in `zigzag_order`. `caches` are the
+    arrays that k and v are a layer of: GPUs read one new token's past there (triton_decode).
     Raises: UserError for a backend that does not exist or cannot serve the request (see `choose_backend`).
     """
     B, T, H, h = q.shape
@@ -154,6 +158,8 @@ def attention(
     )
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks, q_parents)
     if sharding is None or sharding.mesh.size == 1:
+        if caches is not None and backend == "auto" and decode_refusal(request) is None:
+            return decode(inputs, request, caches)
         return choose_backend(request, backend)[0].run(inputs, request)
     sharding = sharding.fit(request)
     request = sharding.local(request)
