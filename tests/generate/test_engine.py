@@ -145,7 +145,8 @@ def test_a_random_model_with_a_window_and_a_penalty_continues_as_in_transformers
 
 
 def test_lengths_are_rounded_up_by_at_most_a_half():
-    assert [length_bucket(n) for n in (1, 16, 17, 32, 33, 48, 49, 65, 97, 1000)] == [16, 16, 32, 32, 48, 48, 64, 96, 128, 1024]
+    buckets = {1: 16, 16: 16, 17: 32, 32: 32, 33: 48, 48: 48, 49: 64, 65: 96, 97: 128, 1000: 1024}
+    assert {n: length_bucket(n) for n in buckets} == buckets
     assert all(n <= length_bucket(n) <= 1.5 * n for n in range(32, 5000))
 
 

@@ -89,8 +89,8 @@ def generate(
     """Returns `samples` completions of every prompt. The caches are gone when it returns.
 
     `params` is the whole tree, adapters in place, of which a CPU may have a copy meanwhile (generate.weights).
-    `seed_of(prompt, sample)` seeds each completion; `where` names the prompts. `progress(done, all)` is called as completions end. `follow_turns` gets the
-    turns that have ended, and may continue them.
+    `seed_of(prompt, sample)` seeds each completion; `where` names the prompts. `progress(done, all)` is called as
+    completions end. `follow_turns` gets the turns that have ended, and may continue them.
 
     Raises: UserError for a prompt that leaves no room in the context, and for logits that are not finite.
     """
