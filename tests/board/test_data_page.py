@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
 import pathlib
+import re
 import zipfile
 
 import pytest
 from boards import READABLE, client, recipe
+from PIL import Image
 
-from meshtune.board import uploads
+from meshtune.board import archives, uploads
 from meshtune.board.catalogue import catalogue
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.config.load import load_recipe, silent
@@ -19,6 +22,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.quickstart import LESSON, MODEL
+from seeing_model import picture, save_seeing_model
 
 BYTES = {"content-type": "application/octet-stream"}
 
@@ -172,3 +176,83 @@ def test_results_of_evaluations_are_not_offered_as_data(tmp_path):
     for name in ("settings.json", "chats.jsonl"):
         (tmp_path / "chats" / name).touch()
     assert [file["path"] for file in uploads.data_files(workspace)] == ["chats/chats.jsonl", "chats/settings.json"]
+
+
+def zipped(entries: dict[str, bytes], **attributes: int) -> bytes:
+    """A zip of these files; `attributes` are Unix modes by name."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            info = zipfile.ZipInfo(name)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = attributes.get(name, 0) << 16
+            archive.writestr(info, content)
+    return file.getvalue()
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed).save(file, "PNG")
+    return file.getvalue()
+
+
+ROW = {"messages": [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."}]}
+TABLE = (json.dumps(ROW | {"images": ["small/1.png"]}) + "\n").encode()
+
+
+def test_a_zip_of_pictures_with_a_table_is_unpacked_and_its_pictures_are_shown(workspace, shared):
+    """The thumbnails are in the answer: the page has no way to the files."""
+    model = save_seeing_model(workspace.root / "sees", shared)
+    content = zipped({"cats/rows.jsonl": TABLE, "cats/small/1.png": png(1), "__MACOSX/cats/._1.png": b"?"})
+    with client(workspace) as board:
+        assert send(board, "cats.zip", content).json()["path"] == "data/cats/cats/rows.jsonl"
+        assert send(board, "cats.zip", content).json()["path"] == "data/cats-2/cats/rows.jsonl"
+        text = (
+            f"model: {model}\noutput: o\nvision: {{}}\ndata: {{train: [data/cats/cats/rows.jsonl], max_length: 256}}\n"
+        )
+        answer = board.post("/api/data/preview", json={"recipe": text}).json()
+    assert not answer["problems_of_data"]
+    (address,) = answer["documents"][0]["pictures"]
+    thumbnail = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+    assert thumbnail.size == picture(1).size
+    assert {path.name for path in (workspace.root / "data").iterdir()} == {"cats", "cats-2"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "modes", "message"),
+    [
+        ({"a.jsonl": TABLE, "../1.png": b""}, {}, "no plain path"),
+        ({"a.jsonl": TABLE, "/1.png": b""}, {}, "no plain path"),
+        ({"a.jsonl": TABLE, ".ssh/1.png": b""}, {}, "no plain path"),
+        ({"a.jsonl": TABLE, "1.png": b"/etc/passwd"}, {"1.png": 0o120777}, "a link"),
+        ({"a.jsonl": TABLE, "1.exe": b""}, {}, "not taken"),
+        ({"a.jsonl": TABLE, "1.png": b"no picture"}, {}, "PNG, JPEG and WEBP"),
+        ({"a.jsonl": TABLE, "1.png": png(1)[:40]}, {}, "cannot be read|truncated"),
+        ({"a.jsonl": TABLE, "b.jsonl": TABLE}, {}, "one table"),
+        ({"1.png": png(1)}, {}, "one table"),
+        ({"a.jsonl": b"\xff\xfe"}, {}, "not UTF-8"),
+        ({"a.jsonl": TABLE, "b": b""}, {}, "not taken"),
+    ],
+)
+def test_an_archive_that_holds_anything_else_is_refused_and_leaves_nothing(workspace, entries, modes, message):
+    answer = send(client(workspace), "a.zip", zipped(entries, **modes))
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["problems"][0]["message"])
+    assert not list(workspace.root.glob("data/*"))
+
+
+def test_an_archive_beyond_the_bounds_is_refused_before_it_is_unpacked(workspace, monkeypatch):
+    bomb = zipped({"a.jsonl": TABLE, "1.png": b"\0" * 5000})
+    monkeypatch.setattr(archives, "MOST_BYTES", 4000)
+    assert "of 5," in send(client(workspace), "a.zip", bomb).json()["problems"][0]["message"]
+    monkeypatch.setattr(archives, "MOST_ARCHIVE", 100)
+    assert "larger" in send(client(workspace), "a.zip", bomb).json()["problems"][0]["message"]
+    assert "no zip archive" in send(client(workspace), "a.zip", b"PK").json()["problems"][0]["message"]
+    assert not list(workspace.root.glob("data/*"))
+
+
+def test_pictures_of_a_recipe_lie_inside_the_workspace(workspace):
+    for fields in ("vision: {media_dir: /etc}", "vision: {}\nsample: {prompts: [[{type: image, image: /etc/passwd}]]}"):
+        answer = client(workspace).post("/api/data/preview", json={"recipe": f"{recipe()}\n{fields}\n"})
+        assert answer.status_code == 400
+        assert "outside" in json.dumps(answer.json())

@@ -17,8 +17,8 @@ import pytest
 from data.preparing import MODEL, contents, prepared, records
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.loader import StageExamples
-from meshtune.data.part_process import PartProcess, PartTask, process_count
+from meshtune.data.loader import PartTask, StageExamples
+from meshtune.data.part_process import PartProcess, process_count
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 

@@ -17,8 +17,7 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Origin, Text
-from meshtune.data.loader import StageExamples
-from meshtune.data.part_process import PartTask
+from meshtune.data.loader import PartTask, StageExamples
 from meshtune.data.progress import ProgressClock
 from meshtune.data.store import read_part, tokenised_parts
 from meshtune.data.tokenizer import load_tokenizer

@@ -12,9 +12,10 @@ from data.stock_templates import tokenizer_of
 from meshtune.config.data_options import LossPolicy
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Conversation, Labelled, Origin, Pair
+from meshtune.data.conversation import Conversation, Labelled, Origin, Pair, PlacedPicture
 from meshtune.data.documents import load_documents
 from meshtune.data.formats import FORMATS_BY_TYPE, select_format
+from meshtune.data.formats.pictures import place_pictures
 from meshtune.data.formats.record import FIELDS, TURN_FIELDS, read_record
 from meshtune.data.masks import mask_conversation
 from meshtune.errors import UserError
@@ -76,7 +77,8 @@ EMPTY = [None, "", [], {}, "[]", [None], {"a": None}]
 def read(kind, name, record, columns=None):
     """The sample of a record, as the recipe's `format` and `columns` have it read."""
     form = select_format(name, [], "data.jsonl", columns or {}, {}, kind)
-    return read_record(form, record, form.resolve(columns or {}), {}, ORIGIN)
+    fields = form.resolve(columns or {})
+    return place_pictures(read_record(form, record, fields, {}, ORIGIN), record, fields, ORIGIN)
 
 
 def documents_of(sample):
@@ -105,6 +107,8 @@ def has_read(sample, field):
             return all(document.variables == VALUES[field] for document in documents)
         case "history":
             return all(document.messages[0].content == "a" for document in documents)
+        case "images" | "image":
+            return all(document.messages[0].pictures == (PlacedPicture(0, "a"),) for document in documents)
         case _:
             return False
 

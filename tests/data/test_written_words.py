@@ -18,7 +18,7 @@ from meshtune.data.dialect import split_reasoning
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
-from meshtune.evaluate.predict import prompt_ids, record_of
+from meshtune.evaluate.predict import record_of, record_prompt
 
 ORIGIN = Origin("chat.jsonl", 4)
 SHARED = (
@@ -283,7 +283,7 @@ def test_a_system_prompt_of_the_recipe_has_no_place_before_a_text(tokenizer):
 def test_what_is_asked_is_written_in_predictions_too(chats):
     conversation = Conversation(KINDS["system"], ORIGIN)
     with pytest.raises(UserError, match=r"message 0 \(system\)"):
-        prompt_ids(chats("no_system").tokenizer, record_of(0, conversation))
+        record_prompt(chats("no_system").tokenizer, record_of(0, conversation))
     # Mistral Nemo's shows a system prompt where the last message is the user's.
     tokenizer = chats("mistralai-Mistral-Nemo-Instruct-2407").tokenizer
-    assert "Brevis esto." in tokenizer.decode(prompt_ids(tokenizer, record_of(0, conversation)))
+    assert "Brevis esto." in tokenizer.decode(record_prompt(tokenizer, record_of(0, conversation)).ids)

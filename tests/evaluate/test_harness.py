@@ -14,7 +14,7 @@ import published
 
 import meshtune
 from meshtune.errors import UserError
-from meshtune.evaluate.harness import Suite, parse_tasks, prepare, run_tasks
+from meshtune.evaluate.harness import Suite, check_text_only, parse_tasks, prepare, run_tasks
 from meshtune.evaluate.tasks import averages, read_task
 from meshtune.terminal import console
 
@@ -222,3 +222,22 @@ def test_task_files_can_be_run_by_lm_eval_itself(tasks, tmp_path):
     config = yaml.safe_load((folder / "arc_easy.yaml").read_text())
     assert pathlib.Path(config["dataset_kwargs"]["data_files"]["test"]).is_file()
     assert config["include"].endswith("arc/arc_easy.yaml")
+
+
+def test_a_task_with_pictures_is_refused_by_name(tmp_path):
+    """A task of lm-eval's own class; in a group too."""
+    from lm_eval.api.task import ConfigurableTask
+
+    (tmp_path / "a.jsonl").write_text('{"question": "What is it?", "answer": "A cat", "picture": "a.png"}\n')
+    form = {"task": "see", "dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "a.jsonl")}}
+    form |= {
+        "test_split": "train",
+        "output_type": "generate_until",
+        "doc_to_text": "question",
+        "doc_to_target": "answer",
+    }
+    check_text_only("see", {"see": ConfigurableTask(config=dict(form))})
+    task = ConfigurableTask(config={**form, "doc_to_image": ["picture"]})
+    for loaded in ({"see": task}, {"group": {"see": task}}):
+        with pytest.raises(UserError, match="'see' asks about pictures"):
+            check_text_only("see", loaded)

@@ -109,7 +109,7 @@ def test_a_conversation_without_an_answer_is_named(model, tmp_path):
 
 
 def test_sampled_answers_do_not_depend_on_how_many_are_computed_at_once(model, data, tmp_path):
-    from meshtune.generate.config import Sampling
+    from meshtune.generate.request import Sampling
 
     sampling = Sampling(temperature=1.0, seed=3)
     answers = [

@@ -114,7 +114,7 @@ def test_rows_take_their_share_of_the_memory(stories, golden):
 def test_a_server_has_the_cache_that_it_is_started_with(stories260k):
     options = {"dtype": None, "quantize": "auto", "revision": None, "chat_template": "plain"}
     (served,) = Models(load_served(str(stories260k), "base", {}, cache="int8", **options), rows=1, queue=1)
-    assert served.fingerprint.endswith("-float32-cache-int8")
+    assert served.response_head("cmpl", "text_completion")["system_fingerprint"].endswith("-float32-cache-int8")
     assert served.cache == "keys and values in int8"
     with pytest.raises(UserError, match="a cache in 'int4' is not supported"):
         load_served(str(stories260k), "base", {}, cache="int4", **options)

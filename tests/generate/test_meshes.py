@@ -17,9 +17,8 @@ from meshtune.cli.model_options import parse_mesh
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.generate.api import load
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import shardings

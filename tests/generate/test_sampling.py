@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
 from meshtune.generate.programs import Counts, compiled_form, next_token, process_logits
+from meshtune.generate.request import Sampling
 
 ROWS, VOCAB = 5, 1009
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(ROWS, VOCAB)).astype(np.float32)

@@ -13,9 +13,8 @@ from families.case import Case, load_case, torch_model
 from families.cases import BY_NAME
 from meshtune.errors import UserError
 from meshtune.generate import programs
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.generate.scheduler import QueueFull, Scheduler
 from meshtune.model.compute import Compute
 from meshtune.weights.load import load_params, load_spec

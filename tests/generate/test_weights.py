@@ -29,9 +29,8 @@ from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.api import load, load_variants
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.generate.scheduler import Scheduler
 from meshtune.generate.weights import decode_layout, decodes_from_copy
 from meshtune.model.compute import Compute
@@ -210,24 +209,6 @@ def test_a_replacement_waits_for_the_step_under_way():
     thread.join(60)
     assert not problems
     assert len(generation.ids) == 56
-
-
-def test_other_contents_behind_the_same_tokens_are_read_again(monkeypatch):
-    """Two pictures have the same token ids: what is computed for one serves the other up to its first token only."""
-    spec, params = load_case(BY_NAME["qwen3"])
-    engine = Engine(params, spec, Compute())
-    counts, text = prompt_tokens(monkeypatch), PROMPT * 2
-    for keys, tokens in (
-        ([None, None, {}, None], 47),
-        ([{20: b"cat"}, {20: b"dog"}, {20: b"cat"}, {20: b"dog"}], 47 + 27),
-        ([None, {20: b"cat"}, {20: b"cat", 30: b"dog"}, None], 47 + 27 + 17),
-    ):
-        counts.clear()
-        scheduler = engine.scheduler(rows=4)
-        for content_keys in keys:
-            scheduler.submit(engine.request(text, max_tokens=1, content_keys=content_keys))
-        finish(scheduler)
-        assert sum(counts) == tokens
 
 
 @pytest.fixture(scope="module")

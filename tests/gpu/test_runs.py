@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +19,8 @@ import jax
 import numpy as np
 import pytest
 import run_cases
-import torch
-import transformers
 from platforms import on_both
 from run_cases import CASES, UPDATES
-
-import meshtune.quickstart
-from tiny_models import SMALL
 
 # Of losses and gradient norms (relative), and of logits (of the largest). In float32 both sides make the same products,
 # exact to 1e-6, in other orders, and three updates may magnify that; in mixed precision every product's inputs are
@@ -47,15 +41,7 @@ TIME = 2400  # seconds of a process that runs all cases
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> pathlib.Path:
     """A random Llama of 520 tokens, with the quickstart's tokenizer and chat template."""
-    folder = tmp_path_factory.mktemp("gpu") / "llama"
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 520, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
-    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes | {"num_hidden_layers": 2})
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    source = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder)
-    return folder
+    return save_model_for_runs(tmp_path_factory.mktemp("gpu") / "llama")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ import pytest
 import torch
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
-from meshtune.arrays.tree import flatten
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
@@ -27,7 +26,7 @@ from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens
 from meshtune.rollout.batch import completion_rows, online_arrays
 from meshtune.rollout.generate import Completion
-from tiny_models import same_weights, torch_model
+from tiny_models import check_gradient, same_weights, torch_model
 
 END, PAD, PENALTY = 7, 0, 1.5
 PROMPT_LENGTHS, LENGTHS = (3, 1, 4), (5, 7, 2, 6, 4, 1)  # two completions of each prompt
@@ -152,17 +151,7 @@ def test_a_pairs_loss_and_gradients_equal_trls(loss_type, shared, drawn):
     for name in set(metrics) & set(statistics):
         assert float(metrics[name]) == pytest.approx(statistics[name], rel=1e-5), name
     assert {"logps/chosen", "logps/rejected", "rewards/margins", "rewards/accuracies"} <= set(metrics) & set(statistics)
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    try:
-        for parameter in model.parameters():
-            parameter.data.copy_(parameter.grad)
-        expected_gradient = flatten(same_weights(model)[1])
-    finally:
-        model.load_state_dict(weights, strict=False)
-    for path, values in flatten(gradient).items():
-        norm = np.linalg.norm(expected_gradient[path])
-        assert norm > 0, path
-        assert np.linalg.norm(values - expected_gradient[path]) <= 2e-5 * norm, path
+    check_gradient(gradient, model)
 
 
 def test_a_pair_that_no_reward_applies_to_is_not_trained_on(drawn):

@@ -24,7 +24,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import prepare
-from meshtune.arrays.tree import flatten, merge
+from meshtune.arrays.tree import merge
 from meshtune.config.load import load_recipe
 from meshtune.config.sections import STAGE_PRESETS, written_out
 from meshtune.errors import UserError
@@ -34,7 +34,7 @@ from meshtune.objectives.answers import TokenLogProbs, metric_means
 from meshtune.objectives.config import GrpoConfig, RlooConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import entropy_threshold, entropy_weights, importance_correction, loss_weights
-from tiny_models import same_weights, torch_model
+from tiny_models import check_gradient, same_weights, torch_model
 
 PROMPT_LENGTHS, LENGTHS = (3, 1, 4, 2, 5, 2), np.array([5, 7, 1, 6, 3, 8])
 UPDATES, MAX_TOKENS, LENGTH = np.array([0, 0, 0, 1, 1, 1]), 8, 30
@@ -426,17 +426,7 @@ def test_a_whole_models_gradients_equal_trls(options, model, rollout):
 
     loss, gradient = both(params)
     assert float(loss) == pytest.approx(expected.item(), rel=2e-6)
-    weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
-    try:
-        for parameter in theirs.parameters():
-            parameter.data.copy_(parameter.grad)
-        expected_gradient = flatten(same_weights(theirs)[1])
-    finally:
-        theirs.load_state_dict(weights, strict=False)
-    for path, values in flatten(gradient).items():
-        norm = np.linalg.norm(expected_gradient[path])
-        assert norm > 0, path
-        assert np.linalg.norm(values - expected_gradient[path]) <= 2e-5 * norm, path
+    check_gradient(gradient, theirs)
 
 
 def test_the_reference_is_the_model_without_its_adapters(model, rollout):

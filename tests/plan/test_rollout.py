@@ -19,7 +19,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.costs.decoding import Lengths, decode_bytes
 from meshtune.costs.hardware import Target, find_target
 from meshtune.generate import programs
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.model.model_cache import cache_specs, rows_bucket
 from meshtune.plan.program import step_of
 from meshtune.plan.report import MAX_LENGTH, MEAN_LENGTH, lengths_of, report_for, to_json
@@ -264,7 +264,7 @@ import dataclasses
 from meshtune.arrays.tree import merge
 from meshtune.config.load import load_recipe
 from meshtune.generate import programs
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.model.model_cache import cache_specs
 from meshtune.plan.program import step_of
 

@@ -111,7 +111,7 @@ DECODE = """
 from meshtune.arrays.spec import ArraySpec
 from meshtune.config.load import load_recipe
 from meshtune.generate import programs
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.generate.programs import Counts, compiled_form
 from meshtune.model.compute import Compute
 from meshtune.model.model_cache import cache_specs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
 
 import jax
@@ -14,7 +13,6 @@ import torch
 import transformers
 
 import meshtune
-import meshtune.quickstart
 from meshtune.arrays.tree import flatten
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
@@ -23,29 +21,17 @@ from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.export import export
 from meshtune.train.run import train
 from meshtune.weights.load import load_params, load_spec
-from tiny_models import SMALL
-
-TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
+from tiny_models import save_model_for_runs, write_texts_for_runs
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "llama"
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 520, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
-    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes | {"num_hidden_layers": 2})
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, folder)
-    return folder
+    return save_model_for_runs(tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    lines = [f"Once upon a time there was number {n}, and it went to the park {n % 7} times." for n in range(60)]
-    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return file
+    return write_texts_for_runs(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 def recipe(model, texts, output, *overrides):

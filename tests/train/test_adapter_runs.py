@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
 import warnings
 
@@ -15,14 +14,12 @@ import transformers
 from safetensors.numpy import load_file
 
 import meshtune
-import meshtune.quickstart
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.runs.export import export
 from meshtune.train.run import train
-from tiny_models import SMALL
+from tiny_models import save_model_for_runs, write_texts_for_runs
 
-TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 TOKENS = [[1, 5, 9, 22, 7, 8, 300]]
 RUNS = {
     "dora": ["method.rank=4", "method.dropout=0.1", "quantize=nf4"],
@@ -38,22 +35,12 @@ QUICK = ("vera",)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "llama"
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 520, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
-    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes | {"num_hidden_layers": 2})
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, folder)
-    return folder
+    return save_model_for_runs(tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    lines = [f"Once upon a time there was number {n}, and it went to the park {n % 7} times." for n in range(60)]
-    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return file
+    return write_texts_for_runs(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 def recipe(model, texts, output, *overrides):

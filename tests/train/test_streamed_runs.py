@@ -12,15 +12,13 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-import meshtune.quickstart
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.mesh import placement
 from meshtune.train.run import train
 from meshtune.train.step import host_state as update
-from tiny_models import SMALL
+from tiny_models import save_model_for_runs
 
-TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 STREAMED = {"offload": ["weights", "optimizer", "residual"]}
 # The same sums, compiled as other programs: some 1e-7 of a number an update (see test_offload).
 CLOSE = 2e-5
@@ -37,12 +35,7 @@ def small_arrays_wait_too():
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streamed")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 520, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
-    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes | {"num_hidden_layers": 2})
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, folder / "model")
+    save_model_for_runs(folder / "model", torch.bfloat16)
     texts = [{"text": f"Once upon a time number {n} went to the park {n % 7} times."} for n in range(60)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
 

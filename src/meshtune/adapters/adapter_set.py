@@ -144,21 +144,22 @@ class _Factors(NamedTuple):
     scale: float
 
 
-_Place = tuple[int | None, str]  # a layer's number (None: outside of the layers) and the path of a node
+# A root, a layer's number (None: outside of the layers) and the path of a node.
+_Place = tuple[str, int | None, str]
 
 
 def _factors(adapter: LoadedAdapter) -> dict[_Place, _Factors]:
     """An adapter's LoRAs by place, however its layers are stacked."""
-    numbers = {key: numbers for key, _, _, numbers in adapter.spec.positions()}
+    numbers = adapter.spec.layer_numbers()
     factors: dict[_Place, _Factors] = {}
     for path, leaf in flatten(adapter.trainable).items():
         node = path.rpartition("/")[0]
         a, b = np.asarray(leaf.a), np.asarray(leaf.b)
         if (place := stack_path(node)) is None:
-            factors[None, node] = _Factors(a, b, leaf.scale)
+            factors["", None, node] = _Factors(a, b, leaf.scale)
             continue
-        rows = enumerate(numbers[place.key])
-        factors |= {(layer, place.site): _Factors(a[n], b[n], leaf.scale) for n, layer in rows}
+        rows = enumerate(numbers[place.root, place.key])
+        factors |= {(place.root, layer, place.site): _Factors(a[n], b[n], leaf.scale) for n, layer in rows}
     return factors
 
 
@@ -168,13 +169,13 @@ def _combine_adapters(spec: ModelSpec, adapters: Sequence[LoadedAdapter]) -> dic
     factors = [_factors(adapter) for adapter in adapters]
     places = dict.fromkeys(place for of_adapter in factors for place in of_adapter)
     leaves: dict[str, MultiLoRA] = {}
-    for node in (node for layer, node in places if layer is None):
-        parts = [[of_adapter.get((None, node))] for of_adapter in factors]
+    for node in (node for _, layer, node in places if layer is None):
+        parts = [[of_adapter.get(("", None, node))] for of_adapter in factors]
         leaves[f"{node}/adapter"] = jax.tree.map(lambda array: array[0], _side_by_side(parts))
-    for key, _, _, numbers in spec.positions():
-        for site in dict.fromkeys(site for layer, site in places if layer in numbers):
-            parts = [[of_adapter.get((number, site)) for number in numbers] for of_adapter in factors]
-            leaves[f"layers/{key}/{site}/adapter"] = _side_by_side(parts)
+    for (root, key), numbers in spec.layer_numbers().items():
+        for site in dict.fromkeys(site for place, layer, site in places if place == root and layer in numbers):
+            parts = [[of_adapter.get((root, number, site)) for number in numbers] for of_adapter in factors]
+            leaves[f"{root}/layers/{key}/{site}/adapter".removeprefix("/")] = _side_by_side(parts)
     return leaves
 
 

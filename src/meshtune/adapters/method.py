@@ -25,14 +25,14 @@ from meshtune.adapters.model_modules import ModelModules
 from meshtune.adapters.placement import cast, place_arrays
 from meshtune.adapters.registry import ADAPTERS, PEFT_FIELDS
 from meshtune.adapters.targets import modules
-from meshtune.adapters.training_method import Method, Selection
+from meshtune.adapters.training_method import Method, Selection, VisionTraining
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
+from meshtune.arrays.tree import Leaves, Tree, flatten, merge, stack_path, unflatten
 from meshtune.errors import UserError
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.model.inputs import ROWS, TokenRows
-from meshtune.model.spec import ModelSpec, abstract_params, stacks_of
+from meshtune.model.spec import ModelSpec, Stack, abstract_params, stacks_of
 from meshtune.model.stacks import adjusted_buffers
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
@@ -43,18 +43,29 @@ def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:
 
     A module that is not in `choice` differs from those that are.
     """
-    signature: list[dict[str, Hashable]] = [{} for _ in range(spec.layers)]
+    split = spec
+    for root, stacks in spec.roots.items():
+        split = split.with_stacks(root, _uniform_stacks(spec, root, stacks, choice))
+    return split
+
+
+def _uniform_stacks(
+    spec: ModelSpec, root: str, stacks: tuple[Stack, ...], choice: Mapping[str, Hashable]
+) -> tuple[Stack, ...]:
+    """The stacks below a root, split where the choice differs from layer to layer."""
+    flat = [layer for stack in stacks for _ in range(stack.repeats) for layer in stack.pattern]
+    signature: list[dict[str, Hashable]] = [{} for _ in flat]
     by_node: dict[str, set[Hashable]] = {}
     for name, module in modules(spec).items():
-        if module.layer is not None:
+        place = stack_path(module.node)
+        if module.layer is not None and place is not None and place.root == root:
             signature[module.layer][module.site] = choice.get(name)
             by_node.setdefault(module.node, set()).add(choice.get(name))
     if all(len(choices) == 1 for choices in by_node.values()):
-        return spec
-    flat = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
-    starts = [at for at in range(spec.layers) if at == 0 or signature[at] != signature[at - 1]]
-    parts = [flat[start:end] for start, end in zip(starts, [*starts[1:], spec.layers], strict=True)]
-    return dataclasses.replace(spec, stacks=tuple(stack for part in parts for stack in stacks_of(part)))
+        return stacks
+    starts = [at for at in range(len(flat)) if at == 0 or signature[at] != signature[at - 1]]
+    parts = [flat[start:end] for start, end in zip(starts, [*starts[1:], len(flat)], strict=True)]
+    return tuple(stack for part in parts for stack in stacks_of(part))
 
 
 def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
@@ -62,21 +73,28 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
     exists twice."""
     if old == new:
         return params
-    row_of = {n: (key, row) for key, _, _, numbers in old.positions() for row, n in enumerate(numbers)}
-    outside, layers = dict(params), params.pop("layers")
-    del outside["layers"]
+    outside = dict(params)
     params.clear()
+    for root in new.roots:
+        owner = outside if root == "" else outside[root]
+        owner["layers"] = _restacked_layers(owner.pop("layers"), old, new, root)
+    return outside
+
+
+def _restacked_layers(layers: Tree, old: ModelSpec, new: ModelSpec, root: str) -> Tree:
+    """The stacked layers below a root, from the stacks of `old` to those of `new`. `layers` is consumed."""
+    row_of = {n: (key, row) for key, _, _, numbers in old.positions(root) for row, n in enumerate(numbers)}
     sites: dict[str, None] = {}
     for key in list(layers):
         layers[key] = flatten(layers[key])
         sites |= dict.fromkeys(layers[key])
-    moved: dict[str, Tree] = {key: {} for key, *_ in new.positions()}
+    moved: dict[str, Tree] = {key: {} for key, *_ in new.positions(root)}
     for site in sites:
         source = {key: leaves.pop(site) for key, leaves in layers.items() if site in leaves}
-        for key, _, _, numbers in new.positions():
+        for key, _, _, numbers in new.positions(root):
             moved[key][site] = _rows(source, [row_of[n] for n in numbers])
         jax.block_until_ready([leaves[site] for leaves in moved.values()])
-    return outside | {"layers": {key: unflatten(leaves) for key, leaves in moved.items()}}
+    return {key: unflatten(leaves) for key, leaves in moved.items()}
 
 
 def _rows(source: Leaves, positions: list[tuple[str, int]]) -> Any:
@@ -181,7 +199,11 @@ class ParameterCounts:
 
 
 def abstract(
-    method: Method, spec: ModelSpec, trainable_dtype: str = "float32", quantize: QuantizeConfig | None = None
+    method: Method,
+    spec: ModelSpec,
+    trainable_dtype: str = "float32",
+    quantize: QuantizeConfig | None = None,
+    vision: VisionTraining | None = None,
 ) -> PreparedModel:
     """The result of `prepare` with an ArraySpec for every array: for shardings, memory estimates and loading.
 
@@ -189,7 +211,7 @@ def abstract(
     possible with this model, and for a quantised weight that it would train.
     """
     among = ModelModules.of(spec)
-    selection = method.choose(among)
+    selection = among.choose(method, vision)
     _fits_quantised(method, selection, quantize, spec)
     kinds: dict[str, Hashable] = dict.fromkeys(selection.trained, "full")
     for name, config in selection.adapted.items():
@@ -213,6 +235,7 @@ def prepare(
     trainable_dtype: str = "float32",
     layout: Layout | None = None,
     original: Callable[[str], Original] | None = None,
+    vision: VisionTraining | None = None,
 ) -> PreparedModel:
     """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, unchanged.
 
@@ -220,10 +243,11 @@ def prepare(
     adapter's initial values depend on `key` and the HF name of its module alone: they are the same on every mesh.
     With a layout, on whose mesh `params` were loaded with `abstract(method, spec).spec`, all arrays are sharded by it;
     every process must then call this. `original(path)` returns a weight before quantisation, and the size of its inputs
-    where that was measured, for adapters initialised from the quantisation error.
+    where that was measured, for adapters initialised from the quantisation error. `vision` says what is trained of a
+    model that sees, beside what the method says of its language model.
     Raises UserError for a method that is not possible with this model.
     """
-    plan = abstract(method, spec, trainable_dtype, QuantizeConfig(UNQUANTISED))
+    plan = abstract(method, spec, trainable_dtype, QuantizeConfig(UNQUANTISED), vision)
     assert layout is None or spec == plan.spec, "on a mesh, load with abstract(method, spec).spec"
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)

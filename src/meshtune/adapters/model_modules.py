@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.targets import Module, adapter_targets, choose, matches, modules
+from meshtune.adapters.training_method import Method, Selection, VisionTraining
 from meshtune.errors import UserError
 from meshtune.families.expansion import new_layers
 from meshtune.model.spec import ModelSpec
@@ -24,12 +25,12 @@ class ModelModules:
         return cls(spec, modules(spec))
 
     def every(self, *, routers: bool) -> list[str]:
-        """All modules, a tied matrix once, with or without the routers of experts."""
+        """All modules of the language model, a tied matrix once, with or without the routers of experts."""
         tied = "head" if self.spec.tied else None
         return [
             name
             for name, module in self.by_name.items()
-            if module.node != tied and (routers or module.role != "router")
+            if module.part == "language" and module.node != tied and (routers or module.role != "router")
         ]
 
     def named(self, patterns: Sequence[str], where: str) -> list[str]:
@@ -54,9 +55,11 @@ class ModelModules:
             layers = range(self.spec.layers - last, self.spec.layers)
         if first:
             layers = range(first)
-        inside = [name for name, module in self.by_name.items() if module.layer is None or module.layer in layers]
+        language = {name: module for name, module in self.by_name.items() if module.part == "language"}
+        inside = [name for name, module in language.items() if module.layer is None or module.layer in layers]
         if not patterns:
             return [name for name in inside if self.by_name[name].layer is not None and not self._routes(name)]
+        inside += [name for name in self.by_name if name not in language]
         chosen = choose(patterns, self.by_name, "method.modules")
         for pattern in patterns:
             if not any(matches(pattern, name) for name in inside):
@@ -70,7 +73,41 @@ class ModelModules:
     def of_new_layers(self, blocks: int) -> list[str]:
         """The modules of the layers that LLaMA-Pro has added."""
         new = new_layers(self.spec.layers, blocks)
-        return [name for name, module in self.by_name.items() if module.layer in new]
+        return [name for name, module in self.by_name.items() if module.part == "language" and module.layer in new]
+
+    def choose(self, method: Method, vision: VisionTraining | None = None) -> Selection:
+        """The modules that a method adapts and trains, with what `vision` adds and freezes.
+
+        Raises UserError where the method is not possible with this model, for a part that the model does not have, and
+        where nothing is left to train.
+        """
+        chosen = method.choose(self)
+        if vision is None:
+            return chosen
+        if vision.train and self.spec.vision is None:
+            raise UserError(
+                f"this {self.spec.family} model has no {vision.train[0]}",
+                where="vision.train",
+                fix="leave it out, or give a model that sees",
+            )
+        adapted, trained = dict(chosen.adapted), set(chosen.trained)
+        if vision.freeze_language:
+            adapted = {name: config for name, config in adapted.items() if self.by_name[name].part != "language"}
+            trained = {name for name in trained if self.by_name[name].part != "language"}
+        trained |= {name for name, module in self.by_name.items() if module.part in vision.train}
+        if both := [name for name in adapted if name in trained]:
+            raise UserError(
+                f"{both[0]} is to have an adapter and to be trained in full",
+                where="method.targets, vision.train",
+                fix="name it in one of the two",
+            )
+        if not adapted and not trained:
+            raise UserError(
+                "the language model is frozen, and nothing else is trained",
+                where="vision.freeze_language, vision.train",
+                fix="set vision.train to [projector], or to [projector, tower]",
+            )
+        return Selection(adapted, [name for name in self.by_name if name in trained])
 
     def with_score(self, names: Sequence[str]) -> list[str]:
         """The modules with a reward model's score, through which nothing could learn if it stayed random."""

@@ -291,7 +291,7 @@ def _equal(fields: dict[str, Any], field: str, value: object) -> bool:
 
 def _all_but(names: list[str]) -> str:
     """A pattern of the modules that are none of the text model's, nor inside or around one of these."""
-    roots = sorted({name.partition(".layers.")[0] if ".layers." in name else name for name in names})
+    roots = sorted({re.split(r"\.[^.]+\.\d+\.", name, maxsplit=1)[0] for name in names})
     inside = "|".join(re.escape(root) for root in roots)
     return rf"(?!({inside})(\.|$)).*"
 

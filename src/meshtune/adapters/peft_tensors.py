@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 import jax
@@ -74,8 +75,9 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
 
     def add(array: jax.Array, suffix: str, owners: list[str], stacked: bool, view: View | None = None) -> None:
         for row, name in enumerate(owners):
-            index = (row,) if stacked else ()
-            out.tensors.append(Tensor.of(f"{PREFIX}{name}.{suffix}", array, str(array.dtype), index, view))
+            index, full_name = (row,) if stacked else (), f"{PREFIX}{name}"
+            full_name += "" if among[name].bare else f".{suffix}"
+            out.tensors.append(Tensor.of(full_name, array, str(array.dtype), index, view))
 
     for path, leaf in flatten(trainable).items():
         node, _, last = path.rpartition("/")
@@ -101,6 +103,7 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
             for name in owners:
                 out.ranks[name] = leaf.rank
                 out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
+    out.trained[:] = _in_parts(out.trained, among)
     experts = written_experts(on_experts)
     out.tensors.extend(experts.tensors)
     for name, rank in experts.ranks.items():
@@ -113,6 +116,27 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
         out.tensors.append(Tensor.of(name, array, str(array.dtype)))
     out.tensors.sort(key=lambda tensor: tensor.name)
     return out
+
+
+def _in_parts(trained: list[str], among: Mapping[str, Module]) -> list[str]:
+    """Names for modules_to_save: a tower or projector that is trained as a whole is one module, with the parameters
+    that no module inside it holds.
+
+    Raises UserError for such a parameter of a part that is not trained as a whole, which peft could not save.
+    """
+    names = set(trained)
+    for part in ("tower", "projector"):
+        inside = [name for name, module in among.items() if module.part == part]
+        if inside and names.issuperset(inside):
+            names = names - set(inside) | {os.path.commonpath([name.replace(".", "/") for name in inside])}
+    names = {name.replace("/", ".") for name in names}
+    if bare := [name for name in names if name in among and among[name].bare]:
+        raise UserError(
+            f"{bare[0]} is no module of transformers, and peft could not save it by itself",
+            where="method.train_modules",
+            fix="leave it out, or train the whole tower: vision.train: [tower]",
+        )
+    return [name for name in dict.fromkeys([*trained, *sorted(names)]) if name in names]
 
 
 def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfig, where: str) -> Content:
@@ -138,7 +162,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
             inner = f"{routers[inner.removesuffix(suffix)]}{suffix}"
         if inner.endswith(OF_EMBEDDINGS):
             raise on_embedding(inner.rpartition(".")[0], where, tied=spec.tied)
-        module, _, leaf = inner.rpartition(".")
+        module, leaf = (inner, "weight") if inner in among and among[inner].bare else tuple(inner.rsplit(".", 1))
         if suffix is not None and inner.removesuffix(suffix) in among:
             module = inner.removesuffix(suffix)
             adaptable = among[module].linear or among[module].role == "router"  # which peft's all-linear means too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
 from meshtune.adapters.registry import ADAPTERS
@@ -14,8 +15,8 @@ from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
 from meshtune.families.composite import module_name
 from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
-from meshtune.families.tensors import View
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.families.tensors import TensorMap, View
+from meshtune.model.spec import PROJECTOR, VISION, ModelSpec, abstract_params
 
 
 def check_experts(config: LoraConfig, chosen: Mapping[str, Module]) -> None:
@@ -49,6 +50,11 @@ def check_experts(config: LoraConfig, chosen: Mapping[str, Module]) -> None:
 REFUSED_IN_PEFT, REFUSED_MODULE = ("falcon_h1", "mamba2", "nemotron_h"), ".out_proj"
 
 
+ModelPart = Literal["language", "tower", "projector"]
+PARTS: dict[str, ModelPart] = {VISION: "tower", PROJECTOR: "projector"}  # by the root of the node
+CONVOLUTION = f"{VISION}/patches"  # a linear layer here, and none in transformers
+
+
 @dataclasses.dataclass(frozen=True)
 class Module:
     """A Hugging Face module: its name, the tree node and row that hold it, its leaves (without a layers axis), and the
@@ -56,7 +62,8 @@ class Module:
 
     `plain` says that it multiplies by its weight itself, not by normalised rows of it, `in_peft` that peft accepts an
     adapter on it. `parameter` is the full name that the weight of experts has in transformers' memory,
-    and `layout` how it lies there.
+    and `layout` how it lies there. With `bare` the name is that of a parameter, such as a class token, which no module
+    in memory holds by itself. `layer` counts within the language model or within the tower.
     """
 
     name: str
@@ -69,6 +76,12 @@ class Module:
     in_peft: bool = True
     parameter: str = ""
     layout: ExpertLayout = STRAIGHT
+    bare: bool = False
+
+    @property
+    def part(self) -> ModelPart:
+        """The part of the model that it is in."""
+        return PARTS.get(self.node.partition("/")[0], "language")
 
     @property
     def role(self) -> Role | None:
@@ -98,7 +111,7 @@ class Module:
 
 def modules(spec: ModelSpec) -> dict[str, Module]:
     """HF module name -> Module, in the tree's order. A tied head is a module whose weight is the embedding's."""
-    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
+    numbers = spec.layer_numbers()
     leaves: dict[str, dict[str, ArraySpec]] = {}
     for path, leaf in flatten(abstract_params(spec)).items():
         node, _, name = path.rpartition("/")
@@ -118,11 +131,12 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
     for node, weights in leaves.items():
         place = stack_path(node)
         if place is None:
-            plain = not (spec.norm_head and node == "head")
-            within = views_of("embed" if spec.tied and node == "head" else node, ())
-            by_name[named[node][0]] = Module(named[node][0], node, None, None, weights, plain, within)
+            plain = not (spec.norm_head and node == "head") and node != CONVOLUTION
+            within, name = views_of("embed" if spec.tied and node == "head" else node, ()), named[node][0]
+            bare = _is_bare(entries.get((f"{node}/weight", ())))
+            by_name[name] = Module(name, node, None, None, weights, plain and not bare, within, bare=bare)
             continue
-        rows = numbers[place.key]
+        rows = numbers[place.root, place.key]
         one_layer = {name: leaf.layer for name, leaf in weights.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
             in_peft = not (spec.family in REFUSED_IN_PEFT and name.endswith(REFUSED_MODULE))
@@ -130,8 +144,16 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
             parameter = "" if entry is None or not entry.parameter else module_name(spec, entry.parameter)
             layout = STRAIGHT if entry is None else entry.layout
             views = views_of(node, (row,))
-            by_name[name] = Module(name, node, row, layer, one_layer, True, views, in_peft, parameter, layout)
+            bare = _is_bare(entry)
+            by_name[name] = Module(name, node, row, layer, one_layer, True, views, in_peft, parameter, layout, bare)
     return by_name
+
+
+def _is_bare(entry: TensorMap | None) -> bool:
+    """Whether the tensor of a tower is a parameter that is named as if it were a module."""
+    if entry is None or entry.path.partition("/")[0] not in PARTS:
+        return False
+    return entry.module.rpartition(".")[2] == entry.name.rpartition(".")[2]
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -152,15 +174,25 @@ def choose(patterns: Sequence[str], among: dict[str, Module], where: str) -> lis
 
     Raises UserError for one that selects none, with the nearest valid name.
     """
+    chosen = set[str]()
     for name in patterns:
-        if not any(matches(name, module) for module in among):
+        selected = select(name, among)
+        if not selected:
             raise _unknown(name, among, where)
-    return [module for module in among if any(matches(name, module) for name in patterns)]
+        chosen.update(selected)
+    return [module for module in among if module in chosen]
+
+
+def select(pattern: str, among: Mapping[str, Module]) -> list[str]:
+    """The modules that a name or pattern selects: of the language model where it has any, else of the tower and the
+    projector, whose layers often have the same names."""
+    selected = [name for name in among if matches(pattern, name)]
+    return [name for name in selected if among[name].part == "language"] or selected
 
 
 def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     """The linear modules to adapt. A pattern selects the linear layers among its matches, 'all-linear' every matrix
-    that peft accepts one on, routed experts included.
+    of the language model that peft accepts one on, routed experts included.
 
     Raises UserError for unknown names, for modules that are not linear layers, for a shared expert without the routed
     ones, and where this type of adapter is not possible.
@@ -176,11 +208,13 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
         if target.lower() == ALL_LINEAR:
             _check_roles(among.values())
             selected = [
-                name for name, module in linear.items() if module.role in ("matrix", "experts") and module.in_peft
+                name
+                for name, module in linear.items()
+                if module.role in ("matrix", "experts") and module.in_peft and module.part == "language"
             ]
         else:
             _check_roles([module for name, module in among.items() if matches(target, name)])
-            selected = [name for name in linear if matches(target, name)]
+            selected = select(target, linear)
         if not selected and any(matches(target, name) for name in among):
             raise UserError(
                 f"'{target}' is not a linear layer, so it cannot have an adapter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from meshtune.adapters.config import LoraConfig
@@ -49,6 +49,15 @@ class Selection:
 
     adapted: Mapping[str, LoraConfig]
     trained: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionTraining:
+    """The parts of a model that sees which are trained in full beside what a method trains in its language model, and
+    whether the language model is frozen whatever the method says."""
+
+    train: tuple[Literal["projector", "tower"], ...] = ()
+    freeze_language: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

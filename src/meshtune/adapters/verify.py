@@ -22,6 +22,7 @@ from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
+from meshtune.weights.verify import probe_pictures
 
 TOLERANCE = 1e-5  # of the largest logit: the same numbers in the same program; room only for chips that sum unsteadily
 # Of the largest logit, where another kind is written than was trained: the same matrices, summed in another order. On
@@ -96,6 +97,7 @@ def _probe(params: Tree, spec: ModelSpec, compute: Compute) -> np.ndarray:
     tokens = np.random.default_rng(0).integers(0, spec.vocab, (rows, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    batch |= probe_pictures(spec, tokens.shape)
     values = _program()(params, spec, compute, place_batch(batch, compute.layout))
     return np.asarray(values.addressable_data(0))
 

@@ -22,6 +22,7 @@ class BatchArray(NamedTuple):
         return tuple(sizes[axis] for axis in self.axes)
 
 
+_PATCHES = ("batch", "patches")
 _TOKENS, _UNITS, _SEGMENTS = ("batch", "length"), ("batch", "units"), ("batch", "segments")
 # `parent_ids` are the segments that tokens' segments continue (0: none), in rows that hold a prompt once.
 # A unit is a group of neighbouring segments of a row that are trained on together, such as the two answers of a pair.
@@ -46,6 +47,13 @@ BATCH_ARRAYS = {
     "old": BatchArray(np.float32, _TOKENS),
     "sampled": BatchArray(np.float32, _TOKENS),
     "reference_tokens": BatchArray(np.float32, _TOKENS),
+    # Pictures (see model.inputs.Visual), with the positions of M-RoPE and what tokens of pictures see of each other.
+    "patches": BatchArray(np.float32, (*_PATCHES, "pixels")),
+    "patch_segments": BatchArray(np.int32, _PATCHES),
+    "patch_grid": BatchArray(np.int32, (*_PATCHES, "grid")),
+    "visual": BatchArray(np.int32, _TOKENS),
+    "mrope_positions": BatchArray(np.int32, (*_TOKENS, "axes")),
+    "reach": BatchArray(np.int32, _TOKENS),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 

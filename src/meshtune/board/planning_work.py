@@ -118,7 +118,9 @@ def methods(request: dict[str, Any]) -> dict[str, Any]:
         content |= {"compute": {"precision": "mixed", "remat": "full"}}
         try:
             recipe = load_recipe(content, notify=silent)
-            sizes[name] = predict_candidate(recipe, target, workload_of(recipe, target.device.backend)).device_bytes
+            sizes[name] = predict_candidate(
+                recipe, target, workload_of(recipe, target.device.backend, target.device.arch)
+            ).device_bytes
         except UserError as error:
             sizes[name] = error.what
     return {"bytes": sizes, **machine({})}

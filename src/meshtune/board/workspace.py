@@ -18,6 +18,7 @@ from meshtune.config.rewards import CodeReward, FunctionReward, JsonSchemaReward
 from meshtune.data.chat_templates import template_names
 from meshtune.data.registry import FILE, load_registry
 from meshtune.errors import UserError
+from meshtune.generate.pictures import picture_paths
 from meshtune.runs.sources import MARK, START
 
 FOLDER = "meshtune-board"  # below the root
@@ -189,6 +190,10 @@ def check_paths(workspace: Workspace, recipe: Recipe) -> None:
         _check_folder(workspace, workspace.source(path, where), where)
     for number, reward in enumerate(recipe.rewards):
         _check_reward(workspace, reward, f"rewards.{number}")
+    folder = "" if recipe.vision is None else recipe.vision.media_dir or ""
+    for prompt in recipe.sample.prompts:
+        for picture in [] if isinstance(prompt, str) else picture_paths(prompt):
+            workspace.to_read(os.path.join(folder, picture), "sample.prompts")
     environment = None if recipe.rollout is None else recipe.rollout.environment
     for place in [environment] if isinstance(environment, str) else (environment or {}).values():
         _check_code(workspace, place, "rollout.environment", "an environment")
@@ -318,6 +323,8 @@ def _data(recipe: Recipe) -> list[tuple[str, str]]:
     for split, sources in (("train", data.train), ("validation", data.validation)):
         if isinstance(sources, list):
             paths += [(f"data.{split}.{index}.path", source.path) for index, source in enumerate(sources)]
+    if recipe.vision is not None:
+        paths.append(("vision.media_dir", recipe.vision.media_dir))
     if recipe.evaluate is not None:
         paths += [(f"evaluate.tasks.{name}", path) for name, path in recipe.evaluate.tasks.items()]
     return [(where, path) for where, path in paths if path]

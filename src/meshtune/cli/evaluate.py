@@ -13,7 +13,7 @@ import typer
 from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, check_source, parse_mesh, use_model
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.options import option, required
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import typer
 
 from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, use_model
-from meshtune.generate.config import Sampling
+from meshtune.errors import UserError
+from meshtune.generate.request import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,26 +37,46 @@ def generate(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt; implies --chat.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option("--image", metavar="FILE", help="A picture before the message; implies --chat; may be repeated."),
+    ] = None,
     limits: Limits,
     sampling: Sampling,
     loading: Loading,
     caching: Caching,
 ) -> None:
     """Answer a message, or continue a text, and print only what the model says."""
+    if image and chat is False:
+        raise UserError("a picture goes into a message", where="--no-chat", fix="leave --no-chat out")
+    pictures = [_read_picture(path) for path in image or []]
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]]
 
     def answer(loaded: Model) -> None:
-        _answer(loaded, prompts, chat, system, **vars(limits), **vars(sampling))
+        _answer(loaded, prompts, chat, system, pictures, **vars(limits), **vars(sampling))
 
     use_model(answer, model, loading, caching, mesh)
 
 
-def _answer(loaded: Model, prompts: list[str], chat: bool | None, system: str | None, **options: Any) -> None:
-    is_message = bool(system) or (_has_chat_template(loaded) if chat is None else chat)
-    if is_message and chat is None and not system:
+def _read_picture(path: str) -> bytes:
+    """The file of a picture. Raises UserError where it cannot be read: before a model is loaded."""
+    from meshtune.data.pictures.files import read_size
+    from meshtune.generate.pictures import picture_file
+
+    where = f"--image {path}"
+    content = picture_file(path, where)
+    read_size(content, where)
+    return content
+
+
+def _answer(
+    loaded: Model, prompts: list[str], chat: bool | None, system: str | None, pictures: list[bytes], **options: Any
+) -> None:
+    is_message = bool(system or pictures) or (_has_chat_template(loaded) if chat is None else chat)
+    if is_message and chat is None and not system and not pictures:
         print("note: the prompt is a message in the model's chat template; --no-chat continues it", file=sys.stderr)
     for text in prompts:
-        request = _conversation(text, system) if is_message else text
+        request = _conversation(text, system, pictures) if is_message else text
         for piece in loaded.stream(request, **options):
             print(piece, end="", flush=True)
         print()
@@ -65,11 +86,13 @@ def _has_chat_template(model: Model) -> bool:
     return bool(model.tokenizer.chat_template)
 
 
-def _conversation(text: str, system: str | None) -> list[dict[str, str]]:
+def _conversation(text: str, system: str | None, pictures: list[bytes]) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": text}]
+    parts = [{"type": "image", "image": picture} for picture in pictures]
+    return [*messages, {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
 
 
+IMAGE = "/image "
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
@@ -97,13 +120,15 @@ def chat(
             overflow="drop_oldest",
             notify=lambda notice: terminal.print(notice, style="yellow", markup=False),
         )
-        terminal.print(COMMANDS, style="dim", markup=False, soft_wrap=True)
+        sees = "" if loaded.picture_reader is None else f"{IMAGE}FILE adds a picture to the next message, "
+        terminal.print(f"{sees}{COMMANDS}", style="dim", markup=False, soft_wrap=True)
         _converse(session, terminal)
 
     use_model(talk, model, loading, caching, mesh)
 
 
 def _converse(session: ChatSession, terminal: Console) -> None:
+    pictures = []
     while True:
         try:
             message = terminal.input("[bold cyan]you:[/] ").strip()
@@ -114,11 +139,18 @@ def _converse(session: ChatSession, terminal: Console) -> None:
             return
         if message == "/reset":
             session.reset()
+            pictures = []
+        elif message.startswith(IMAGE):
+            try:
+                pictures.append(session.load(message.removeprefix(IMAGE).strip()))
+            except UserError as problem:
+                terminal.print(str(problem), style="yellow", markup=False, soft_wrap=True)
         elif message.startswith("/"):
             terminal.print(COMMANDS, style="dim", markup=False, soft_wrap=True)
         elif message:
+            shown, pictures = pictures, []
             try:
-                for piece in session.stream(message):
+                for piece in session.stream(message, shown):
                     terminal.print(piece, end="", markup=False, soft_wrap=True)
             except KeyboardInterrupt:
                 terminal.print(" [stopped]", style="dim", markup=False, end="")

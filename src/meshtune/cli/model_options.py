@@ -46,7 +46,7 @@ class BaseLoading:
     tokenizer: str | None = option(
         None, "A directory or hub id of its tokenizer, for a model that has none or a GGUF file whose own is not read."
     )
-    dtype: str | None = option(None, "float32 or bfloat16; default: by device.")
+    dtype: str | None = option(None, "float32, bfloat16 or float16; default: by device.")
     quantize: str = option("auto", "Of the base: nf4, int8, fp8, int4 or none; auto: as the adapter was trained.")
 
 

@@ -26,9 +26,8 @@ MOST_PROBLEMS = 200  # that are put into words
 LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
 ADD_KEY = LIST_KEYS.replace("change", "add")
 HINT = "did you mean '"
-FLOAT16 = "float16 is not offered; did you mean 'bfloat16', or 'mixed', which keeps what is trained in float32?"
 # Names of other tools for a value: what there is in their place.
-OTHER_NAMES: dict[str, str] = dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "f16"), FLOAT16)
+OTHER_NAMES: dict[str, str] = dict.fromkeys(("fp16", "half", "16", "16-mixed", "f16"), "did you mean 'float16'?")
 OTHER_NAMES |= dict.fromkeys(("fp32", "single", "32", "f32"), "did you mean 'float32'?")
 
 # Where the value at a path was written, "recipe.yaml, line 3" or the override, and how long the written path is.

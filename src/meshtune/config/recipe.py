@@ -20,6 +20,7 @@ from meshtune.config.sections import (
     OptimizerSection,
     RolloutSection,
     StageSection,
+    VisionSection,
     written_out,
 )
 from meshtune.mesh.config import MeshConfig
@@ -86,10 +87,11 @@ def with_online_batch(raw: dict[str, object]) -> dict[str, object]:
 class ComputeSection(Section):
     """How the numbers are computed. None of these changes the result beyond rounding."""
 
-    precision: Literal["auto", "mixed", "float32", "bfloat16"] = Field(
+    precision: Literal["auto", "mixed", "float16", "float32", "bfloat16"] = Field(
         default="auto",
         description="mixed: bf16 compute, float32 trainables and optimizer state; bfloat16: everything bf16; "
-        "auto: mixed on accelerators, float32 on CPU.",
+        "float16: as mixed, with float16 and a scaled loss, for cards without bf16; auto: mixed on accelerators that "
+        "have bf16, else float16, and float32 for models that overflow in it and on CPU.",
     )
     remat: Literal["auto", RematName] = Field(
         default="auto",
@@ -169,7 +171,11 @@ class SampleSection(Section):
     every: PositiveInt | None = Field(
         default=None, description="Steps between samples; null: only at the start and the end."
     )
-    prompts: list[str] = Field(default_factory=list, description="User messages (chat data) or text to continue.")
+    prompts: list[str | list[dict[str, str]]] = Field(
+        default_factory=list,
+        description="User messages (chat data) or text to continue. A message with pictures is a list of parts, such "
+        'as {"type": "image", "image": FILE} and {"type": "text", "text": "What is it?"}.',
+    )
     max_tokens: PositiveInt = Field(default=64, description="New tokens a sample at most.")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
 
@@ -217,6 +223,9 @@ class Recipe(Section):
     )
     rewards: list[RewardSection] = Field(default_factory=list, description="Scores of completions; they are added up.")
     method: MethodSection = Field(default_factory=LoraOptions)
+    vision: VisionSection | None = Field(
+        default=None, description="Read pictures, with a model that sees; null: text only."
+    )
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
     )

@@ -25,7 +25,23 @@ def check_together(recipe: Recipe) -> None:
         _check_layerwise(recipe)
     _check_answers(recipe)
     _check_distillation(recipe)
+    if recipe.vision is not None:
+        _check_pictures(recipe)
     _check_online(recipe)
+
+
+def _check_pictures(recipe: Recipe) -> None:
+    """Rules for recipes that read pictures."""
+    stage = recipe.stage.kind
+    if stage in (*ONLINE_STAGES, "distill", "rm", "pt"):
+        raise ValueError(
+            f"vision is not possible with stage {stage} yet: pictures are read in sft and the preference stages (dpo, "
+            "kto, orpo, simpo); leave vision out to train on text"
+        )
+    if recipe.mesh != "auto" and recipe.mesh.cp != 1:
+        raise ValueError("vision is not possible with mesh.cp: a picture is on one device; use dp, fsdp or tp")
+    if recipe.method.kind == "llama_pro":
+        raise ValueError("vision is not possible with method llama_pro: use lora, full or freeze")
 
 
 def _check_evaluation(recipe: Recipe) -> None:
@@ -49,6 +65,8 @@ def _check_evaluation(recipe: Recipe) -> None:
             raise ValueError("checkpoint.result: best needs checkpoint.keep_best: true, which keeps that state")
     if recipe.sample.every is not None and not recipe.sample.prompts:
         raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
+    if recipe.vision is None and not all(isinstance(prompt, str) for prompt in recipe.sample.prompts):
+        raise ValueError("sample.prompts of parts are for models that see: set vision={}, or write the prompts as text")
 
 
 def _check_base(recipe: Recipe) -> None:

@@ -29,7 +29,12 @@ from meshtune.config.yaml_text import Path, value_at
 MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
 REWARD_KEYS = ("function", "model", "json_schema")
 ENVIRONMENT: Path = ("rollout", "environment")
-OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"), ("teacher", "path"))
+OTHER_KEYS: tuple[Path, ...] = (
+    ("data", "registry"),
+    ("vision", "media_dir"),
+    ("stage", "reference"),
+    ("teacher", "path"),
+)
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*))")
 
 

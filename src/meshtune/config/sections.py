@@ -269,6 +269,41 @@ class DataSection(Section):
         return [*self.train, *(self.validation if isinstance(self.validation, list) else [])]
 
 
+class VisionSection(Section):
+    """Pictures, for models that see. With this section (vision: {} is enough) the pictures of records are read."""
+
+    train: list[Literal["projector", "tower"]] = Field(
+        default_factory=list,
+        description="Parts trained in full beside what method trains in the language model; default: neither.",
+    )
+    freeze_language: bool = Field(default=False, description="Train nothing of the language model.")
+    max_pixels: PositiveInt | None = Field(
+        default=None,
+        description="Pixels of a picture at most; a larger one is scaled down before the model's own resize, its "
+        "aspect kept. Fewer pixels are fewer tokens, where a model's tokens depend on the size.",
+    )
+    min_pixels: PositiveInt | None = Field(
+        default=None, description="Pixels of a picture at least; a smaller one is scaled up."
+    )
+    crops: PositiveInt | None = Field(
+        default=None,
+        description="Tiles that a picture is cut into at most, of models that cut (each costs the tokens of a "
+        "picture); 1: none; null: the model's own number.",
+    )
+    max_patches: PositiveInt | None = Field(
+        default=None, description="Patches of pictures in a row at most; null: enough for nearly all rows of the data."
+    )
+    media_dir: PathText | None = Field(
+        default=None, description="Folder that paths of pictures are below; null: that of the data file."
+    )
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> VisionSection:
+        if self.max_pixels is not None and self.min_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} must not be above max_pixels {self.max_pixels}")
+        return self
+
+
 class RolloutSection(Section):
     """Completions that an online stage generates from the weights it trains, and the updates made of them."""
 

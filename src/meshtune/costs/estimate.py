@@ -116,7 +116,8 @@ def reference_bytes(candidate: Candidate) -> float:
 def activation_bytes(candidate: Candidate) -> float:
     """The peak of all temporary arrays on one device, gradients excluded."""
     residual = 0.0 if "residual" in candidate.offload else residual_bytes(candidate)
-    return residual + policy_bytes(candidate) + max(_layer_peak(candidate), _head_peak(candidate))
+    peak = max(_layer_peak(candidate), _head_peak(candidate), _tower_peak(candidate))
+    return residual + policy_bytes(candidate) + tower_bytes(candidate) + peak
 
 
 def policy_bytes(candidate: Candidate) -> float:
@@ -139,6 +140,24 @@ def policy_bytes(candidate: Candidate) -> float:
                 saved = itemsize * elements
         per_token += layer.repeats * saved
     return candidate.tokens * per_token
+
+
+def tower_bytes(candidate: Candidate) -> float:
+    """The bytes that a trained tower saves for its backward pass: the residual at the input of each layer."""
+    tower = candidate.workload.tower
+    if tower is None or not tower.trained:
+        return 0.0
+    return candidate.patches * tower.width * tower.depth * candidate.activation_itemsize
+
+
+def _tower_peak(candidate: Candidate) -> float:
+    """The peak of the tower's layers: forward alone where it is frozen."""
+    tower, peak = candidate.workload.tower, LAYER["full"]
+    if tower is None:
+        return 0.0
+    widest = tower.widest(candidate.mesh.tp)
+    elements = peak.embed * tower.width + peak.mixer * widest if tower.trained else 4 * tower.width + 2 * widest
+    return candidate.patches * elements * candidate.activation_itemsize
 
 
 def adapter_width(candidate: Candidate) -> float:

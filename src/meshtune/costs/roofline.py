@@ -87,6 +87,8 @@ def work_of(candidate: Candidate) -> Work:
     recompute = device_tokens * scores / 2  # attention's scores are recomputed in its backward pass
     if candidate.remat == "full":
         recompute += device_tokens * (2 * weights.layers + scores) * fraction
+    tower = _tower_flops(candidate)
+    flops += tower * (3 if workload.tower is not None and workload.tower.trained else 1)
     products, elementwise = _activation_traffic(candidate)
     layers = _layer_weights(candidate) * candidate.activation_itemsize
     weight_reads = 1 + fraction * (2 if candidate.remat == "full" else 1)
@@ -104,6 +106,17 @@ def work_of(candidate: Candidate) -> Work:
         tokens,
         _host_exposed_bytes(candidate),
     )
+
+
+def _tower_flops(candidate: Candidate) -> float:
+    """Operations of one forward pass of the tower on a device, for all pictures of an update."""
+    tower, vision = candidate.workload.tower, candidate.workload.spec.vision
+    if tower is None or vision is None:
+        return 0.0
+    keys = 2 * (vision.tile or candidate.patches / max(1.0, candidate.local_rows))  # all of them: twice a causal half
+    weights = sum(layer.repeats * layer.active_weights for layer in tower.layers)
+    per_patch = 2 * (weights + vision.pixels * vision.width) + attention_flops(tower.layers, int(keys))
+    return candidate.accumulation * candidate.patches / candidate.mesh.cp / candidate.mesh.tp * per_patch
 
 
 def _head_traffic(candidate: Candidate, size: int) -> float:

@@ -21,7 +21,7 @@ from meshtune.model.compute import ExchangeName, OffloadName, RematName
 from meshtune.model.dispatch import HEADROOM, choose_exchange
 from meshtune.model.gather import layout_for
 from meshtune.model.layer_extras import AltUpSpec
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.spec import VISION, ModelSpec, abstract_params
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 
 # The roles of weights by which tokens are multiplied in layers. Vectors and filters are too small to count.
@@ -111,25 +111,54 @@ class LayerCost:
         return sum(block.cost.weights for block in self.blocks)
 
 
-def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec]) -> tuple[LayerCost, ...]:
-    """The cost of every position of a model's stacks. `parameters` are the model's arrays by path."""
+def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec], root: str = "") -> tuple[LayerCost, ...]:
+    """The cost of every position of the stacks below a root. `parameters` are the model's arrays by path."""
+    embed = spec.embed if spec.vision is None or root == "" else spec.vision.width
 
     def block_cost(block: Block | AltUpSpec, layer: str, repeats: int) -> BlockCost:
         prefix = f"{layer}{block.name}/"
         arrays = [array for path, array in parameters.items() if path.startswith(prefix)]
         dense = sum(array.size for array in arrays if array.role in MATRICES) // repeats
         experts = sum(array.size for array in arrays if array.role == "experts") // repeats
-        return BlockCost(block.cost(spec.embed), prefix, dense, experts)
+        return BlockCost(block.cost(embed), prefix, dense, experts)
 
     costs = []
-    for key, repeats, layer, _ in spec.positions():
-        prefix = f"{LAYERS}/{key}/"
+    for key, repeats, layer, _ in spec.positions(root):
+        prefix = f"{root}/{LAYERS}/{key}/".removeprefix("/")
         mixer, ffn, *beside = (
             None if block is None else block_cost(block, prefix, repeats)
             for block in (layer.mixer, layer.ffn, *(() if layer.extras is None else layer.extras.parts))
         )
         costs.append(LayerCost(prefix, repeats, mixer, ffn, tuple(block for block in beside if block is not None)))
     return tuple(costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerCost:
+    """The layers of a tower that reads pictures, the width of its stream, and whether a gradient passes through it."""
+
+    layers: tuple[LayerCost, ...]
+    width: int
+    trained: bool
+
+    @property
+    def depth(self) -> int:
+        """The number of its layers."""
+        return sum(layer.repeats for layer in self.layers)
+
+    def widest(self, tp: int) -> float:
+        """The width on one device of its widest array, with keys and values."""
+        return max(block.widest(tp) + block.whole_rows(tp) for layer in self.layers for block in layer.blocks)
+
+
+def planned_patches(recipe: Recipe, spec: ModelSpec, length: int) -> int:
+    """The patches of a row: vision.max_patches, or as many as three quarters of its tokens stand for, in whole
+    tiles."""
+    assert recipe.vision is not None, "a recipe without pictures"
+    assert spec.vision is not None, "a model that reads no pictures"
+    unit = spec.vision.tile or spec.vision.merge**2
+    patches = recipe.vision.max_patches or length * 3 // 4 * spec.vision.merge**2
+    return max(1, patches // unit) * unit
 
 
 # Frozen weights, weights trained in full, adapters, gradients of both, and the optimizer's state.
@@ -174,7 +203,8 @@ class PersistentArray:
 class Workload:
     """The mesh-independent part of a plan: the model as the method splits it, dtypes, and all persistent arrays.
 
-    `parameters` are the model's by path, before quantisation, and `layers` their costs by position in the stacks;
+    `parameters` are the model's by path, before quantisation, and `layers` their costs by position in the stacks,
+    `tower` those of a tower that reads pictures;
     `local_sizes` caches bytes per device by mesh.
     """
 
@@ -185,6 +215,7 @@ class Workload:
     persistent: tuple[PersistentArray, ...]
     parameters: dict[str, ArraySpec]
     layers: tuple[LayerCost, ...]
+    tower: TowerCost | None = None
     local_sizes: dict[tuple[MeshConfig, frozenset[str]], dict[str, float]] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -220,6 +251,16 @@ class Candidate:
     def tokens(self) -> float:
         """Tokens of one micro-batch on one device."""
         return self.local_rows * self.length / self.mesh.cp
+
+    @property
+    def patches(self) -> float:
+        """Patches of pictures of one micro-batch on one device."""
+        workload = self.workload
+        return (
+            0
+            if workload.tower is None
+            else self.local_rows * planned_patches(workload.recipe, workload.spec, self.length)
+        )
 
     @property
     def local_rows(self) -> float:
@@ -284,7 +325,11 @@ def workload_on(
     parameters = flatten(abstract_params(arrays.spec))
     persistent = (*_weights(arrays, parameters), *_training_state(recipe, optimizer, arrays))
     layers = layer_costs(arrays.spec, parameters)
-    return Workload(recipe, method, precision, arrays, persistent, parameters, layers)
+    tower = None
+    if arrays.spec.vision is not None:
+        trained = any(path.startswith(f"{VISION}/") for path, _ in named_leaves(arrays.trainable))
+        tower = TowerCost(layer_costs(arrays.spec, parameters, VISION), arrays.spec.vision.width, trained)
+    return Workload(recipe, method, precision, arrays, persistent, parameters, layers, tower)
 
 
 def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:

@@ -7,6 +7,7 @@ messages whose keys are role and content and whose values are text there is noth
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -27,6 +28,8 @@ from meshtune.json_text import read_json, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.data.pictures.reader import PictureReader
 
 _PLAIN = {"role", "content"}
 
@@ -68,7 +71,8 @@ class CompiledTemplate:
         generation_prompt: bool = False,
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of some messages. Raises as templates do, and TemplateLimitError."""
+        """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
+        template. Raises as templates do, and TemplateLimitError."""
         plain = not tools and not options and is_plain(messages)
         variables: dict[str, Any] = {
             "messages": [dict(message) for message in messages] if plain else _normalise(messages),
@@ -115,6 +119,12 @@ _FAILURES = (
 )  # fmt: skip
 
 
+def _in_parts(message: Mapping[str, object]) -> dict[str, object]:
+    """The message with its text as a content part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
 @dataclasses.dataclass(frozen=True)
 class EndOfTurn:
     """The text that a template writes after the content of an assistant turn.
@@ -129,10 +139,13 @@ class EndOfTurn:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, rendered in the environment of transformers' `apply_chat_template`."""
+    """The chat template of a tokenizer, rendered in the environment of transformers' `apply_chat_template`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self.tokenizer = tokenizer
+    With `pictures` the texts are those that the model's processor makes of the template's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, pictures: PictureReader | None = None):
+        self.tokenizer, self.pictures = tokenizer, pictures
         if not tokenizer.chat_template:
             raise _no_template_error(tokenizer)
 
@@ -167,7 +180,7 @@ class ChatTemplate:
             if template_text(name) != self.tokenizer.chat_template:
                 tokenizer = copy.copy(self.tokenizer)
                 tokenizer.chat_template = template_text(name)
-                chats[name] = ChatTemplate(tokenizer)
+                chats[name] = ChatTemplate(tokenizer, self.pictures)
                 chats[name].alternatives = {}  # which have none themselves
         return chats
 
@@ -184,17 +197,23 @@ class ChatTemplate:
         return "{%- macro strftime_now(format) -%}{{ " + value + " }}{%- endmacro %}\n" + text
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] = (),
-        *,
-        generation_prompt: bool = False,
-        options: Mapping[str, object] | None = None,
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = (), **options: Any
     ) -> str:
-        """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
-        template. Raises one of `failures`."""
+        """Renders `messages` as CompiledTemplate.render does. Raises one of `failures`."""
         template = self._with_tools if tools else self._without_tools
-        return template.render(messages, tools, generation_prompt=generation_prompt, options=options)
+        if self._reads_parts_only:
+            messages = [_in_parts(message) for message in messages]
+        text = template.render(messages, tools, **options)
+        return text if self.pictures is None else self.pictures.write(text)
+
+    @functools.cached_property
+    def _reads_parts_only(self) -> bool:
+        """Whether the template writes contents that are lists of parts and not those that are text, as SmolVLM's."""
+        for question, reads_parts in ((_QUESTION, False), (_in_parts(_QUESTION), True)):
+            with contextlib.suppress(*_FAILURES):
+                if str(_QUESTION["content"]) in self._without_tools.render([question]):
+                    return reads_parts
+        return False
 
     failures = _FAILURES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -28,11 +28,39 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
+class Picture:
+    """A file with a picture that was checked: its path, the BLAKE2b digest of its bytes, and its size in pixels as it
+    is shown (turned as its EXIF data say)."""
+
+    path: str
+    digest: str
+    width: int
+    height: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.width, self.height
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedPicture:
+    """A picture before the character `offset` of a message's text.
+
+    Until it is opened, `picture` is its address as the record has it, or its bytes; None: the next one of the record's
+    list of pictures.
+    """
+
+    offset: int
+    picture: Picture | str | bytes | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Message:
     """One message of a conversation.
 
     `weight` scales its loss: None is the recipe's default for the role, 0 excludes it. `extra` holds further keys that
-    a chat template may read, such as name or reasoning_content.
+    a chat template may read, such as name or reasoning_content. `pictures` are in the order of their places.
     """
 
     role: Role
@@ -40,6 +68,28 @@ class Message:
     weight: float | None = None
     tool_calls: tuple[JsonObject, ...] = ()
     extra: tuple[tuple[str, object], ...] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
+
+    def __repr__(self) -> str:
+        # Without pictures it is what it was before they existed: stores of earlier versions remain usable.
+        pictures = f", pictures={self.pictures!r}" if self.pictures else ""
+        return (
+            f"Message(role={self.role!r}, content={self.content!r}, weight={self.weight!r}, "
+            f"tool_calls={self.tool_calls!r}, extra={self.extra!r}{pictures})"
+        )
+
+    @property
+    def parts(self) -> list[dict[str, object]]:
+        """The text and the places of the pictures as content parts, which chat templates read."""
+        parts, start = list[dict[str, object]](), 0
+        for placed in self.pictures:
+            if self.content[start : placed.offset]:
+                parts.append({"type": "text", "text": self.content[start : placed.offset]})
+            parts.append({"type": "image"})
+            start = placed.offset
+        if self.content[start:]:
+            parts.append({"type": "text", "text": self.content[start:]})
+        return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +106,12 @@ class Conversation:
         # Without variables it is what it was before they existed: stores of earlier versions remain usable.
         variables = f", variables={self.variables!r}" if self.variables else ""
         return f"Conversation(messages={self.messages!r}, origin={self.origin!r}, tools={self.tools!r}{variables})"
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures of all messages in order, once they were opened."""
+        placed = (placed.picture for message in self.messages for placed in message.pictures)
+        return [picture for picture in placed if isinstance(picture, Picture)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +164,17 @@ class Prompt:
 
 
 Sample = Document | Pair | Labelled | Prompt
+
+
+def map_documents(sample: Sample, change: Callable[[Document], Document]) -> Sample:
+    """The sample with `change` applied to each of its documents."""
+    match sample:
+        case Pair():
+            return dataclasses.replace(sample, chosen=change(sample.chosen), rejected=change(sample.rejected))
+        case Labelled() | Prompt():
+            return dataclasses.replace(sample, document=change(sample.document))
+        case _:
+            return change(sample)
 
 
 def tool_name(call: JsonObject) -> str:

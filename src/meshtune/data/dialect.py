@@ -125,8 +125,9 @@ class Dialect:
 
 
 def as_dict(message: Message) -> dict[str, object]:
-    """A message in OpenAI's form."""
-    fields: dict[str, object] = {"role": message.role, "content": message.content, **dict(message.extra)}
+    """A message in OpenAI's form; a picture is a part {"type": "image"}."""
+    content = message.parts if message.pictures else message.content
+    fields: dict[str, object] = {"role": message.role, "content": content, **dict(message.extra)}
     if message.tool_calls:
         fields["tool_calls"] = list(message.tool_calls)
     return fields

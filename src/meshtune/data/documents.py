@@ -25,9 +25,17 @@ import numpy as np
 
 from meshtune.config.data_options import SourceOptions
 from meshtune.config.sections import DataSection, SourceSection
-from meshtune.data.conversation import Conversation, Document, Labelled, Message, Origin, Pair, Prompt, Sample
+from meshtune.data.conversation import Conversation, Document, Message, Origin, Sample, map_documents
 from meshtune.data.formats import select_format
-from meshtune.data.formats.record import FieldNames, RecordFormat, describe, passed_over, read_record, unread_fields
+from meshtune.data.formats.record import (
+    FieldNames,
+    RecordFormat,
+    describe,
+    has_pictures,
+    passed_over,
+    read_record,
+    unread_fields,
+)
 from meshtune.data.progress import Progress
 from meshtune.data.readers.textfiles import Records
 from meshtune.data.sources import DataSource, open_source
@@ -36,9 +44,12 @@ from meshtune.errors import UserError, amount, nearest
 from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
+    from meshtune.data.pictures.files import PictureFiles
     from meshtune.data.registry import Registry
     from meshtune.objectives.stages import DatasetType
 
+open_pictures = LazyFunction("meshtune.data.pictures.files:open_pictures")
+place_pictures = LazyFunction("meshtune.data.formats.pictures:place_pictures")
 load_registry = LazyFunction("meshtune.data.registry:load_registry")
 STRATEGIES = ("concat", "interleave_under", "interleave_over")
 STREAM = 0x6D6978  # makes draws independent of others with the same seed
@@ -144,7 +155,8 @@ class CheckedSource:
     """A source whose records were read once. `usable` int64 [n] are the indices of those to train on.
 
     `digests` uint8 [records, DIGEST_BYTES] are those of checked samples, by the index of the record; empty if the
-    records were not checked. `unread` are the names of fields that the format passes over.
+    records were not checked. `unread` are the names of fields that the format passes over. `pictures` opens those of
+    records; None: there must be none.
     """
 
     source: DataSource
@@ -154,6 +166,7 @@ class CheckedSource:
     usable: np.ndarray
     digests: np.ndarray = dataclasses.field(default_factory=lambda: _NO_DIGESTS)
     unread: tuple[str, ...] = ()
+    pictures: PictureFiles | None = None
 
     def sample(self, index: int) -> Sample:
         """Reads and converts the record at `index`."""
@@ -163,7 +176,12 @@ class CheckedSource:
 def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
     if not isinstance(record, dict):
         raise _not_an_object_error(record, origin)
-    return read_record(checked.format, record, checked.fields, checked.source.tags, origin)
+    sample = read_record(checked.format, record, checked.fields, checked.source.tags, origin)
+    if checked.pictures is None and not has_pictures(sample, record, checked.fields):
+        return sample
+    return open_pictures(
+        place_pictures(sample, record, checked.fields, origin), checked.pictures, checked.source.pictures_folder
+    )
 
 
 def _not_an_object_error(record: object, origin: Origin) -> UserError:
@@ -171,9 +189,11 @@ def _not_an_object_error(record: object, origin: Origin) -> UserError:
     return UserError(problem, where=str(origin), fix='write it as {"field": value}')
 
 
-def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType) -> CheckedSource:
+def open_unchecked(
+    source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType, pictures: PictureFiles | None = None
+) -> CheckedSource:
     """The source with all its records, up to its cap, as usable. Reads those that its format is detected from."""
-    checked = _open(source, on_bad, dataset_type)
+    checked = _open(source, on_bad, dataset_type, pictures)
     indices = np.arange(min(len(checked.records), source.cap or len(checked.records)), dtype=np.int64)
     first = itertools.islice(checked.records.sweep(), DETECTION_RECORDS)
     names = {name for record in first if isinstance(record, dict) for name in passed_over(record, source.tags)}
@@ -188,13 +208,14 @@ def check_source(
     skipped: list[SkippedRecord],
     dataset_type: DatasetType,
     progress: Progress | None = None,
+    pictures: PictureFiles | None = None,
 ) -> CheckedSource:
     """Reads and converts all records of a source, up to its cap, keeping the indices of the usable ones.
 
     Adds the others to `skipped`, or raises UserError for the first of them, as `on_bad` says; raises it for a source
     without a usable record, and for a file that changed meanwhile.
     """
-    checked = _open(source, on_bad, dataset_type)
+    checked = _open(source, on_bad, dataset_type, pictures)
     records, total = checked.records, min(len(checked.records), source.cap or len(checked.records))
     report = functools.partial(progress or (lambda *_: None), f"reading {source.path}")
     usable, malformed, digests, names = array.array("q"), 0, bytearray(), set[str]()
@@ -247,10 +268,10 @@ def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecor
     return dataclasses.replace(checked, usable=np.array(readable, np.int64), digests=digests)
 
 
-def _open(source: DataSource, on_bad: str, dataset_type: DatasetType) -> CheckedSource:
+def _open(source: DataSource, on_bad: str, dataset_type: DatasetType, pictures: PictureFiles | None) -> CheckedSource:
     records = open_source(source)
     form = _select_format(source, records, on_bad, dataset_type)
-    return CheckedSource(source, records, form, form.resolve(source.columns), np.empty(0, np.int64))
+    return CheckedSource(source, records, form, form.resolve(source.columns), np.empty(0, np.int64), pictures=pictures)
 
 
 def _refuse_or_skip(
@@ -309,14 +330,7 @@ def _one_line(error: UserError, places: Sequence[str]) -> str:
 
 def add_system(sample: Sample, system: str) -> Sample:
     """The sample with `system` before every conversation that has no system turn."""
-    match sample:
-        case Pair():
-            chosen, rejected = (_add_to(document, system) for document in (sample.chosen, sample.rejected))
-            return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
-        case Labelled() | Prompt():
-            return dataclasses.replace(sample, document=_add_to(sample.document, system))
-        case _:
-            return _add_to(sample, system)
+    return map_documents(sample, functools.partial(_add_to, system=system))
 
 
 def _add_to(document: Document, system: str) -> Document:
@@ -399,14 +413,19 @@ class Documents:
 
 
 def load_documents(
-    data: DataSection, *, seed: int, dataset_type: DatasetType = "documents", progress: Progress | None = None
+    data: DataSection,
+    *,
+    seed: int,
+    dataset_type: DatasetType = "documents",
+    progress: Progress | None = None,
+    pictures: PictureFiles | None = None,
 ) -> Documents:
     """Reads and checks every record of the sources, then splits and mixes them; a pure function of files and seed.
 
     Validation given as a share (below 1) or a count (1 and above) is drawn by the seed from the records before they are
     mixed, from each source in proportion, so that a repeated record is never on both sides. At least one record is held
     out. Validation sources are concatenated. `dataset_type` is what the records must be converted to. `progress` is
-    called as each source is read.
+    called as each source is read. `pictures` opens those of records; without it a record with pictures is malformed.
 
     Raises UserError at the first malformed record (with `on_bad: error`), for a source without a usable record, for a
     validation share that would leave a source nothing to train on, and as readers, formats and registry do.
@@ -416,7 +435,9 @@ def load_documents(
 
     def check_all(sections: Sequence[SourceSection]) -> list[CheckedSource]:
         sources = (_data_source(section, registry, dataset_type) for section in sections)
-        return [check_source(source, data.on_bad, seed, skipped, dataset_type, progress) for source in sources]
+        return [
+            check_source(source, data.on_bad, seed, skipped, dataset_type, progress, pictures) for source in sources
+        ]
 
     train = check_all(data.train)
     validation = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import math
 import sys
 import threading
@@ -25,15 +26,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
+from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Conversation, Document, Labelled, Origin, Pair
-from meshtune.data.store import Store
+from meshtune.data.store import MakePart, Store, make_part
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.objectives.config import NllMean
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from meshtune.data.pictures.reader import PictureReader
+    from meshtune.data.pictures.rows import RowPictures
     from meshtune.objectives.stages import DatasetType
 
+row_pictures = LazyFunction("meshtune.data.pictures.rows:row_pictures")
+best_fit_of_two = LazyFunction("meshtune.data.pictures.rows:best_fit_of_two")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 WINDOW = 4096  # documents that may share a row
 
@@ -71,18 +80,31 @@ def shuffle_order(n: int, seed: int, stream: int) -> np.ndarray:
     return np.argsort(random_keys(seed, stream, n), kind="stable")
 
 
-def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> PackedRows:
+def pack(
+    lengths: np.ndarray,
+    order: np.ndarray,
+    row_length: int,
+    *,
+    window: int = WINDOW,
+    patches: np.ndarray | None = None,
+    max_patches: int = 0,
+) -> PackedRows:
     """Packs the documents of `order` into rows of `row_length` positions, each document into exactly one row: best-fit
     decreasing (Johnson 1973) within windows of the order.
 
     `lengths` int [n] are the positions that each document takes, between 1 and `row_length`. Documents of a row keep
-    their order, and rows are ordered by their longest documents, so that a shuffled order gives shuffled rows.
+    their order, and rows are ordered by their longest documents, so that a shuffled order gives shuffled rows. With
+    `patches` int [n] the pictures of a row have `max_patches` patches at most.
     """
     row_of = np.empty(len(order), np.int64)  # indexed by position in the order
     openers: list[int] = []
     for start in range(0, len(order), window):
         sizes = np.asarray(lengths[order[start : start + window]], np.int64)
-        window_rows, window_openers = _best_fit_decreasing(sizes, row_length)
+        if patches is None:
+            window_rows, window_openers = _best_fit_decreasing(sizes, row_length)
+        else:
+            window_patches = patches[order[start : start + window]]
+            window_rows, window_openers = best_fit_of_two(sizes, row_length, window_patches, max_patches)
         row_of[start : start + window] = window_rows + len(openers)
         openers += [start + opener for opener in window_openers]
     rows = len(openers)
@@ -313,7 +335,9 @@ class Loader:
     """Batches of `batch_size` rows in `accumulation` micro-batches, from a store.
 
     With `units` neighbouring documents of the store are a unit: they are neighbouring segments of one row, which has
-    room for as many documents of `max_length`. `max_units` bounds the units (or documents) in any row.
+    room for as many documents of `max_length`. `max_units` bounds the units (or documents) in any row. `pictures` reads
+    those of documents, of which a row has `max_patches` patches at most (None: from the data); `patch_sizes` are the
+    numbers of patches that the arrays of a batch may have, the largest first, none where no document has a picture.
     """
 
     def __init__(
@@ -327,6 +351,8 @@ class Loader:
         shuffle: bool = True,
         seed: int = 0,
         units: Units | None = None,
+        pictures: PictureReader | None = None,
+        max_patches: int | None = None,
     ):
         if not len(store) or batch_size % accumulation:
             raise _rows_error(store, batch_size, accumulation)
@@ -340,19 +366,32 @@ class Loader:
         self.row_length = max_length if packing else padded_length(longest, max_length)
         shortest_first = np.cumsum(np.sort(self._lengths))
         self.max_units = int(np.searchsorted(shortest_first, self.row_length, "right")) if packing else 1
+        self.pictures: RowPictures | None = None
+        if pictures is not None:
+            self.pictures = row_pictures(pictures, store, self.unit_size, self._pack(0), max_patches)
         self._ends: list[int] = []  # the step after the last one of each epoch that was planned
         self._plans: collections.OrderedDict[int, PackedRows] = collections.OrderedDict()
         self._lock = threading.RLock()
+
+    @property
+    def patch_sizes(self) -> tuple[int, ...]:
+        """The numbers of patches that the arrays of a batch may have, the largest first."""
+        return () if self.pictures is None else self.pictures.sizes
+
+    def _pack(self, epoch: int) -> PackedRows:
+        n, pictures = len(self._lengths), self.pictures
+        order = shuffle_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
+        if not self.packing:
+            return unpacked_rows(order)
+        if pictures is None:
+            return pack(self._lengths, order, self.row_length)
+        return pack(self._lengths, order, self.row_length, patches=pictures.patches, max_patches=pictures.sizes[0])
 
     def rows(self, epoch: int) -> PackedRows:
         """The units, or documents, in each row of an epoch."""
         with self._lock:
             if epoch not in self._plans:
-                n = len(self._lengths)
-                order = shuffle_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
-                self._plans[epoch] = (
-                    pack(self._lengths, order, self.row_length) if self.packing else unpacked_rows(order)
-                )
+                self._plans[epoch] = self._pack(epoch)
                 while len(self._plans) > 2:  # at the end of an epoch, threads still read the previous one
                     self._plans.popitem(last=False)
             self._plans.move_to_end(epoch)
@@ -402,6 +441,7 @@ class Loader:
             epoch,
             accumulation=self.accumulation,
             units=self.units,
+            pictures=self.pictures,
         )
 
     def iterate(
@@ -445,10 +485,12 @@ def packed_batch(
     *,
     accumulation: int,
     units: Units | None = None,
+    pictures: RowPictures | None = None,
 ) -> HostBatch:
     """The batch of an update, in `accumulation` micro-batches. The examples of a row become its segments 1, 2, ...
 
     `sizes` are those of the logical axes of its arrays, `row_units` the indices of each row's units in the data.
+    Raises UserError, naming the record, for a picture that cannot be read.
     """
     size, count = 1 if units is None else units.segments, sizes["batch"] // accumulation
     arrays = empty_arrays(TOKEN_ARRAYS, sizes)
@@ -458,6 +500,8 @@ def packed_batch(
     if units is not None:
         values = [[example.value for example in examples[::size]] for examples in rows]
         arrays |= units.arrays(values, row_units, sizes, arrays)
+    if pictures is not None:
+        arrays |= pictures.arrays(rows, sizes["length"])
     return HostBatch(
         {name: array.reshape(accumulation, count, *array.shape[1:]) for name, array in arrays.items()},
         [origins[start : start + count] for start in range(0, len(origins), count)],
@@ -515,6 +559,21 @@ class StageExamples:
                 return tokenize.prompts(samples)
             case "documents":
                 return tokenize(require_plain_text(samples) if self.plain_text else samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartTask:
+    """The tokenizer and the options that parts of a store are made with."""
+
+    tokenizer: PreTrainedTokenizerFast
+    options: TokenOptions
+    convert: StageExamples
+    pictures: PictureReader | None = None
+
+    def maker(self) -> MakePart:
+        """Makes parts in this process; for one thread."""
+        tokenize = Tokenize(self.tokenizer, self.options, self.pictures)
+        return functools.partial(make_part, tokenize=tokenize, convert=self.convert)
 
 
 def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:

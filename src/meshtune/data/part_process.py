@@ -7,8 +7,6 @@ objects through its standard input and output: a PartTask, then lists of samples
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 import pickle
 import signal
@@ -16,17 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Sample
-from meshtune.data.loader import StageExamples
-from meshtune.data.store import MakePart, Part, make_part
-from meshtune.data.tokens import Tokenize
+from meshtune.data.store import Part
 from meshtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 PROCESSES = "MESHTUNE_DATA_PROCESSES"
 _PROGRAM = (
@@ -34,20 +25,6 @@ _PROGRAM = (
     "from meshtune.data.part_process import main; main()"
 )
 _MAX_PROCESSES = 8  # processes, unless PROCESSES says otherwise: one process has to take in what they make
-
-
-@dataclasses.dataclass(frozen=True)
-class PartTask:
-    """The tokenizer and the options that parts are made with."""
-
-    tokenizer: PreTrainedTokenizerFast
-    options: TokenOptions
-    convert: StageExamples
-
-    def maker(self) -> MakePart:
-        """Makes parts in this process; for one thread."""
-        tokenize = Tokenize(self.tokenizer, self.options)
-        return functools.partial(make_part, tokenize=tokenize, convert=self.convert)
 
 
 class PartProcess:

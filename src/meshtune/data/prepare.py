@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from meshtune.cache import cache_folder
 from meshtune.config.recipe import Recipe
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.documents import DocumentList, Documents, load_documents, open_documents
@@ -28,13 +30,17 @@ from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.objectives.stages import STAGES
+from meshtune.weights.hub import TOKENIZER, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.data.pictures.reader import PictureReader
     from meshtune.data.stream import Stream
 
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
+PictureFiles = LazyFunction("meshtune.data.pictures.files:PictureFiles")
+picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
 prepare_stream = LazyFunction("meshtune.data.prepare_stream:prepare_stream")
 
 
@@ -44,6 +50,8 @@ def check_streaming(recipe: Recipe) -> None:
     obstacles = {
         "train.steps": train.steps is None
         and "the length of an epoch of a stream is unknown before its end: give train.steps",
+        "vision": recipe.vision is not None
+        and "pictures are checked and measured before training: the sizes of a run's batches depend on them",
         "data.packing": recipe.stage.kind == "pt"
         and not data.packing
         and "a stream of plain text fills its rows: leave data.packing out",
@@ -89,16 +97,29 @@ def prepare_data(
     if recipe.stage.kind == "pt" and recipe.data.system:
         problem = "stage pt trains on plain text, which has no place for a system prompt"
         raise UserError(problem, where="data.system", fix="leave it out, or set stage: sft")
-    preparation = _Preparation(recipe, tokenizer, cache, progress, share)
     if recipe.data.streaming:
-        return preparation.stream()
-    dataset_type = STAGES[recipe.stage.kind].dataset_type
-    documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress)
+        return _Preparation(recipe, tokenizer, cache, progress, share).stream()
+    dataset_type, reader, files = STAGES[recipe.stage.kind].dataset_type, None, None
+    if recipe.vision is not None:
+        reader, files = (
+            open_reader(recipe, tokenizer),
+            PictureFiles(str(pathlib.Path(cache or cache_folder()).expanduser() / "pictures"), recipe.vision.media_dir),
+        )
+    preparation = _Preparation(recipe, tokenizer, cache, progress, share, reader)
+    documents = load_documents(
+        recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress, pictures=files
+    )
     train, report = preparation.split("train", documents.train, documents)
     validation, validation_report = None, None
     if documents.validation is not None:
         validation, validation_report = preparation.split("validation", documents.validation)
     return PreparedData(train, validation, report, validation_report, train.store.path.name)
+
+
+def open_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PictureReader:
+    """The reader of pictures for the recipe's model. Raises UserError for a model that does not see."""
+    assert recipe.vision is not None
+    return picture_reader(locate(recipe.model.path, recipe.model.revision, allow=TOKENIZER), recipe.vision, tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +131,7 @@ class _Preparation:
     cache: str | os.PathLike[str] | None
     progress: Progress | None
     share: tuple[int, int]
+    pictures: PictureReader | None = None
 
     def split(
         self, name: str, samples: DocumentList, documents: Documents | None = None
@@ -125,6 +147,7 @@ class _Preparation:
             self.cache,
             self.progress,
             self.share,
+            self.pictures,
         )
         if not len(store):
             raise nothing_to_train_error(name, counts)
@@ -145,6 +168,8 @@ class _Preparation:
             shuffle=data.shuffle and is_train,
             seed=self.recipe.seed,
             units=None if stage.unit_segments == 1 else self._units(name, store),
+            pictures=self.pictures,
+            max_patches=self.recipe.vision.max_patches if self.recipe.vision else None,
         )
         report = make_report(
             name,

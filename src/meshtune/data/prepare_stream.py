@@ -15,9 +15,9 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.config.recipe import Recipe
 from meshtune.config.sections import DataSection
 from meshtune.data.conversation import Conversation, Document, Labelled, Sample, Text
-from meshtune.data.documents import DocumentList
+from meshtune.data.documents import DocumentList, SkippedRecord
 from meshtune.data.loader import Units, require_plain_text, with_companions
-from meshtune.data.report import DataReport, stream_report, window_report
+from meshtune.data.report import DataReport, TemplateInfo, histogram
 from meshtune.data.store import fingerprint, sample_digest
 from meshtune.data.stream import UNIT_POSITIONS, WINDOW, Stream, TextRows, WindowRows
 from meshtune.data.tokenise import (
@@ -29,12 +29,14 @@ from meshtune.data.tokenise import (
     token_options,
     tokenizer_hash,
 )
-from meshtune.data.tokens import Example, Tokenize
+from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.objectives.stages import DatasetType
 
 STREAM_JOURNAL = "stream.jsonl"  # in the run's directory
 _REPORT_SAMPLE = 200  # documents that the report on a stream of plain text is made from
@@ -191,3 +193,64 @@ def _check_both_labels_come(samples: Sequence[Sample], *, skip: bool) -> None:
     first = next(labels)
     if all(label == first for label in labels):
         raise one_label_error(len(samples), first)
+
+
+def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> DataReport:
+    """The report on a stream: counts and lengths of a sample of its documents, tokens and documents of the run."""
+    rows = stream.steps * stream.batch_size
+    tokens = rows * stream.row_length
+    documents = len(stream.documents)
+    counts = dataclasses.replace(counts, documents=documents, examples=documents, tokens=tokens, trained_tokens=tokens)
+    return DataReport(
+        split="train",
+        counts=counts,
+        skipped=(),
+        rows=rows,
+        row_length=stream.row_length,
+        packing=True,
+        steps_per_epoch=stream.steps,
+        batch_rows=stream.batch_size,
+        efficiency=1.0,
+        histogram=histogram(lengths),
+        longest=int(lengths.max()),
+        copies=0,
+        max_length=stream.row_length,
+    )
+
+
+def window_report(
+    stream: Stream, rows: WindowRows, template: TemplateInfo | None, dataset_type: DatasetType
+) -> DataReport:
+    """The report on a stream of samples: estimates from its first window, for all samples (documents that are left out,
+    cut and so on) and for the rows of the run (tokens)."""
+    window, total = rows.window(0, 0), len(rows.documents)
+    sampled, run_rows = min(total, rows.window_size), stream.steps * stream.batch_size
+    used = int((window.lengths - 1).sum())
+    share = used / (len(window.rows) * rows.row_length)
+    trained = window.counts.trained_tokens / max(1, window.counts.tokens)
+    tokens = round(share * run_rows * rows.row_length)
+    scaled = {
+        field.name: round(getattr(window.counts, field.name) * total / sampled)
+        for field in dataclasses.fields(TokenCounts)
+        if field.name not in ("skipped", "first")
+    }
+    scaled |= {"tokens": tokens, "trained_tokens": round(trained * tokens)}
+    counts = TokenCounts(**scaled, first=window.counts.first)
+    return DataReport(
+        split="train",
+        counts=counts,
+        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in window.counts.skipped),
+        rows=run_rows,
+        row_length=rows.row_length,
+        packing=rows.packing,
+        steps_per_epoch=stream.steps,
+        batch_rows=rows.batch_size,
+        efficiency=share,
+        histogram=histogram(window.lengths),
+        longest=int(window.lengths.max()),
+        copies=0,
+        max_length=rows.row_length // rows.unit_size,
+        template=template,
+        dataset_type=dataset_type,
+        sampled=sampled,
+    )

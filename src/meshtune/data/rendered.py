@@ -17,7 +17,7 @@ from meshtune.config.data_options import Reasoning
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.data.conversation import Conversation, Document, JsonObject, Message, Text, argument_texts, tool_name
 from meshtune.data.dialect import has_reasoning, reasoning_of, split_reasoning, with_reasoning
-from meshtune.errors import UserError
+from meshtune.errors import UserError, amount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,9 +349,30 @@ def check_messages_are_written(view: Rendered, *, generation_prompt: bool = Fals
     """Raises UserError for a message whose words are not in the rendered text. White space at the ends of a message,
     and reasoning that begins it, may be left out."""
     unwritten = _unwritten(view, generation_prompt)
-    contents = [_answer(message).strip() for message in view.conversation.messages[: len(view.messages)]]
+    messages = view.conversation.messages[: len(view.messages)]
+    contents = [_answer(message).strip() for message in messages]
+    if any(message.pictures for message in messages):
+        _check_pictures_are_written(view, messages)
+        contents = ["" if message.pictures else content for message, content in zip(messages, contents, strict=True)]
     if unwritten or not _are_in_order(contents, view.text):
         _check_each_message(view, contents, unwritten)
+
+
+def _check_pictures_are_written(view: Rendered, messages: Sequence[Message]) -> None:
+    """Raises UserError unless the text has a placeholder for each picture, and the words around them."""
+    reader, pictures = view.chat.pictures, sum(len(message.pictures) for message in messages)
+    written = 0 if reader is None else view.text.count(reader.placeholder)
+    if written != pictures:
+        raise UserError(
+            f"the chat template writes {written} of the record's {amount(pictures, 'picture')}",
+            where=str(view.conversation.origin),
+            fix=_fix(view.chat, view.conversation),
+        )
+    for index, message in enumerate(messages):
+        for part in message.parts if message.pictures else ():
+            content = str(part.get("text", "")).strip()
+            if content not in view.text:
+                raise _message_error(view, index, content)
 
 
 def _check_each_message(view: Rendered, contents: Sequence[str], unwritten: frozenset[int]) -> None:

@@ -18,7 +18,6 @@ from meshtune.errors import amount
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from meshtune.data.stream import Stream, WindowRows
     from meshtune.objectives.stages import DatasetType
 
 # Shares beyond which there is a warning.
@@ -186,67 +185,6 @@ def _copies(store: Store, dataset_type: DatasetType) -> int:
     if dataset_type == "labelled":
         samples = np.stack([samples[:, 0], store.values[::2].astype(np.uint64)], axis=1)
     return len(samples) - len(np.unique(samples, axis=0))
-
-
-def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> DataReport:
-    """The report on a stream: counts and lengths of a sample of its documents, tokens and documents of the run."""
-    rows = stream.steps * stream.batch_size
-    tokens = rows * stream.row_length
-    documents = len(stream.documents)
-    counts = dataclasses.replace(counts, documents=documents, examples=documents, tokens=tokens, trained_tokens=tokens)
-    return DataReport(
-        split="train",
-        counts=counts,
-        skipped=(),
-        rows=rows,
-        row_length=stream.row_length,
-        packing=True,
-        steps_per_epoch=stream.steps,
-        batch_rows=stream.batch_size,
-        efficiency=1.0,
-        histogram=histogram(lengths),
-        longest=int(lengths.max()),
-        copies=0,
-        max_length=stream.row_length,
-    )
-
-
-def window_report(
-    stream: Stream, rows: WindowRows, template: TemplateInfo | None, dataset_type: DatasetType
-) -> DataReport:
-    """The report on a stream of samples: estimates from its first window, for all samples (documents that are left out,
-    cut and so on) and for the rows of the run (tokens)."""
-    window, total = rows.window(0, 0), len(rows.documents)
-    sampled, run_rows = min(total, rows.window_size), stream.steps * stream.batch_size
-    used = int((window.lengths - 1).sum())
-    share = used / (len(window.rows) * rows.row_length)
-    trained = window.counts.trained_tokens / max(1, window.counts.tokens)
-    tokens = round(share * run_rows * rows.row_length)
-    scaled = {
-        field.name: round(getattr(window.counts, field.name) * total / sampled)
-        for field in dataclasses.fields(TokenCounts)
-        if field.name not in ("skipped", "first")
-    }
-    scaled |= {"tokens": tokens, "trained_tokens": round(trained * tokens)}
-    counts = TokenCounts(**scaled, first=window.counts.first)
-    return DataReport(
-        split="train",
-        counts=counts,
-        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in window.counts.skipped),
-        rows=run_rows,
-        row_length=rows.row_length,
-        packing=rows.packing,
-        steps_per_epoch=stream.steps,
-        batch_rows=rows.batch_size,
-        efficiency=share,
-        histogram=histogram(window.lengths),
-        longest=int(window.lengths.max()),
-        copies=0,
-        max_length=rows.row_length // rows.unit_size,
-        template=template,
-        dataset_type=dataset_type,
-        sampled=sampled,
-    )
 
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:

@@ -53,6 +53,14 @@ class DataSource(SourceOptions):
     sample: int | None = None
     hub: bool = False
 
+    @functools.cached_property
+    def pictures_folder(self) -> str | None:
+        """The folder that relative paths of pictures are below, unless vision.media_dir names one: the data's own."""
+        path = pathlib.Path(self.path).expanduser()
+        if self.hub or not path.exists():
+            return None
+        return str(path if path.is_dir() else path.parent)
+
 
 def open_source(source: DataSource) -> Records:
     """Opens a source lazily. Raises UserError as `open_path` and the readers of hubs and of reasoning-gym do."""

@@ -50,7 +50,7 @@ _ARRAYS = {
     "offsets": np.int64,  # [documents + 1]
     "sources": np.int32,  # [documents]: index into meta.json's sources
     "records": np.int64,  # [documents]
-    "digests": np.uint64,  # [documents]: of ids, to find copies
+    "digests": np.uint64,  # [documents]: of ids and extras, to find copies
     "values": np.float32,  # [documents]: see tokens.Example
 }
 _EXTRAS = {"extras": np.uint8, "extra_offsets": np.int64}  # [bytes], [documents + 1]; only where a document has any
@@ -339,7 +339,9 @@ def _write_arrays(files: Mapping[str, _ArrayFile], groups: Iterable[ExampleArray
         for name in ("ids", "weights", "records", "values", "extras"):
             files[name].append(getattr(arrays, name))
         documents = np.split(arrays.ids, np.cumsum(arrays.lengths)[:-1]) if len(arrays.lengths) else []
-        hashed = (hashlib.blake2b(ids.tobytes(), digest_size=8).digest() for ids in documents)
+        extras = np.split(arrays.extras, np.cumsum(extra_lengths)[:-1]) if len(documents) else []
+        contents = (ids.tobytes() + extra.tobytes() for ids, extra in zip(documents, extras, strict=True))
+        hashed = (hashlib.blake2b(content, digest_size=8).digest() for content in contents)
         files["digests"].append(np.frombuffer(b"".join(hashed), np.uint64))
     return list(sources)
 

@@ -17,8 +17,7 @@ from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.documents import DocumentList
-from meshtune.data.loader import StageExamples, with_companions
-from meshtune.data.part_process import PartProcess, PartTask, process_count
+from meshtune.data.loader import PartTask, StageExamples, with_companions
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.store import (
@@ -37,11 +36,16 @@ from meshtune.data.store import (
 )
 from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.errors import UserError, amount
+from meshtune.lazy import LazyFunction
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.data.pictures.reader import PictureReader
+
+PartProcess = LazyFunction("meshtune.data.part_process:PartProcess")
+process_count = LazyFunction("meshtune.data.part_process:process_count")
 IN_PROCESS = 8192  # samples that are tokenised before other processes would have started
 _THREADS = max(2, min(4, os.cpu_count() or 1))  # more would wait for Python's lock
 
@@ -71,10 +75,12 @@ def tokenised_store(
     cache: str | os.PathLike[str] | None,
     progress: Progress | None,
     share: tuple[int, int] = (0, 1),
+    pictures: PictureReader | None = None,
 ) -> tuple[Store, TokenCounts, TemplateInfo | None]:
     """The store of the tokenised samples, the counts, and the chat template's properties (None for plain text).
 
-    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache.
+    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache. `pictures`
+    reads those of samples.
 
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
@@ -82,9 +88,11 @@ def tokenised_store(
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
     basis = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
+    basis += () if pictures is None else (pictures.key(),)
     key = fingerprint(samples.content_hash(), *basis)
     directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
     total, conversation = TokenCounts(), False
+    task = PartTask(tokenizer, options, stage_examples(stage), pictures)
 
     def report(done: int) -> None:
         if progress is not None:
@@ -93,7 +101,7 @@ def tokenised_store(
     def parts() -> Iterator[ExampleArrays]:
         nonlocal conversation
         try:
-            for part in _parts(PartTask(tokenizer, options, stage_examples(stage)), samples, directory, report, share):
+            for part in _parts(task, samples, directory, report, share):
                 add_counts(total, part.counts)
                 conversation |= part.conversation
                 yield part.examples
@@ -146,7 +154,7 @@ def _parts(
     """The parts of some samples: one of few samples, or those that threads or processes make."""
     if len(samples) > PART:
         return _parts_at_once(task, samples, directory, progress, share)
-    part = make_part(samples, Tokenize(task.tokenizer, task.options), task.convert)
+    part = make_part(samples, Tokenize(task.tokenizer, task.options, task.pictures), task.convert)
     progress(len(samples))
     return iter([part])
 

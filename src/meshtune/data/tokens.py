@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,10 +24,19 @@ from meshtune.data.conversation import Conversation, Document, Origin, Prompt, T
 from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.data.rendered import check_has_place
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.data.pictures.expansion import DocumentPicture
+    from meshtune.data.pictures.reader import PictureReader
+
+check_placeholders = LazyFunction("meshtune.data.pictures.expansion:check_placeholders")
+expand_document = LazyFunction("meshtune.data.pictures.expansion:expand_document")
+keep_complete = LazyFunction("meshtune.data.pictures.expansion:keep_complete")
+write_pictures = LazyFunction("meshtune.data.pictures.expansion:write_pictures")
 
 
 def positions_by_turns(
@@ -130,12 +139,13 @@ class Example:
 
 
 class Tokenised(NamedTuple):
-    """`ids` int32 [n] and `weights` float32 [n] of a text, and `answers` int64 [turns, 2], the first position of each
-    answer and the one after its last."""
+    """`ids` int32 [n] and `weights` float32 [n] of a text, `answers` int64 [turns, 2], the first position of each
+    answer and the one after its last, and its pictures."""
 
     ids: np.ndarray
     weights: np.ndarray
     answers: np.ndarray
+    pictures: Sequence[DocumentPicture] = ()
 
     @property
     def last_answer(self) -> int:
@@ -149,7 +159,8 @@ class TokenCounts:
 
     `examples` are documents that were kept, `tokens` their ids and `trained_tokens` those with a weight above 0. The
     fields below `tokens_cut` count documents; reasons to leave one out come first, then warnings about those kept.
-    `first` says where the first document of a count is, and which part of it was counted.
+    `pictures` and `patches` are those of kept documents, `pictures_cut` what truncation took. `first` says where the
+    first document of a count is, and which part of it was counted.
     """
 
     documents: int = 0
@@ -169,6 +180,9 @@ class TokenCounts:
     special_in_text: int = 0
     placeholders: int = 0
     without_eos: int = 0
+    pictures: int = 0
+    patches: int = 0
+    pictures_cut: int = 0
     skipped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     first: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -182,8 +196,10 @@ class TokenCounts:
 class Tokenize:
     """Converts documents to examples lazily, holding one batch of documents in memory, and counts what happens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, options: TokenOptions):
-        self.tokenizer, self.options, self.counts = tokenizer, options, TokenCounts()
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, pictures: PictureReader | None = None
+    ):
+        self.tokenizer, self.options, self.counts, self.pictures = tokenizer, options, TokenCounts(), pictures
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()
@@ -204,7 +220,7 @@ class Tokenize:
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template. Raises UserError if it has none."""
         if self._chat is None:
-            self._chat = ChatTemplate(self.tokenizer)
+            self._chat = ChatTemplate(self.tokenizer, self.pictures)
         return self._chat
 
     @property
@@ -291,6 +307,8 @@ class Tokenize:
         counts, locate_all = self.counts, self.options.overlong == "turns" and sides is None
         messages = document.messages if isinstance(document, Conversation) else ()
         try:
+            if self.pictures is not None:
+                check_placeholders(self.pictures, document)
             if not isinstance(document, Conversation):
                 return self._mask_text(document)
             masked = mask_conversation(self.chat, document, self.options.policy, locate_all=locate_all)
@@ -400,10 +418,12 @@ class Tokenize:
         bos = self.tokenizer.bos_token_id
         twice = bos is not None and text.ids[:2].tolist() == [bos, bos]
         self.counts.count("double_bos", document.origin, number=int(twice))
-        return text
+        if self.pictures is None or not document.pictures:
+            return text
+        return Tokenised(*expand_document(self.pictures, document, *text[:3]))
 
     def _with_bos_and_eos(self, text: Tokenised) -> Tokenised:
-        eos, (ids, weights, answers) = self.tokenizer.eos_token_id, text
+        eos, (ids, weights, answers, _) = self.tokenizer.eos_token_id, text
         if len(self._bos) and not np.array_equal(ids[:1], self._bos):
             ids, weights, answers = np.concatenate([self._bos, ids]), np.concatenate([[0], weights]), answers + 1
         if eos is None:
@@ -422,15 +442,30 @@ class Tokenize:
             return None
         by_turns = self.options.overlong == "turns" and len(text.answers) > 0
         difference = 0 if longest is None or not by_turns else longest - text.last_answer
+        pictures = text.pictures
         if len(ids) + max(difference, 0) > self.options.max_length:
             positions = self._positions_that_fit(text, origin, longest, by_turns)
-            if positions is None:
+            if positions is not None and self.pictures is not None and pictures:
+                positions, pictures = keep_complete(self.pictures, ids, positions, pictures)
+                counts.count("pictures_cut", origin, number=len(text.pictures) - len(pictures))
+            if positions is None or not self._is_trained_on(text, positions, origin):
                 return None
             ids, weights = ids[positions], weights[positions]
         counts.examples += 1
         counts.tokens += len(ids)
         counts.trained_tokens += int(np.count_nonzero(weights[1:]))
-        return Example(ids, weights, origin)
+        if self.pictures is None or not pictures:
+            return Example(ids, weights, origin)
+        counts.pictures += len(pictures)
+        counts.patches += sum(self.pictures.layout(*item.picture.size).patches for item in pictures)
+        return Example(ids, weights, origin, extra=write_pictures(pictures))
+
+    def _is_trained_on(self, text: Tokenised, positions: np.ndarray, origin: Origin) -> bool:
+        """Whether there is something to train on at the positions that are kept; counted where not."""
+        if np.any(text.weights[positions][1:]):
+            return True
+        self.counts.count("nothing_after_truncation", origin)
+        return False
 
     def _positions_that_fit(
         self, text: Tokenised, origin: Origin, longest: int | None, by_turns: bool
@@ -453,9 +488,6 @@ class Tokenize:
             positions = positions_by_turns(text.answers, max_length, longest=longest, last_turn_first=last_first)
         counts.count("truncated", origin)
         counts.tokens_cut += len(text.ids) - len(positions)
-        if not np.any(text.weights[positions][1:]):
-            counts.count("nothing_after_truncation", origin)
-            return None
         return positions
 
 

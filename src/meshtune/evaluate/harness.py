@@ -144,10 +144,11 @@ def _keep_offline_without_hub() -> None:
 
 
 def _check_data(name: str, manager: Any) -> None:
-    """Loads the data of one of lm-eval's own tasks, or group of them. Raises UserError where they cannot be had."""
+    """Loads the data of one of lm-eval's own tasks, or group of them. Raises UserError where they cannot be had, and
+    for tasks with pictures or sound."""
     tasks = optional("lm_eval.tasks", "lm-eval's tasks")
     try:
-        tasks.get_task_dict([name], manager)
+        loaded = tasks.get_task_dict([name], manager)
     except (OSError, ValueError) as problem:  # what datasets raises without a network, and without a cache
         raise UserError(
             f"the data of task '{name}' are neither on this machine nor to be had from the hub: {problem}",
@@ -156,6 +157,21 @@ def _check_data(name: str, manager: Any) -> None:
             if name in FROM_FILES
             else "run it once where there is a network, whose cache (HF_HOME) can be copied",
         ) from problem
+
+    check_text_only(name, loaded)
+
+
+def check_text_only(name: str, loaded: Mapping[Any, Any]) -> None:
+    """Raises UserError where a task of lm-eval, or one of a group, asks about pictures or sound."""
+    for task in loaded.values():
+        if isinstance(task, Mapping):
+            check_text_only(name, task)
+        elif getattr(task, "MULTIMODAL", False):
+            raise UserError(
+                f"task '{name}' asks about pictures or sound, and lm-eval's tasks are asked in text here",
+                where="--tasks",
+                fix="write its questions with their pictures into a file of records, and give it as --data FILE",
+            )
 
 
 def _check_ifeval() -> None:

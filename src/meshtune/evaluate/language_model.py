@@ -20,7 +20,7 @@ from meshtune.errors import UserError
 from meshtune.evaluate.folder import show_progress
 from meshtune.evaluate.predict import ROWS, Prompt, answers
 from meshtune.generate.api import Model
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.generate.target_log_probs import TargetText
 from meshtune.generate.text import chat_template
 

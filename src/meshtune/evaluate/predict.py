@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
+from meshtune.cache import cache_folder
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.config.sections import DataSection, SourceSection
 from meshtune.data.chat import as_dicts, template_error
-from meshtune.data.conversation import Conversation, Document, Sample
+from meshtune.data.conversation import Conversation, Document, Picture, Sample
 from meshtune.data.documents import load_documents
+from meshtune.data.pictures.expansion import check_placeholders, read_pictures
+from meshtune.data.pictures.files import PictureFiles
 from meshtune.data.rendered import Rendered, check_has_place, check_messages_are_written, check_variables_are_read
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
@@ -32,15 +35,25 @@ from meshtune.evaluate.folder import (
 )
 from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
 from meshtune.generate.api import Model
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import (
+    PromptPicture,
+    PromptPictures,
+    TokenPrompt,
+    insert_pictures,
+    place_pictures,
+    record_picture,
+    text_only,
+)
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, GenerationRequest
+from meshtune.generate.request import Generation, GenerationRequest, Sampling
 from meshtune.generate.target_log_probs import TargetText
 from meshtune.generate.text import Detokenizer, StopStrings, chat_template, continuation_ids, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from meshtune.data.pictures.reader import PictureReader
 
 ROWS = 16  # prompts computed at once
 
@@ -141,7 +154,8 @@ def read_records(source: SourceSection, *, system: str | None = None, limit: int
     """
     if limit is not None:
         source = source.model_copy(update={"cap": min(limit, source.cap or limit)})
-    documents = load_documents(DataSection(train=[source], packing=False), seed=0).train
+    files = PictureFiles(str(cache_folder() / "pictures"))
+    documents = load_documents(DataSection(train=[source], packing=False), seed=0, pictures=files).train
     records = [record_of(number, document) for number, document in enumerate(documents.with_system(system))]
     for record in records:
         check_has_place(record.document)
@@ -159,15 +173,20 @@ def record_of(number: int, document: Sample) -> Record:
     return Record(number, messages[:last], document.messages[last].content, document)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, record: Record) -> list[int]:
-    """The ids of the prompt. Raises UserError for an empty prompt, and one that the chat template refuses."""
+def record_prompt(
+    tokenizer: PreTrainedTokenizerFast, record: Record, reader: PictureReader | None = None
+) -> TokenPrompt:
+    """The ids of the prompt, with its pictures. Raises UserError for an empty prompt, one that the chat template
+    refuses, and pictures where there is no `reader` for them."""
     if isinstance(record.prompt, str):
         try:
-            return continuation_ids(tokenizer, record.prompt)
+            return TokenPrompt(continuation_ids(tokenizer, record.prompt))
         except UserError as problem:
             raise UserError(problem.what, where=record.origin, fix=problem.fix) from problem
-    chat, document = chat_template(tokenizer), record.document
+    chat, document = chat_template(tokenizer, reader), record.document
     assert isinstance(document, Conversation)
+    if reader is None and document.pictures:
+        raise UserError(text_only().what, where=record.origin, fix=text_only().fix)
     check_variables_are_read(chat, document)
     prompt = chat.messages(document)[: len(record.prompt)]
     view = Rendered(chat, document, prompt, "")
@@ -176,15 +195,26 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, record: Record) -> list[int]:
     except chat.failures as problem:
         raise template_error(problem, where=record.origin) from problem
     check_messages_are_written(dataclasses.replace(view, text=text), generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    if reader is None:
+        return TokenPrompt(ids)
+    check_placeholders(reader, document)
+    pictures = [record_picture(reader, picture, record.origin) for picture in document.pictures]
+    return insert_pictures(reader, ids, pictures)
 
 
 def digest(records: Sequence[Record]) -> str:
-    """A hash of all prompts and references, to know a data set again."""
+    """A hash of all prompts, their pictures and references, to know a data set again."""
     hashed = hashlib.sha256()
     for record in records:
         hashed.update(json.dumps([record.prompt, record.reference], sort_keys=True, default=str).encode() + b"\n")
+        for picture in _pictures(record.document):
+            hashed.update(picture.digest.encode())
     return f"sha256:{hashed.hexdigest()}"
+
+
+def _pictures(document: Document) -> Sequence[Picture]:
+    return document.pictures if isinstance(document, Conversation) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +235,8 @@ def held_out_loss(
 
     Records beyond the model's context are cut, and counted. Raises UserError where nothing can be learned from any.
     """
-    tokenize = Tokenize(model.tokenizer, TokenOptions(max_length=model.engine.context, policy=policy))
+    reader = model.picture_reader
+    tokenize = Tokenize(model.tokenizer, TokenOptions(max_length=model.engine.context, policy=policy), reader)
     examples = list(tokenize.tokenise_each(record.document for record in records))
     usable = [example for example in examples if example is not None]
     if not usable:
@@ -214,7 +245,10 @@ def held_out_loss(
             where=records[0].origin.partition(", record")[0],
             fix="see `meshtune data inspect`, or leave the loss out: --no-loss",
         )
-    texts = [TargetText(tuple(example.ids.tolist()), _first(example)) for example in usable]
+    texts = [
+        TargetText(tuple(example.ids.tolist()), _first(example), _placed_pictures(reader, example))
+        for example in usable
+    ]
     targets = iter(model.target_log_probs(texts, progress))
     sums, weights = np.zeros(len(examples)), np.zeros(len(examples))
     for number, example in enumerate(examples):
@@ -225,6 +259,16 @@ def held_out_loss(
     losses = [float(total / weight) if weight else None for total, weight in zip(sums, weights, strict=True)]
     tokens = [0 if example is None else int(np.count_nonzero(example.weights[1:])) for example in examples]
     return HeldOut(float(sums.sum() / weights.sum()), losses, tokens, tokenize.counts.truncated)
+
+
+def _placed_pictures(reader: PictureReader | None, example: Example) -> PromptPictures | None:
+    if reader is None or not example.extra:
+        return None
+    placed = [
+        PromptPicture(item.start, record_picture(reader, item.picture, str(example.origin)))
+        for item in read_pictures(example.extra)
+    ]
+    return place_pictures(reader, len(example.ids), placed) if placed else None
 
 
 def _first(example: Example) -> int:
@@ -316,7 +360,7 @@ def make_prompts(model: Model, records: Sequence[Record], options: PredictOption
     """The requests to the engine. Raises UserError for a prompt that is too long, naming the record."""
     prompts = []
     for record in records:
-        ids = prompt_ids(model.tokenizer, record)
+        ids, pictures = record_prompt(model.tokenizer, record, model.picture_reader)
         turn_ids, turn_strings = (frozenset(), ()) if isinstance(record.prompt, str) else turn_end(model.tokenizer)
         room = model.engine.context - len(ids)
         if room < (options.max_tokens or 1):
@@ -331,6 +375,7 @@ def make_prompts(model: Model, records: Sequence[Record], options: PredictOption
             options.sampling.of_row(record.number),
             max_tokens=options.max_tokens or min(DEFAULT_TOKENS, room),
             stop_ids=model.stop_ids | turn_ids,
+            pictures=pictures,
             where=record.origin,
         )
         stop = (*options.stop, *turn_strings)

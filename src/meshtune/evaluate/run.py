@@ -12,10 +12,12 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from meshtune import terminal
+from meshtune.cache import cache_folder
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
 from meshtune.data.conversation import Sample
 from meshtune.data.documents import load_documents, open_documents
+from meshtune.data.pictures.files import PictureFiles
 from meshtune.digests import digest_files
 from meshtune.errors import UserError
 from meshtune.evaluate.compare import Evaluation, Outcome, evaluate
@@ -216,8 +218,12 @@ def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
     recipe = load_recipe(str(directory / "recipe.yaml"))
     if recipe.stage.kind not in ("sft", "pt"):
         return [], ()
-    read = open_documents if recipe.data.streaming else load_documents
-    documents = read(recipe.data, seed=recipe.seed)
+    if recipe.data.streaming:
+        documents = open_documents(recipe.data, seed=recipe.seed)
+    else:
+        vision, cache = recipe.vision, str(cache_folder() / "pictures")
+        files = None if vision is None else PictureFiles(cache, vision.media_dir)
+        documents = load_documents(recipe.data, seed=recipe.seed, pictures=files)
     trained_on: Sequence[Sample] = () if recipe.data.streaming else documents.train
     if documents.validation is None:
         return [], trained_on

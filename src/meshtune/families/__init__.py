@@ -9,19 +9,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families.composite import TEXT, WRAPPERS, module_name, read_composite, tensor_name, text_config
+from meshtune.families.composite import (
+    TEXT,
+    WRAPPERS,
+    module_name,
+    read_composite,
+    tensor_name,
+    text_config,
+    tower_tensors,
+)
 from meshtune.families.config_fields import HARMLESS, recorded_fields
 from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
+from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.published import FIELD, read_scheme
 
+with_tower = LazyFunction("meshtune.families.vision:with_tower")
+no_tower = LazyFunction("meshtune.families.vision:no_tower")
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
 BARE = frozenset({"gpt2"})  # families of which checkpoints were published as the base model alone
@@ -102,14 +113,25 @@ def family_module(model_type: str) -> FamilyModule:
     return cast(FamilyModule, importlib.import_module(f"{__name__}.{FAMILIES[model_type]}"))
 
 
+def float16_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Why a model's activations are beyond float16's range, with the source; None where that is not known."""
+    kind = str(text_config(config).get("model_type"))
+    return family_module(kind).DESCRIPTIONS[kind].overflow if kind in FAMILIES else None
+
+
 def model_spec(
-    config: dict[str, Any], dtype: str = "float32", where: str = "config.json", names: Collection[str] = ()
+    config: dict[str, Any],
+    dtype: str = "float32",
+    where: str = "config.json",
+    names: Collection[str] = (),
+    vision: bool = False,
 ) -> ModelSpec:
-    """The spec of a Hugging Face config; of a composite's, that of its text model.
+    """The spec of a Hugging Face config; of a composite's, that of its text model, with `vision` also of its tower.
 
     `names` are those of the tensors in the checkpoint, which say how a composite's are laid out (see read_composite).
-    Raises UserError for an unsupported model_type and for every field that would change the mathematics in a way that
-    is not implemented; `where` names the config in the message.
+    Raises UserError for a model without a tower where `vision` asks for one, for an unsupported model_type and for
+    every field that would change the mathematics in a way that is not implemented; `where` names the config in the
+    message.
     """
     check_kind(config, where)
     kind, published = config.get("model_type"), None
@@ -119,7 +141,10 @@ def model_spec(
         composite = read_composite(config, where, names)
         if composite is not None and composite[0]["model_type"] in FAMILIES:
             spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")
-            return dataclasses.replace(spec, composite=composite[1], published=published)
+            spec = dataclasses.replace(spec, composite=composite[1], published=published)
+            return with_tower(spec, config, where) if vision else spec
+    if vision:
+        raise no_tower(kind, where)
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
@@ -229,7 +254,8 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
 
 def _own_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """The table with the names that tensors have in the model by itself."""
-    table = tuple(family_module(spec.family).tensors(spec))
+    table = tuple(family_module(spec.family).tensors(dataclasses.replace(spec, vision=None)))
+    table += () if spec.vision is None else tuple(tower_tensors(spec))
     validate(table, flatten(abstract_params(spec)))
     return tuple(map(_bare, table)) if spec.bare_names else table
 

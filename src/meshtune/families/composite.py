@@ -15,11 +15,12 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.families.config_fields import ConfigFields
+from meshtune.lazy import LazyFunction
 from meshtune.model.block import SharedMemory
 from meshtune.model.spec import Composite, ModelSpec
 
 TEXT = "text_config"
-HEAD = "lm_head.weight"
+HEAD, LAYERS = "lm_head.weight", "model.layers."
 MTP = "next-token prediction head"
 # Of layers that read those of earlier layers. Published files have them, and nothing computes with them.
 UNUSED = "unused keys and values"
@@ -27,8 +28,11 @@ KEYS_AND_VALUES = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k
 
 # (prefix in the text model alone, prefix in the composite): in files of transformers before 4.52, which later versions
 # go on writing for the model types of that time, and as its modules are named since.
-BEFORE = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
-SINCE = (("model.", "model.language_model."), ("lm_head", "lm_head"))
+Prefixes = tuple[tuple[str, str], ...]
+BEFORE: Prefixes = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
+PLAIN: Prefixes = (("model.", "model."), ("lm_head", "lm_head"))
+IDEFICS: Prefixes = (("model.", "model.text_model."), ("lm_head", "lm_head"))
+SINCE: Prefixes = (("model.", "model.language_model."), ("lm_head", "lm_head"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,11 @@ class Wrapper:
 
     A checkpoint may lack the parts that are `optional`. `ignored` are fields of text_config that the text model would
     read and the composite does not; `tied` is the default of the composite's tie_word_embeddings in transformers,
-    `in_memory` how modules of its text model are named there.
+    `in_memory` how modules of its text model are named there. Files are in one of `layouts`. `tower` says how prefixes
+    of modules of the tower and the projector in memory are written in files, the first that is there. `fields` are
+    further fields of the config that say nothing of the text model. `families` are those of text models whose
+    model_type is of the composite only. Published configs of a `flat` one have the text model's fields outside.
+    `defaults` are fields, by the text model's model_type, that published configs leave out.
     """
 
     title: str
@@ -48,11 +56,39 @@ class Wrapper:
     ignored: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     tied: bool = True
-    in_memory: tuple[tuple[str, str], ...] = SINCE
+    in_memory: Prefixes = SINCE
+    layouts: tuple[Prefixes, ...] = (BEFORE, SINCE)
+    tower: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fields: tuple[str, ...] = ()
+    families: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    flat: bool = False
+    defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
+
+tower_tensors = LazyFunction("meshtune.families.vision:tensors")
 
 VISION = {"vision tower": ("vision_tower.",), "projector": ("multi_modal_projector.",)}
+# Files of models that were made from a config lack the module "vision_model" which published ones have.
+TOWER = (
+    (
+        "model.vision_tower.",
+        (
+            "vision_tower.vision_model.",
+            "vision_tower.",
+            "model.vision_tower.vision_model.",
+            "model.vision_tower.",
+        ),
+    ),
+    ("model.multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
+)
 MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
+# Of transformers' LlamaConfig and MistralConfig.
+SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**SEVEN, "intermediate_size": 11008, "rope_theta": 10_000.0, "vocab_size": 32000},
+    "mistral": {**SEVEN, "intermediate_size": 14336, "rope_theta": 10_000.0, "vocab_size": 32000}
+    | {"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32},
+}
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
         "Gemma 3 with vision",
@@ -60,6 +96,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma3_text",),
         VISION,
         ignored=("final_logit_softcapping",),
+        tower=TOWER,
     ),
     "gemma3n": Wrapper(
         "Gemma 3n with vision and audio", "Gemma3nForConditionalGeneration", ("gemma3n_text",), MULTIMODAL
@@ -78,6 +115,28 @@ WRAPPERS: dict[str, Wrapper] = {
         {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
         optional=("audio embedder",),
     ),
+    **{
+        kind: Wrapper(
+            title,
+            f"{name}ForConditionalGeneration",
+            ("llama", "qwen2", "mistral"),
+            {"vision tower": ("vision_model.",), "projector": ("connector.",)},
+            tied=kind == "smolvlm",
+            in_memory=IDEFICS,
+            layouts=(IDEFICS,),
+            tower=tuple((prefix, (prefix,)) for prefix in ("model.vision_model.", "model.connector.")),
+            fields=("scale_factor", "use_cache", "pad_token_id"),
+        )
+        for kind, name, title in (("idefics3", "Idefics3", "Idefics 3"), ("smolvlm", "SmolVLM", "SmolVLM and SmolVLM2"))
+    },
+    "internvl": Wrapper(
+        "InternVL 2.5 to 3.5",
+        "InternVLForConditionalGeneration",
+        ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"),
+        VISION,
+        tower=TOWER,
+        fields=("downsample_ratio",),
+    ),
     "llama4": Wrapper(
         "Llama 4 with vision",
         "Llama4ForConditionalGeneration",
@@ -86,12 +145,52 @@ WRAPPERS: dict[str, Wrapper] = {
         tied=False,
         in_memory=BEFORE,
     ),
+    "llava": Wrapper(
+        "LLaVA 1.5",
+        "LlavaForConditionalGeneration",
+        ("llama", "mistral", "qwen2"),
+        VISION,
+        tied=False,
+        tower=TOWER,
+        fields=("ignore_index",),
+        defaults=TEXT_DEFAULTS,
+    ),
+    "llava_next": Wrapper(
+        "LLaVA-NeXT",
+        "LlavaNextForConditionalGeneration",
+        ("llama", "mistral", "qwen2"),
+        VISION | {"newline": ("image_newline",)},
+        tied=False,
+        tower=(*TOWER, ("model.image_newline", ("image_newline", "model.image_newline"))),
+        fields=("ignore_index", "use_image_newline_parameter"),
+        defaults=TEXT_DEFAULTS,
+    ),
     "mistral3": Wrapper(
         "Mistral Small 3, Ministral 3, Devstral with vision",
         "Mistral3ForConditionalGeneration",
         ("mistral", "ministral3"),
         VISION,
     ),
+    **{
+        kind: Wrapper(
+            title,
+            f"{name}ForConditionalGeneration",
+            (f"{kind}_text",),
+            {"vision tower": ("visual.",)},
+            tied=False,
+            layouts=layouts,
+            tower=(("model.visual.", ("visual.", "model.visual.")),),
+            families={f"{kind}_text": family},
+            defaults={"qwen3_vl_moe_text": {"norm_topk_prob": True}},  # which is no field: it always does
+            flat=layouts != (SINCE,),
+        )
+        for kind, name, title, family, layouts in (
+            ("qwen2_vl", "Qwen2VL", "Qwen2-VL", "qwen2", (PLAIN, SINCE)),
+            ("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", "qwen2", (PLAIN, SINCE)),
+            ("qwen3_vl", "Qwen3VL", "Qwen3-VL", "qwen3", (SINCE,)),
+            ("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3-VL MoE", "qwen3_moe", (SINCE,)),
+        )
+    },
     "qwen3_5": Wrapper(
         "Qwen3.5 with vision",
         "Qwen3_5ForConditionalGeneration",
@@ -112,6 +211,15 @@ OUTER_FIELD = re.compile(
     r"^((vision|image|video|audio|projector|multimodal|multi_modal|mm|boi|eoi|boa|eoa|spatial)_.*|.*_token_(id|index)"
     r"|language_model_only)$"
 )
+
+# Fields of a flat config that are the composite's.
+OF_BOTH = ("architectures", "model_type", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
+
+
+def is_composite(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of several models, one of which is the text model."""
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    return bool(config.get(TEXT)) or (wrapper is not None and wrapper.flat)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,6 +248,8 @@ def read_composite(
     if not isinstance(kind, str) or kind not in WRAPPERS:
         return None
     wrapper, inner = WRAPPERS[kind], config.get(TEXT)
+    if inner is None and wrapper.flat:
+        config, inner = _nested(config, wrapper)
     if not isinstance(inner, Mapping):
         raise UserError(
             f"{TEXT} of this {kind} is {inner!r}, not a mapping",
@@ -149,6 +259,8 @@ def read_composite(
     inner = {"model_type": wrapper.texts[0], **inner}
     if inner.get("model_type") not in wrapper.texts:
         return None
+    inner = {**_defaults(inner, wrapper), **inner}
+    inner["model_type"] = wrapper.families.get(inner["model_type"], inner["model_type"])
     for field in wrapper.ignored:
         if inner.get(field) is not None:
             raise UserError(
@@ -161,27 +273,53 @@ def read_composite(
     fields.get(TEXT)
     tied = fields.get("tie_word_embeddings")
     for field in config:
-        if OUTER_FIELD.match(field):
+        if OUTER_FIELD.match(field) or field in wrapper.fields:
             fields.get(field)
     fields.finish(wrapper.architecture)
     if tied is None and names:
         tied = wrapper.tied  # where that is so, spec_of looks whether the files have a head of their own
     if tied is not None:
         inner["tie_word_embeddings"] = bool(tied)
-    return inner, Composite(kind, _layout(names, where, wrapper.in_memory), wrapper.in_memory)
+    tower = tuple((own, _first_prefix(names, candidates)) for own, candidates in wrapper.tower)
+    in_memory = tuple((own, own) for own, _ in wrapper.tower)
+    layout = _layout(names, where, wrapper)
+    return inner, Composite(kind, (*tower, *layout), (*in_memory, *wrapper.in_memory))
 
 
-def _layout(names: Collection[str], where: str, default: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    before, since = (
-        next((name for name in names if name.startswith(layout[0][1])), None) for layout in (BEFORE, SINCE)
-    )
-    if before and since:
+def _defaults(inner: Mapping[str, Any], wrapper: Wrapper) -> Mapping[str, Any]:
+    fields = wrapper.defaults.get(str(inner.get("model_type")), {})
+    return {name: value for name, value in fields.items() if name != "rope_theta" or "rope_parameters" not in inner}
+
+
+def _nested(config: Mapping[str, Any], wrapper: Wrapper) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(a flat config without the fields of its text model, these)."""
+    outer = {
+        field: value
+        for field, value in config.items()
+        if OUTER_FIELD.match(field) or field in (*wrapper.fields, *OF_BOTH)
+    }
+    return outer, {field: value for field, value in config.items() if field not in outer}
+
+
+def _first_prefix(names: Collection[str], candidates: tuple[str, ...]) -> str:
+    """The first of some prefixes that a name has; where none has, the last, which is that of modules in memory."""
+    return next((prefix for prefix in candidates if any(n.startswith(prefix) for n in names)), candidates[-1])
+
+
+def _layout(names: Collection[str], where: str, wrapper: Wrapper) -> Prefixes:
+    there: list[tuple[Prefixes, str]] = []
+    for layout in wrapper.layouts:
+        prefix = dict(layout)["model."]
+        prefix = LAYERS if prefix == "model." else prefix  # which parts of the tower begin with too
+        there += [(layout, name) for name in names if name.startswith(prefix)][:1]
+    if len(there) > 1:
         raise UserError(
-            f"the text model is there twice: tensors '{before}' and '{since}' have the prefixes of two layouts",
+            f"the text model is there twice: tensors '{there[0][1]}' and '{there[1][1]}' have the prefixes of two "
+            "layouts",
             where=where.removesuffix("/config.json"),
             fix="remove the stale files, or download the model again into an empty folder",
         )
-    return BEFORE if before else SINCE if since else default
+    return there[0][0] if there else wrapper.in_memory
 
 
 def replace_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
@@ -202,19 +340,22 @@ def module_name(spec: ModelSpec, name: str) -> str:
     layout."""
     if spec.composite is None:
         return name
-    return replace_prefix(_own_name(name), spec.composite.modules)
+    return replace_prefix(_own_name(spec.composite, name), spec.composite.modules)
 
 
-def _own_name(name: str) -> str:
-    """Returns the name in the plain text model, given that in either layout."""
-    return replace_prefix(name, [(composite, plain) for plain, composite in (*BEFORE, *SINCE)])
+def _own_name(composite: Composite, name: str) -> str:
+    """Returns the name in the plain text model, or of a tower's module in memory, given that in the files or in either
+    layout."""
+    return replace_prefix(name, [(written, own) for own, written in (*composite.tensors, *BEFORE, *SINCE)])
 
 
 def passed_through(spec: ModelSpec, name: str) -> str | None:
     """The part of the checkpoint that a tensor belongs to, where it is not tuned but passed through; None elsewhere."""
+    if spec.vision is not None and name in _tower_names(spec):
+        return None
     if re.match(r"(model\.)?mtp\.", name):
         return MTP
-    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name if spec.composite is None else _own_name(name))
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name if spec.composite is None else _own_name(spec.composite, name))
     if layer and spec.layers <= int(layer[1]) < spec.layers + spec.mtp_layers:
         return MTP
     if layer and int(layer[1]) in _readers(spec) and layer[2].startswith(KEYS_AND_VALUES):
@@ -225,6 +366,12 @@ def passed_through(spec: ModelSpec, name: str) -> str | None:
         if name.removeprefix("model.").startswith(prefixes):
             return part
     return None
+
+
+@functools.lru_cache(maxsize=16)
+def _tower_names(spec: ModelSpec) -> frozenset[str]:
+    """The tensors of the tower and the projector that the spec reads."""
+    return frozenset(tensor_name(spec, entry.name) for entry in tower_tensors(spec))
 
 
 @functools.lru_cache(maxsize=16)
@@ -241,7 +388,7 @@ def _readers(spec: ModelSpec) -> frozenset[int]:
 def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
     """Lists gaps in the parts that are passed through: parts without a tensor, and layers that lack a tensor which
     other layers of the same part have."""
-    if spec.composite is None:
+    if spec.composite is None or spec.vision is not None:  # what a tower reads is checked by its table
         return []
     wrapper = WRAPPERS[spec.composite.model_type]
     parts = wrapper.parts

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshtune.errors import UserError, nearest
 from meshtune.model.mlp import ActivationName
-from meshtune.model.rope import LONGROPE_FACTORS, RopeKind, RopeSpec
+from meshtune.model.rope import LONGROPE_FACTORS, RopeAxes, RopeKind, RopeSpec
 
 # Fields that say nothing about the mathematics of a forward pass: names, token ids, generation defaults, bookkeeping.
 HARMLESS = frozenset(
@@ -289,13 +289,16 @@ def read_rope(
     theta: float | None = None,
     rotated: float | None = None,
     interleaved: bool = False,
+    mrope: RopeAxes | None = None,
 ) -> RopeSpec:
     """rope_parameters (transformers 5), or rope_theta and rope_scaling (before), as a RopeSpec.
 
     `theta` is the family's base where the config has none. `rotated` is the share of a head that is rotated where the
-    config does not say; None for a family that has no such field, and rotates whole heads.
+    config does not say; None for a family that has no such field, and rotates whole heads. `mrope` says how the family
+    shares the frequencies between positions where the block has an mrope_section.
     """
     source, block = _rope_block(fields)
+    sections, block = _mrope_sections(fields, source, block, mrope) if mrope else ((), block)
     if block:
         theta = _rope_theta(fields, source, block, theta)
     elif theta is None or fields.get("rope_theta") is not None:
@@ -307,8 +310,35 @@ def read_rope(
     if width % 2 or not width:
         raise fields.error(source, f"{width} of a head's {head_dim} numbers are rotated; rotary embedding needs pairs")
     assert theta is not None
-    rope = RopeSpec(theta, width, original_length=longest, max_length=longest, interleaved=interleaved)
+    if sections and 2 * sum(sections) != width:
+        raise fields.error(source, f"mrope_section {list(sections)} is not half of the {width} numbers that turn")
+    rope = RopeSpec(
+        theta,
+        width,
+        original_length=longest,
+        max_length=longest,
+        interleaved=interleaved,
+        sections=sections,
+        axes=mrope or "blocks",
+    )
     return _extended_rope(fields, source, block, rope, outside, rotated is None) if block else rope
+
+
+def _mrope_sections(
+    fields: ConfigFields, source: str, block: dict[str, Any], mrope: RopeAxes
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """(the pairs that turn by each position, the block without what says so); () for a block without sections."""
+    sections = block.get("mrope_section")
+    if sections is None:
+        return (), block
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n > 0 for n in sections):
+        raise fields.error(source, f"mrope_section is {sections!r}, not three whole numbers above zero")
+    by_turns = block.get("mrope_interleaved")
+    if by_turns is not None and by_turns != (mrope == "interleaved"):
+        raise fields.error(source, f"mrope_interleaved = {by_turns!r} is not implemented for this family")
+    rest = {key: value for key, value in block.items() if key not in ("mrope_section", "mrope_interleaved")}
+    kinds = {key: "default" for key in ("type", "rope_type") if rest.get(key) == "mrope"}
+    return tuple(sections), rest | kinds
 
 
 def _extended_rope(
@@ -419,6 +449,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "gelu_pytorch": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
     "xielu": "xielu",

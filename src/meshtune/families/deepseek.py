@@ -18,7 +18,7 @@ from meshtune.families.experts import (
     sigmoid_experts,
     with_shared,
 )
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.experts import ExpertsSpec
@@ -82,6 +82,7 @@ DESCRIPTIONS = {
         title="GLM-4.7-Flash",
         special="DeepSeek V3's layers with other sizes",
         models=("zai-org/GLM-4.7-Flash",),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         group="latent attention",
         mixture=True,
     ),

@@ -95,14 +95,14 @@ def group_layers(spec: ModelSpec, blocks: int) -> ModelSpec:
 def silent_modules(spec: ModelSpec, blocks: int) -> set[str]:
     """Names, as in files, of the modules of a deeper model whose weights and biases start at zero: those of its new
     layers that add to the residual stream. Raises UserError for experts."""
-    layers = {key: numbers for key, _, _, numbers in spec.positions()}
+    layers = {key: numbers for (root, key), numbers in spec.layer_numbers().items() if root == ""}
     new = set(new_layers(spec.layers, blocks))
     leaves = flatten(abstract_params(spec))
     silent: set[str] = set()
     for entry in tensors(spec):
         node, _, leaf = entry.path.rpartition("/")
         adds, place = leaf == "weight" and _adds_to_residual(node, leaves[entry.path]), stack_path(node)
-        if adds and place is not None and layers[place.key][entry.index[0]] in new:
+        if adds and place is not None and place.root == "" and layers[place.key][entry.index[0]] in new:
             silent.add(entry.module)
     return silent
 

@@ -168,6 +168,13 @@ def _half(shape: Shape, part: int) -> View:
     return tensor.split(experts, 2, width, embed).slice(1, part, part + 1).merge(experts, width, embed)
 
 
+def column_half(shape: Shape, part: int) -> View:
+    """Half `part` of the columns of a tensor [E, D, 2 F], as [E, F, D]."""
+    experts, width, embed = shape
+    tensor = View.identity((experts, embed, 2 * width)).split(experts, embed, 2, width)
+    return tensor.slice(2, part, part + 1).transpose(0, 2, 3, 1).merge(experts, width, embed)
+
+
 def transpose_experts(shape: Shape) -> View:
     """A tensor [E, F, D] as [E, D, F]."""
     experts, embed, width = shape

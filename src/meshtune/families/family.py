@@ -12,6 +12,9 @@ from meshtune.model.spec import ModelSpec
 Group = Literal["dense", "mixture of experts", "hybrid", "latent attention"]
 Maturity = Literal["published weights", "random weights"]
 GROUPS: tuple[Group, ...] = ("dense", "mixture of experts", "hybrid", "latent attention")
+# Sources of `Family.overflow`, read in 2026.
+OVERFLOWS_IN_VLLM = "vLLM refuses float16 for it as numerically unstable (config/model.py)"
+OVERFLOWS_IN_UNSLOTH = "Unsloth trains it in float32 in place of float16, where it gave NaN (FORCE_FLOAT32)"
 # The limits of families with queries, keys and values in one tensor.
 FUSED_ROWS: Mapping[str, str] = {
     "vera": "not on fused queries, keys and values, whose rows have another order in memory"
@@ -26,7 +29,8 @@ class Family:
     `template` names the chat template that ships with Meshtune and writes the family's format, for models whose
     tokenizer has none. `limits` maps a refused mesh axis ("cp") or method ("expand") to the reason.
     `mixture` says that a model of another group than mixtures has experts as well.
-    `maturity` says on which weights it was compared with transformers.
+    `maturity` says on which weights it was compared with transformers. `overflow` says why its activations are beyond
+    float16's range, with the source, where they are known to be.
     """
 
     title: str
@@ -36,6 +40,7 @@ class Family:
     template: str | None = None
     limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     maturity: Maturity = "random weights"
+    overflow: str | None = None
     mixture: bool = False
 
     @property

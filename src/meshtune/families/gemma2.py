@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_VLLM, Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -27,6 +27,7 @@ DESCRIPTIONS = {
         title="Gemma 2",
         special="norms before and after each block, soft caps on scores and logits, windows in every other layer",
         models=("google/gemma-2-2b-it", "google/gemma-2-27b-it"),
+        overflow=OVERFLOWS_IN_VLLM,
         template="gemma",
     )
 }

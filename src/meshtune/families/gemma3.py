@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtune.families import gemma2, qwen3
 from meshtune.families.config_fields import ConfigFields, read_ropes
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_VLLM, Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -39,6 +39,7 @@ DESCRIPTIONS = {
         special="norms before and after each block, normalised queries and keys, two rotary embeddings, windows in "
         "five of six layers",
         models=("google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+        overflow=OVERFLOWS_IN_VLLM,
         template="gemma",
     )
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshtune.families import gemma2, gemma4, qwen3
 from meshtune.families.config_fields import ConfigFields, read_activation, read_ropes
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.gemma4 import FULL, SLIDING, shared_layers, with_shared_memory
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
@@ -69,6 +69,7 @@ DESCRIPTIONS = {
         special="four residual streams (AltUp), low-rank residuals beside attention (LAuReL), per-layer embeddings, "
         "networks of which 5% are active in the first layers, layers that share keys and values",
         models=("google/gemma-3n-E2B-it", "google/gemma-3n-E4B-it"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         template="gemma",
         limits={
             "expand": "per-layer embeddings and shared keys and values are for the layers that there are",

@@ -11,7 +11,7 @@ from typing import Any
 from meshtune.families import gemma2, qwen3
 from meshtune.families.config_fields import ConfigFields, read_ropes
 from meshtune.families.experts import experts_spec, fused_modules
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.attention import AttentionSpec
@@ -73,6 +73,7 @@ DESCRIPTIONS = {
         special="normalised values, wider heads in full-attention layers, whose values may be their keys, layers that "
         "share keys and values, per-layer embeddings; experts beside the dense network in the 26B-A4B",
         models=("google/gemma-4-E2B-it", "google/gemma-4-31B-it", "google/gemma-4-26B-A4B-it"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         mixture=True,
         limits={"expand": "per-layer embeddings and shared keys and values are for the layers that there are"},
     ),
@@ -80,6 +81,7 @@ DESCRIPTIONS = {
         title="Gemma 4 12B",
         special="Gemma 4 without per-layer embeddings, in one model with images and sound",
         models=("google/gemma-4-12B-it",),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         limits={"expand": "shared keys and values are for the layers that there are"},
     ),
 }

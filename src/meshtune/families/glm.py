@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_VLLM, Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
 from meshtune.families.packed import with_gate_up_in_halves
 from meshtune.families.tensors import TensorMap, one_to_one
@@ -31,6 +31,7 @@ DESCRIPTIONS = {
         title="GLM-4-0414 and GLM-Z1",
         special="as GLM-4, with norms after each block too",
         models=("zai-org/GLM-4-9B-0414", "zai-org/GLM-Z1-9B-0414", "zai-org/GLM-4-32B-0414"),
+        overflow=OVERFLOWS_IN_VLLM,
     ),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.experts import CORRECTION, are_sparse, expert_modules, shared_modules, sigmoid_experts
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -22,6 +22,7 @@ DESCRIPTIONS = {
         title="GLM-4.5, 4.6 and 4.7",
         special="half of every head is rotated, sigmoid router with a correction, a shared expert",
         models=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         group="mixture of experts",
     )
 }

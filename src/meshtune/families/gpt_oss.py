@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_layout import ExpertLayout
 from meshtune.families.experts import experts_spec, transpose_experts
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -34,6 +34,7 @@ DESCRIPTIONS = {
         special="attention sinks, windows in every other layer, experts with biases and a clamped activation; files in "
         "mxfp4, as published, or bfloat16",
         models=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         group="mixture of experts",
     )
 }

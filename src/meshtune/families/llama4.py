@@ -9,11 +9,11 @@ from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.expert_layout import ExpertLayout
-from meshtune.families.experts import experts_spec, shared_modules, transpose_experts
+from meshtune.families.experts import column_half, experts_spec, shared_modules, transpose_experts
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
-from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
+from meshtune.families.tensors import Stored, TensorMap, one_to_one
 from meshtune.model.attention import AttentionSpec, LongQuerySpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
@@ -123,17 +123,10 @@ def _experts(module: str) -> dict[str, Stored]:
         name: Stored(
             f"{module}.gate_up_proj",
             f"{module}.{name}_proj",
-            lambda shape, part=part: _columns(shape, part),
+            lambda shape, part=part: column_half(shape, part),
             layout=LAYOUT,
         )
         for part, name in enumerate(("gate", "up"))
     }
     down = Stored(f"{module}.down_proj", f"{module}.down_proj", transpose_experts, layout=LAYOUT)
     return {f"mlp/experts/{name}": stored for name, stored in {**halves, "down": down}.items()}
-
-
-def _columns(shape: Shape, part: int) -> View:
-    """Half `part` of the columns of a tensor [E, D, 2 F], as [E, F, D]."""
-    experts, width, embed = shape
-    tensor = View.identity((experts, embed, 2 * width)).split(experts, embed, 2, width)
-    return tensor.slice(2, part, part + 1).transpose(0, 2, 3, 1).merge(experts, width, embed)

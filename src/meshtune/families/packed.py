@@ -18,6 +18,11 @@ from meshtune.model.spec import ModelSpec
 def with_qkv_in_blocks(table: Sequence[TensorMap], spec: ModelSpec) -> list[TensorMap]:
     """The table for files in which a packed projection has all rows of queries, then of keys, then of values."""
     attention = next(block for block in spec.blocks if isinstance(block, AttentionSpec))
+    return with_rows_in_blocks(table, attention)
+
+
+def with_rows_in_blocks(table: Sequence[TensorMap], attention: AttentionSpec) -> list[TensorMap]:
+    """`with_qkv_in_blocks` for the packed projections of this attention."""
     view = _in_blocks(attention.heads, attention.kv_heads)
     for leaf in ("weight", "bias"):
         table = with_view(table, f"attn/qkv/{leaf}", view)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.arrays.spec import ArraySpec, unknown_role
-from meshtune.arrays.tree import flatten, layer_site
+from meshtune.arrays.tree import flatten, layer_site, stack_path
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -104,11 +104,12 @@ def _check_again(config: QuantizeConfig, spec: ModelSpec) -> None:
 
 
 def is_quantised(path: str, array: ArraySpec) -> bool:
-    """Whether quantisation applies to an array, by its role: to matrices and experts in a stack. Raises UserError for
-    an unknown role."""
+    """Whether quantisation applies to an array, by its role: to matrices and experts in a stack of the language model,
+    not to a tower's. Raises UserError for an unknown role."""
     match array.role:
         case "matrix" | "experts":
-            return array.is_stacked
+            place = stack_path(path)
+            return place is not None and place.root == "" and array.is_stacked
         case "router" | "vector" | "table" | "head" | "conv" | "buffer":
             return False
         case _:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from meshtune.families.config_fields import ConfigFields
+from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.family import Family
-from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec, norm_spec, tensors
+from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec, tensors
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.rope import RopeAxes
 from meshtune.model.spec import ModelSpec
 
 __all__ = ["model_spec", "tensors", "windowed_layers"]
@@ -26,8 +28,13 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """Qwen2Config -> ModelSpec."""
     fields = ConfigFields(config, where)
-    layers = windowed_layers(fields, attention_spec(fields, qkv_bias=True))
+    layers = windowed_layers(fields, mrope_attention(fields, "blocks", qkv_bias=True))
     return decoder_spec(fields, "qwen2", "Qwen2ForCausalLM", layers)
+
+
+def mrope_attention(fields: ConfigFields, mrope: RopeAxes, **switches: Any) -> AttentionSpec:
+    """`attention_spec`, with M-RoPE where the config has its sections: in text models that see."""
+    return attention_spec(fields, rope=read_rope(fields, head_sizes(fields)[2], mrope=mrope), **switches)
 
 
 def windowed_layers(fields: ConfigFields, attention: AttentionSpec) -> list[LayerSpec]:

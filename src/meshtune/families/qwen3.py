@@ -6,8 +6,8 @@ from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
-from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, norm_spec
-from meshtune.families.qwen2 import windowed_layers
+from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, norm_spec
+from meshtune.families.qwen2 import mrope_attention, windowed_layers
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.spec import ModelSpec
 
@@ -28,7 +28,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     config = {"head_dim": 128} | {key: value for key, value in config.items() if value is not None}
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))
-    attention = attention_spec(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields))
+    attention = mrope_attention(fields, "interleaved", qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields))
     return decoder_spec(fields, "qwen3", "Qwen3ForCausalLM", windowed_layers(fields, attention))
 
 

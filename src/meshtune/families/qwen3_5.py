@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields, read_rope
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
 from meshtune.families.recurrent import LIMITS, with_head_groups
 from meshtune.families.tensors import TensorMap, one_to_one
@@ -44,6 +44,7 @@ DESCRIPTIONS = {
         title="Qwen3.5",
         special="gated delta nets in three of four layers, gated attention with partial rotation in the fourth",
         models=("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-27B"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         group="hybrid",
         template="chatml",
         limits=LIMITS,

@@ -8,7 +8,7 @@ from typing import Any
 from meshtune.families import qwen3, qwen3_5
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec
-from meshtune.families.family import Family
+from meshtune.families.family import OVERFLOWS_IN_UNSLOTH, Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec
 from meshtune.families.qwen2_moe import SHARED
 from meshtune.families.recurrent import LIMITS
@@ -32,6 +32,7 @@ DESCRIPTIONS = {
         special="Qwen3.5's gated delta nets and gated attention; 256 experts, of which 8 compute a token, and a gated "
         "shared one",
         models=("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-122B-A10B", "Qwen/Qwen3.5-397B-A17B"),
+        overflow=OVERFLOWS_IN_UNSLOTH,
         group="hybrid",
         template="chatml",
         limits=LIMITS,

@@ -17,7 +17,7 @@ import numpy as np
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten, stack_path
 from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.spec import PROJECTOR, VISION, ModelSpec, abstract_params
 
 Shape = tuple[int, ...]
 
@@ -282,27 +282,39 @@ class Stored:
 
 
 def one_to_one(
-    spec: ModelSpec, modules: Mapping[str, str | Stored], outside: Mapping[str, str], layers: str = "model.layers"
+    spec: ModelSpec,
+    modules: Mapping[str, str | Stored],
+    outside: Mapping[str, str | Stored],
+    layers: str = "model.layers",
+    root: str = "",
 ) -> list[TensorMap]:
     """A table in which every tensor is one leaf, or one layer of a stacked leaf, unchanged, except for `Stored` ones.
 
     `modules` names the Hugging Face module of each node of a layer ("attn/q": "self_attn.q_proj"), or how a leaf of it
-    is stored ("mlp/router/correction"), `outside` the module of each other node, `layers` the list of layers. In the
-    order embedding, layer by layer, norm, head: the order in which models are written.
+    is stored ("mlp/router/correction"), `outside` the module of each other node, or how a leaf of it is stored,
+    `layers` the list of layers. In the order embedding, layer by layer, norm, head: the order in which models are
+    written. With another `root` the table is that of the tower and its projector.
     """
-    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
+    numbers, tower = spec.layer_numbers(), (f"{VISION}/", f"{PROJECTOR}/")
     ordered: list[tuple[float, TensorMap]] = []
     place = -1.0  # of leaves outside the layers: before all layers, or after
     for path, array in flatten(abstract_params(spec)).items():
+        if path.startswith(tower) != (root == VISION):
+            continue
         node, _, leaf = path.rpartition("/")
         stacked = stack_path(node)
         if stacked is None:
-            name = f"{outside[node]}.{leaf}"
-            ordered.append((place, TensorMap(name, path, (), array, View.identity(array.shape))))
+            stored = outside.get(path) or outside[node]
+            if isinstance(stored, Stored):
+                assert stored.view is not None
+                entry = TensorMap(stored.name, path, (), array, stored.view(array.shape), stored.module)
+            else:
+                entry = TensorMap(f"{stored}.{leaf}", path, (), array, View.identity(array.shape))
+            ordered.append((place, entry))
             continue
-        place = float(spec.layers)
+        place = math.inf
         view = View.identity(array.shape[1:])
-        for row, number in enumerate(numbers[stacked.key]):
+        for row, number in enumerate(numbers[root, stacked.key]):
             stored = modules.get(f"{stacked.site}/{leaf}") or modules[stacked.site]
             layer = f"{layers}.{number}"
             if isinstance(stored, Stored):

@@ -19,12 +19,13 @@ from meshtune.adapters.merge import merge_adapters
 from meshtune.arrays.tree import Tree, flatten, layer_site, unflatten
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
+from meshtune.families import float16_obstacle
 from meshtune.generate.chat import ChatSession, Overflow
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches, Driver, driver_for
+from meshtune.generate.driver import Driver, driver_for
 from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import TokenPrompt
 from meshtune.generate.programs import STEPS, every_logit, token_rows
-from meshtune.generate.request import Token
+from meshtune.generate.request import Sampling, Token
 from meshtune.generate.target_log_probs import (
     Progress,
     TargetLogProbs,
@@ -32,8 +33,9 @@ from meshtune.generate.target_log_probs import (
     target_log_probs,
     token_log_probabilities,
 )
-from meshtune.generate.text import chat_ids, continuation_ids, pieces, text_end, turn_end
-from meshtune.generate.weights import Weights
+from meshtune.generate.text import chat_prompt, continuation_ids, pieces, text_end, turn_end
+from meshtune.generate.weights import BatchCaches, Weights
+from meshtune.kernels.chips import chip_of
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -46,12 +48,14 @@ from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, ch
 from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.sources import Source, find
-from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
+from meshtune.weights.load import MODEL_DTYPES, load_config, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from meshtune.adapters.peft_format import LoadedAdapter
+    from meshtune.config.sections import VisionSection
+    from meshtune.data.pictures.reader import PictureReader
 
 
 def tokenizer_on_disk(source: Source, vocab: int) -> PreTrainedTokenizerFast | None:
@@ -111,6 +115,15 @@ def generation_layout(mesh: MeshConfig | Mapping[str, int] | None, spec: ModelSp
         return None
     config = resolve_mesh(config, jax.device_count())
     return None if config.devices == 1 else layout_for(make_mesh(config), spec)[0]
+
+
+def sees(directory: Path) -> bool:
+    """Whether a model directory has a tower that is implemented here, and says how pictures are prepared for it."""
+    from meshtune.data.pictures.families import FAMILIES
+    from meshtune.families.vision import TOWERS
+
+    prepared = any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return prepared and load_config(directory).get("model_type") in FAMILIES.keys() & TOWERS.keys()
 
 
 def mesh_of(sizes: Mapping[str, int]) -> MeshConfig:
@@ -228,7 +241,8 @@ class Model:
     """A loaded model: an engine with its tokenizer. `directory` is where the base was read from.
 
     Models whose engines have the same weights share a batch; `own_batch` is the reason why this one does not, where
-    that was requested, and `merging` whether its adapter is in its weights.
+    that was requested, `merging` whether its adapter is in its weights, and `vision` the limits of pictures that it was
+    tuned with.
     """
 
     engine: Engine
@@ -237,6 +251,7 @@ class Model:
     stream_steps: int = 4  # tokens a piece when streaming
     own_batch: str | None = None
     merging: Merging | None = None
+    vision: VisionSection | None = None
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -275,6 +290,16 @@ class Model:
         check_vocabulary(tokenizer, self.spec.vocab)
         return tokenizer
 
+    @functools.cached_property
+    def picture_reader(self) -> PictureReader | None:
+        """The reader of pictures for the model; None where it reads text only. Raises UserError as making it does."""
+        if self.spec.vision is None:
+            return None
+        from meshtune.config.sections import VisionSection
+        from meshtune.data.pictures.families import picture_reader
+
+        return picture_reader(self.directory, self.vision or VisionSection(), self.tokenizer)
+
     def replace_params(self, params: Tree) -> None:
         """Replaces the parameters that everything here computes with; see `Engine.replace_params`."""
         self.engine.replace_params(params)
@@ -289,7 +314,15 @@ class Model:
             return every_logit(self.params, self.spec, self.compute, ids)
 
     def target_log_probs(self, texts: Sequence[TargetText], progress: Progress | None = None) -> list[TargetLogProbs]:
-        """The log-probabilities of tokens of many texts; a beginning that several share is read once."""
+        """The log-probabilities of tokens of many texts; a beginning that several share is read once.
+
+        Raises UserError for texts with pictures in several processes.
+        """
+        if jax.process_count() > 1 and any(text.pictures is not None for text in texts):
+            raise UserError(
+                "log-probabilities of texts with pictures are computed by one process",
+                fix="leave the loss out (--no-loss), or run it in one process",
+            )
         with self.engine.computing("target_log_probs", texts=list(texts)):
             return target_log_probs(self.params, self.spec, self.compute, texts, progress)
 
@@ -324,11 +357,12 @@ class Model:
         """Generates the text after `prompt`, without the prompt: a string, or a list of them for several prompts.
 
         A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
-        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most this many new tokens
-        (default 256, or what the context has room for). `stop`: strings that end the text and are not part of it.
-        `batch_size`: prompts computed at once. `sampling`: temperature (default 0, greedy), top_k, top_p, min_p,
-        repetition_penalty, seed; see `Sampling`. Raises UserError for empty and over-long prompts, a chat without a
-        chat template, numbers out of range.
+        the chat template. Content may be a list of parts, {"type": "text", "text": "..."} and, for a model that sees,
+        {"type": "image", "image": FILE}, a path, data URI, bytes or PIL image. `max_tokens`, which may also be called
+        `max_new_tokens`: at most this many new tokens (default 256, or what the context has room for). `stop`: strings
+        that end the text and are not part of it. `batch_size`: prompts computed at once. `sampling`: temperature
+        (default 0, greedy), top_k, top_p, min_p, repetition_penalty, seed; see `Sampling`. Raises UserError for empty
+        and over-long prompts, a chat without a chat template, numbers out of range.
         """
         how, max_tokens = _sampling(sampling), _token_limit(max_tokens, max_new_tokens)
         if isinstance(prompt, str):
@@ -399,12 +433,15 @@ class Model:
         chats = [not isinstance(prompt, str) for prompt in prompts]
         if any(chats) and not all(chats):
             raise UserError("texts and conversations are mixed", fix="give prompts of one kind")
-        read = chat_ids if all(chats) else continuation_ids
+        if all(chats):
+            read = [chat_prompt(self.tokenizer, prompt, self.picture_reader) for prompt in prompts]
+        else:
+            read = [TokenPrompt(continuation_ids(self.tokenizer, prompt)) for prompt in prompts]
         turn_ids, turn_strings = turn_end(self.tokenizer) if all(chats) else (frozenset(), ())
         return pieces(
             self.engine,
             self.tokenizer,
-            [read(self.tokenizer, prompt) for prompt in prompts],
+            read,
             sampling,
             max_tokens=max_tokens,
             stop=(*_strings(stop), *turn_strings),
@@ -418,7 +455,7 @@ def load(
     path: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | None = None,
     *,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     quantize: QuantizeConfig | str | None = "auto",
     cache: Literal["int8"] | None = None,
     mesh: MeshConfig | Mapping[str, int] | None = None,
@@ -468,10 +505,10 @@ def load_variants(
     from meshtune.adapters.peft_format import attach, load_adapter
 
     base = next(iter(sources.values())).base
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype or _default_dtype(base)
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
-    spec, _ = load_spec(base, dtype)
+    spec, _ = load_spec(base, dtype, vision=sees(base))
     layout = generation_layout(mesh, spec)
     compute = Compute(dtype=dtype, cache=check_cache(spec, cache), layout=layout)
     tokenizers = {name: tokenizer_on_disk(source, spec.vocab) for name, source in sources.items()}  # before the weights
@@ -507,6 +544,7 @@ def load_variants(
             download if tokenizer is None else functools.partial(_identity, tokenizer),
             own_batch="merged" if merges and name in adapters else reasons.get(name),
             merging=merging if name in adapters else None,
+            vision=source.vision,
         )
     return models
 
@@ -532,3 +570,13 @@ def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def _identity(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
+
+
+def _default_dtype(base: Path) -> str:
+    """The dtype in which a model is served here: bfloat16 where the chip multiplies it, else float16 where the model is
+    not known to overflow in it."""
+    if jax.default_backend() == "cpu":
+        return "float32"
+    if chip_of(jax.default_backend()).has_bfloat16:
+        return "bfloat16"
+    return "float16" if float16_obstacle(load_config(base)) is None else "float32"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import DEFAULT_TOKENS
-from meshtune.generate.text import chat_ids, pieces, turn_end
+from meshtune.generate.pictures import LoadedPicture, TokenPrompt, load_picture, text_only
+from meshtune.generate.request import Sampling
+from meshtune.generate.text import chat_prompt, pieces, turn_end
 
 if TYPE_CHECKING:
     from meshtune.generate.api import Model
@@ -47,29 +48,34 @@ class ChatSession:
         self.overflow, self._notify = overflow, notify
         self._turn_ids, self._turn_strings = turn_end(model.tokenizer)
         self._scheduler = model.engine.scheduler(rows=1)  # it keeps the text it has read
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything but the system prompt."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def send(self, text: str) -> str:
-        """The answer to `text`; both become history."""
-        return "".join(self.stream(text))
+    def send(self, text: str, pictures: Sequence[object] = ()) -> str:
+        """The answer to `text`, after these pictures (paths, bytes or PIL images); all become history."""
+        return "".join(self.stream(text, pictures))
 
-    def stream(self, text: str) -> Iterator[str]:
+    def stream(self, text: str, pictures: Sequence[object] = ()) -> Iterator[str]:
         """Generates the answer piece by piece. The pieces before an interruption stay in the history.
 
-        Raises UserError, before the first piece, for empty words and for a context that is full.
+        Raises UserError, before the first piece, for empty words, for a picture that cannot be read, and for a context
+        that is full.
         """
         if not text.strip():
             raise UserError("the message is empty", fix="write something")
-        messages, ids = self._fitting([*self.messages, {"role": "user", "content": text}])
+        content: Any = text
+        if pictures:
+            content = [{"type": "image", "image": self.load(picture)} for picture in pictures]
+            content.append({"type": "text", "text": text})
+        messages, prompt = self._fitting([*self.messages, {"role": "user", "content": content}])
         generated = pieces(
             self._model.engine,
             self._model.tokenizer,
-            [ids],
+            [prompt],
             self.sampling,
             max_tokens=self.max_tokens,
             stop=(*self.stop, *self._turn_strings),
@@ -80,7 +86,14 @@ class ChatSession:
         )
         return self._answer(messages, generated)
 
-    def _answer(self, messages: list[dict[str, str]], generated: Iterator[list[str]]) -> Iterator[str]:
+    def load(self, picture: object) -> LoadedPicture:
+        """Reads a picture, once for all turns. Raises UserError for one that cannot be read, and for a model that reads
+        text only."""
+        if (reader := self._model.picture_reader) is None:
+            raise text_only()
+        return load_picture(reader, picture, "picture")
+
+    def _answer(self, messages: list[dict[str, Any]], generated: Iterator[list[str]]) -> Iterator[str]:
         answer = ""
         try:
             for (text,) in generated:
@@ -90,27 +103,26 @@ class ChatSession:
         finally:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
 
-    def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """The messages that leave room for an answer, and their ids."""
+    def _fitting(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], TokenPrompt]:
+        """The messages that leave room for an answer, and their prompt."""
         context, tokenizer = self._model.engine.context, self._model.tokenizer
+        reader = self._model.picture_reader
         reserved = self.max_tokens if self.max_tokens is not None else min(DEFAULT_TOKENS, context // 4)
         first = 1 if messages[0]["role"] == "system" else 0
-        remaining, ids = messages, chat_ids(tokenizer, messages)
-        while len(ids) + reserved > context and self.overflow == "drop_oldest" and len(remaining) - first > 1:
+        remaining, prompt = messages, chat_prompt(tokenizer, messages, reader)
+        while len(prompt.ids) + reserved > context and self.overflow == "drop_oldest" and len(remaining) - first > 1:
             later = next((i for i in range(first + 1, len(remaining)) if remaining[i]["role"] == "user"), None)
             if later is None:
                 break
             remaining = remaining[:first] + remaining[later:]
-            ids = chat_ids(tokenizer, remaining)
-        if len(ids) + reserved > context:
+            prompt = chat_prompt(tokenizer, remaining, reader)
+        if len(prompt.ids) + reserved > context:
             subject = "the message" if len(remaining) - first == 1 else "the conversation"
             fix = "send less at once, or give a smaller max_tokens"
             if subject == "the conversation":
                 fix = "begin anew (reset), give a smaller max_tokens, or overflow='drop_oldest'"
-            raise UserError(
-                f"{subject} of {len(ids)} tokens and an answer of {reserved} are more than the context of {context}",
-                fix=fix,
-            )
+            needed = f"{subject} of {len(prompt.ids)} tokens and an answer of {reserved}"
+            raise UserError(f"{needed} are more than the context of {context}", fix=fix)
         if dropped := len(messages) - len(remaining):
             self._notify(f"The context of {context} tokens is full: the oldest {dropped} messages were forgotten.")
-        return remaining, ids
+        return remaining, prompt

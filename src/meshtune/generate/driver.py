@@ -11,33 +11,27 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import functools
 import itertools
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
 
-from meshtune.arrays.tree import Tree
-from meshtune.generate import programs
-from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Switches, by_long_factors
+from meshtune.generate.programs import Feed, Knobs, Switches
 from meshtune.generate.target_log_probs import TargetText
-from meshtune.generate.weights import Weights
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.model.compute import Compute
-from meshtune.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from meshtune.generate.weights import BatchCaches
 
 TAG = "generation"
 FOREVER = 1e9  # seconds: a server may wait for its next request as long as it likes
 RECORDS: dict[str, type] = {kind.__name__: kind for kind in (Feed, Knobs, TargetText, Switches)}
-Numbers = Int[np.ndarray, "n"]
-R = TypeVar("R")
 
 
 class Replica(Protocol):
@@ -96,114 +90,6 @@ def announce(driver: Driver | None, model: int, call: str, **arguments: object) 
     if driver is None:
         return contextlib.nullcontext()
     return driver.announce({"model": model, "call": call}, arguments)
-
-
-def _announce_call(method: Callable[..., R]) -> Callable[..., R]:
-    """The method, announced to other processes before it computes; its arguments are given by name."""
-
-    @functools.wraps(method)
-    def call(self: BatchCaches, **arguments: Any) -> R:
-        message = {"batch": self.number, "call": method.__name__}
-        with contextlib.nullcontext() if self.driver is None else self.driver.announce(message, arguments):
-            result = method(self, **arguments)
-            if jax.process_count() > 1 and jax.default_backend() == "cpu":
-                jax.block_until_ready(self.layers)  # JAX's Gloo mixes up the messages of two programs at once
-            return result
-
-    return call
-
-
-class BatchCaches:
-    """The caches and token counts of the rows of one batch, changed by the compiled programs.
-
-    Everything else that a step needs comes from the host as small arguments, so that several processes which are told
-    the same arguments in the same order run the same programs. With a `driver` every call is announced to the other
-    processes that share this model, number `model` of theirs.
-    """
-
-    def __init__(
-        self, weights: Weights, spec: ModelSpec, compute: Compute, driver: Driver | None = None, model: int = 0
-    ):
-        self.weights, self._spec, self._compute = weights, spec, compute
-        self.driver = driver
-        self.number = 0 if driver is None else driver.new_batch(self, model)
-        self.layers: dict[str, Tree] = {}
-        self.counts: Counts | None = None
-
-    @_announce_call
-    def create(self, rows: int, slots: int) -> None:
-        """Makes empty caches of `rows` rows of `slots` tokens."""
-        self.layers = programs.empty_layers(self._spec, self._compute, rows, slots)
-
-    @_announce_call
-    def move(self, source: Numbers, slots: int) -> None:
-        """Keeps the caches of the rows `source` only, in this order, with room for `slots` tokens."""
-        self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
-
-    @_announce_call
-    def copy(self, source: Numbers, target: Numbers) -> None:
-        """Copies the caches of rows `source` to rows `target` (beyond the end: nowhere)."""
-        self.layers = programs.copy_rows(self.layers, source, target)
-
-    @_announce_call
-    def read(
-        self,
-        tokens: np.ndarray,
-        count: Numbers,
-        target: Numbers,
-        adapters: np.ndarray | None,
-        long: bool,
-        source: Numbers | None = None,
-        length: Numbers | None = None,
-    ) -> None:
-        """See programs.read; `long`: the texts are longer than the original context (generate.long_context)."""
-        options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
-        arrays = (tokens, count, target, source, length)
-        self.layers = programs.read(self.weights.reading, self.layers, *arrays, adapters=adapters, **options)
-
-    def holds_every_token(self, slots: int) -> bool:
-        """See programs.holds_every_token, of these caches with `slots` tokens a row."""
-        return programs.holds_every_token(self._spec, self._compute, slots)
-
-    @_announce_call
-    def count(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> None:
-        """Counts the tokens of all rows, those of prompts and those generated since; with a `vocab` of 0 nothing."""
-        in_prompt: Any = np.zeros((len(prompts), vocab), bool)
-        times: Any = np.zeros((len(prompts), vocab), np.int32)
-        if vocab:
-            for row, (prompt, ids) in enumerate(zip(prompts, generated, strict=True)):
-                in_prompt[row, list(prompt)] = True
-                np.add.at(times[row], list(ids), 1)
-        self.counts = Counts(in_prompt, times)
-
-    @_announce_call
-    def decode(
-        self,
-        feed: Feed,
-        knobs: Knobs,
-        steps: int,
-        leave: bool,
-        switches: Switches,
-        alternatives: int | None,
-        adapters: Float[np.ndarray, "B N"] | None,
-    ) -> Decoded:
-        """See programs.decode; `count` comes first."""
-        assert self.counts is not None
-        self.layers, self.counts, decoded = programs.decode(
-            self.weights.decoding,
-            self.layers,
-            self.counts,
-            feed,
-            knobs,
-            np.int32(steps),
-            np.bool_(leave),
-            spec=self._spec,
-            compute=self._compute,
-            switches=switches,
-            alternatives=alternatives,
-            adapters=adapters,
-        )
-        return decoded
 
 
 def run_on_all(job: Job, models: Sequence[Replica], body: Callable[[], None]) -> None:

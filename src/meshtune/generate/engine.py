@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches, Driver, announce
+from meshtune.generate.driver import Driver, announce
 from meshtune.generate.programs import STEPS
-from meshtune.generate.request import Generation, GenerationRequest, Grammar, check_max_tokens, check_prompt
+from meshtune.generate.request import Generation, GenerationRequest, Sampling, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
-from meshtune.generate.weights import Weights
+from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
@@ -91,36 +91,24 @@ class Engine:
         *,
         max_tokens: int | None = None,
         stop_ids: Iterable[int] | None = None,
-        alternatives: int | None = None,
-        client: str = "",
-        grammar: Grammar | None = None,
-        content_keys: Mapping[int, bytes] | None = None,
-        reports_drawn: bool = False,
         where: str | None = None,
+        **fields: Any,
     ) -> GenerationRequest:
         """A request that this model can answer.
 
-        `max_tokens` new tokens at most; None is 256, or what the context still has room for. Raises UserError for an
-        empty prompt, a token id outside the vocabulary, and a prompt and max_tokens that together are longer than the
-        context; `where` names the prompt.
+        `max_tokens` new tokens at most; None is 256, or what the context still has room for. `fields` are further ones
+        of GenerationRequest. `where` names the prompt. Raises UserError for an empty prompt, a token id outside the
+        vocabulary, a prompt that ends with a picture, and a prompt and max_tokens that together are longer than the
+        context.
         """
         ids = check_prompt(prompt, self.spec.vocab, self.context, where)
+        if (pictures := fields.get("pictures")) is not None and pictures.end == len(ids):
+            raise UserError("the prompt ends with a picture", where=where, fix="give at least a word after it")
         if max_tokens is None:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        return GenerationRequest(
-            ids,
-            max_tokens,
-            sampling or Sampling(),
-            stops,
-            alternatives,
-            client,
-            grammar,
-            self.adapter,
-            content_keys or {},
-            reports_drawn,
-        )
+        return GenerationRequest(ids, max_tokens, sampling or Sampling(), stops, adapter=self.adapter, **fields)
 
     def run(
         self,
@@ -129,15 +117,16 @@ class Engine:
         *,
         max_tokens: int | None = None,
         stop_ids: Iterable[int] | None = None,
+        pictures: Sequence[PromptPictures | None] | None = None,
         steps: int = STEPS,
         rows: int | None = None,
         scheduler: Scheduler | None = None,
     ) -> Run:
         """Starts on prompts of any lengths; iterate over the result for the new tokens.
 
-        Prompt i draws with seed + i. `steps` tokens a row come at once (1 to 16), and `rows` prompts are computed at
-        once (None: all). A `scheduler` of this engine still has what it read before; None is a new one. For the rest,
-        and errors, see `request`.
+        Prompt i draws with seed + i and has `pictures[i]`. `steps` tokens a row come at once (1 to 16), and `rows`
+        prompts are computed at once (None: all). A `scheduler` of this engine still has what it read before; None is a
+        new one. For the rest, and errors, see `request`.
         """
         if not prompts:
             raise UserError("there is no prompt", fix="give at least one")
@@ -148,6 +137,7 @@ class Engine:
                 sampling.of_row(number),
                 max_tokens=max_tokens,
                 stop_ids=stop_ids,
+                pictures=None if pictures is None else pictures[number],
                 where=f"prompt {number}" if len(prompts) > 1 else None,
             )
             for number, prompt in enumerate(prompts)

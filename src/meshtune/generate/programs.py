@@ -33,17 +33,18 @@ from meshtune.adapters.adapter_set import select
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.request import WORD
+from meshtune.generate.request import WORD, Sampling
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import constrain
 from meshtune.model.cache import SLOTS, Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, logits
-from meshtune.model.inputs import Inputs
-from meshtune.model.model_cache import cache_specs, init_cache
+from meshtune.model.inputs import Inputs, Visual
+from meshtune.model.model_cache import cache_specs, init_cache, rows_bucket
 from meshtune.model.rope import LONGROPE_FACTORS, RopeSpec
 from meshtune.model.spec import ModelSpec
 
+encode_pictures = LazyFunction("meshtune.model.vision:encode_pictures")
 COLDEST = 1e-20  # a lower temperature would divide logits to infinity
 BIAS_SIZES = (0, 8, 64, 512)  # biased tokens of a row that a program is compiled for
 
@@ -90,6 +91,19 @@ class Knobs:
     allowed: UInt32[Array, "B W"]
 
 
+# The fields of Sampling that are the numbers of Knobs.
+COLUMNS = {
+    "temperature": ("temperature", "float32"),
+    "top_k": ("top_k", "int32"),
+    "top_p": ("top_p", "float32"),
+    "min_p": ("min_p", "float32"),
+    "repetition": ("repetition_penalty", "float32"),
+    "presence": ("presence_penalty", "float32"),
+    "frequency": ("frequency_penalty", "float32"),
+    "seeds": ("seed", "uint32"),
+}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -98,6 +112,11 @@ class Counts:
 
     prompted: Bool[Array, "B V"]
     generated: Int[Array, "B V"]
+
+    @classmethod
+    def empty(cls, rows: int) -> Counts:
+        """Counts of rows that no processor reads."""
+        return cls(np.zeros((rows, 0), bool), np.zeros((rows, 0), np.int32))  # pyright: ignore[reportArgumentType]
 
     def add(self, tokens: Int[Array, "B"], alive: Bool[Array, "B"]) -> Counts:
         """With one more generated token in every row that is alive."""
@@ -126,30 +145,25 @@ def compiled_form(
         constrained=allowed.shape[1] > 0,
     )
 
-    def numbers(name: str, dtype: str) -> Any:
-        return np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
+    no_biases: Any = (np.zeros((len(samplings), 0), np.int32), np.zeros((len(samplings), 0), np.float32))
+    biased, bias = _bias_arrays(samplings) if switches.bias else no_biases
+    columns: dict[str, Any] = {
+        knob: np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
+        for knob, (name, dtype) in COLUMNS.items()
+    }
+    return switches, Knobs(biased=biased, bias=bias, allowed=allowed, **columns)  # pyright: ignore[reportArgumentType]
 
-    longest = max((len(sampling.logit_bias) for sampling in samplings), default=0)
+
+def _bias_arrays(samplings: Sequence[Sampling]) -> tuple[Any, Any]:
+    """The biased tokens of each row and what is added to their logits, in one of BIAS_SIZES columns; -1: no token."""
+    longest = max(len(sampling.logit_bias) for sampling in samplings)
     size = next((size for size in BIAS_SIZES if size >= longest), longest)
-    biased: Any = np.full((len(samplings), size), -1, np.int32)
-    bias: Any = np.zeros((len(samplings), size), np.float32)
+    biased = np.full((len(samplings), size), -1, np.int32)
+    bias = np.zeros((len(samplings), size), np.float32)
     for row, sampling in enumerate(samplings):
         for n, (token, value) in enumerate(sampling.logit_bias):
             biased[row, n], bias[row, n] = token, value
-    knobs = Knobs(
-        temperature=numbers("temperature", "float32"),
-        top_k=numbers("top_k", "int32"),
-        top_p=numbers("top_p", "float32"),
-        min_p=numbers("min_p", "float32"),
-        repetition=numbers("repetition_penalty", "float32"),
-        presence=numbers("presence_penalty", "float32"),
-        frequency=numbers("frequency_penalty", "float32"),
-        biased=biased,
-        bias=bias,
-        seeds=numbers("seed", "uint32"),
-        allowed=allowed,  # pyright: ignore[reportArgumentType] - numpy goes into the compiled step
-    )
-    return switches, knobs
+    return biased, bias
 
 
 def process_logits(
@@ -325,13 +339,15 @@ class Feed:
     """The state of every row before a decode step.
 
     `token` is the newest and not yet in the cache, `length` the number of tokens that are; `remaining` is how many may
-    still be generated (0: the row is empty or done). `stop_ids`, -1 where there is none, end a row.
+    still be generated (0: the row is empty or done). `stop_ids`, -1 where there is none, end a row. `rope_offset` is
+    added to a token's place for its M-RoPE position; None: no row has one.
     """
 
     token: Int[Array, "B"]
     length: Int[Array, "B"]
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B n"]
+    rope_offset: Int[Array, "B"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -367,6 +383,55 @@ def holds_every_token(spec: ModelSpec, compute: Compute, slots: int) -> bool:
     return all(SLOTS in leaf.axes and leaf.shape[leaf.axes.index(SLOTS)] == slots for leaf in specs)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """What some tokens of n rows are besides text, as model.inputs has it: `features` are of each row's pictures, of
+    which `visual` names one a token. None: there is nothing of the kind."""
+
+    features: tuple[Tree, ...] = ()
+    visual: Int[Array, "n T"] | None = None
+    rope_positions: Int[Array, "n T 3"] | None = None
+    reach: Int[Array, "n T"] | None = None
+
+    def add_to(self, inputs: Inputs) -> Inputs:
+        """The inputs with these pictures."""
+        visual = None
+        if self.visual is not None:
+            features = jax.tree.map(lambda *rows: jnp.concatenate(rows), *self.features)
+            none = jnp.zeros((self.visual.shape[0], 0), jnp.int32)
+            visual = Visual(none[..., None], none, none[..., None], self.visual, features)
+        return dataclasses.replace(inputs, visual=visual, rope_positions=self.rope_positions, reach=self.reach)
+
+
+def pad_patches(
+    spec: ModelSpec, patches: Float[np.ndarray, "P K"], segments: Int[np.ndarray, "P"], grid: Int[np.ndarray, "P 4"]
+) -> tuple[Float[np.ndarray, "1 Q K"], Int[np.ndarray, "1 Q"], Int[np.ndarray, "1 Q 4"]]:
+    """The arrays as a row of a bucketed number of patches: of tiles, where a tower reads those."""
+    assert spec.vision is not None, "a model without a tower reads no pictures"
+    count, tile = len(patches), spec.vision.tile
+    bucket = length_bucket(count) if tile is None else rows_bucket(-(-count // tile)) * tile
+    arrays = (patches, segments, grid)
+    padded = [np.pad(array, ((0, bucket - count), *((0, 0),) * (array.ndim - 1)))[None] for array in arrays]
+    return padded[0], padded[1], padded[2]
+
+
+@partial(jax.jit, static_argnames=("spec", "compute"))
+def encode(
+    params: Tree,
+    patches: Float[Array, "n P K"],
+    segments: Int[Array, "n P"],
+    grid: Int[Array, "n P 4"],
+    *,
+    spec: ModelSpec,
+    compute: Compute,
+    adapters: Float[Array, "n N"] | None = None,
+) -> Tree:
+    """The features of pictures, as `Visual` takes them; `adapters` are as in `read`."""
+    visual = Visual(patches, segments, grid, jnp.zeros((patches.shape[0], 0), jnp.int32))
+    return encode_pictures(select(params, adapters), spec, compute, visual)
+
+
 @partial(jax.jit, static_argnames=("spec", "compute"), donate_argnames=("layers",))
 def read(
     params: Tree,
@@ -376,6 +441,7 @@ def read(
     target: Int[Array, "n"],
     source: Int[Array, "n"] | None = None,
     length: Int[Array, "n"] | None = None,
+    pictures: Pictures = Pictures(),
     *,
     spec: ModelSpec,
     compute: Compute,
@@ -392,18 +458,25 @@ def read(
     else:
         assert length is not None
         before = Cache(jax.tree.map(lambda array: array[:, source], layers), length)
-    _, after = read_tokens(select(params, adapters), spec, compute, before, tokens, count)
+    _, after = read_tokens(select(params, adapters), spec, compute, before, tokens, count, pictures)
     return _place_rows(layers, after, target)
 
 
 def read_tokens(
-    params: Tree, spec: ModelSpec, compute: Compute, cache: Cache, tokens: Int[Array, "n T"], count: Int[Array, "n"]
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    cache: Cache,
+    tokens: Int[Array, "n T"],
+    count: Int[Array, "n"],
+    pictures: Pictures = Pictures(),
 ) -> tuple[Float[Array, "n T D"], dict[str, Tree]]:
     """The hidden states of `count` more tokens a row, and the cache's layers after them."""
     steps = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     real = steps < count[:, None]
     positions = jnp.where(real, cache.lengths[:, None] + steps, 0)
-    hidden, after, _ = forward(params, spec, compute, Inputs(tokens, positions, real.astype(jnp.int32)), cache=cache)
+    inputs = pictures.add_to(Inputs(tokens, positions, real.astype(jnp.int32)))
+    hidden, after, _ = forward(params, spec, compute, inputs, cache=cache)
     assert after is not None
     return hidden, after.layers
 
@@ -453,6 +526,8 @@ def decode(
         i, layers, counts, feed, decoded = carry
         alive = feed.remaining > 0
         inputs = Inputs(feed.token[:, None], feed.length[:, None], alive.astype(jnp.int32)[:, None])
+        if feed.rope_offset is not None:
+            inputs = dataclasses.replace(inputs, rope_positions=(feed.length + feed.rope_offset)[:, None])
         hidden, cache, _ = forward(params, spec, compute, inputs, cache=Cache(layers, feed.length))
         assert cache is not None
         token_logits = logits(params, spec, hidden)[:, 0]

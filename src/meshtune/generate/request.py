@@ -1,16 +1,22 @@
-"""Requests to an engine and their answers, in token ids, and the grammars that answers may have to follow."""
+"""Requests to an engine and their answers, in token ids: how the next token is chosen, which the command line and the
+Python API read too, and the grammars that answers may have to follow."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
-
-import numpy as np
-from jaxtyping import UInt32
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
+from meshtune.options import option
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import UInt32
+
+    from meshtune.generate.pictures import PromptPictures
 
 WORD = 32  # tokens whose bits are in one word of a mask
 
@@ -45,15 +51,61 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // WORD)
 
 
-def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
-    """The mask of every row; all tokens where a row has no constraint. No row has one: a mask of no words."""
-    if not any(constraint is not None for constraint in constraints):
-        return np.zeros((len(constraints), 0), np.uint32)
-    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
-    for row, constraint in zip(masks, constraints, strict=True):
-        if constraint is not None:
-            row[:] = constraint.mask()
-    return masks
+# The least and the greatest value of each number; a whole one where the greatest is.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 100.0, "0 (greedy) to 100, often 0.7 to 1"),
+    "top_k": (0, 2**31 - 1, "0 (off) or a whole number below 2147483648, often 50"),
+    "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1 (off), often 0.95"),
+    "min_p": (0.0, 1.0, "0 (off) to 1, often 0.05"),
+    "repetition_penalty": (0.01, 100.0, "0.01 to 100; 1 is off"),
+    "presence_penalty": (-2.0, 2.0, "-2 to 2; 0 is off"),
+    "frequency_penalty": (-2.0, 2.0, "-2 to 2; 0 is off"),
+    "seed": (0, 2**31 - 1, "a whole number from 0 to 2147483647"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The default is greedy decoding.
+
+    `repetition_penalty` counts the prompt too; `presence_penalty` and `frequency_penalty` (OpenAI's) count generated
+    tokens only. Penalties and `logit_bias`, (token id, addition to its logit) pairs, also apply to greedy
+    decoding; `top_k`, `top_p` and `min_p` only where temperature is above 0. Of several prompts, prompt i draws with
+    seed + i, as in a call without the others.
+    Raises UserError for a value out of its range.
+    """
+
+    temperature: float = option(0.0, "0 takes the likeliest token.", flags=("--temperature", "-t"))
+    top_k: int = option(0, "Only the k likeliest tokens; 0 is off.")
+    top_p: float = option(1.0, "Only the likeliest tokens up to this probability; 1 is off.")
+    min_p: float = option(0.0, "Only tokens this likely, relative to the likeliest; 0 is off.")
+    repetition_penalty: float = option(1.0, "Above 1 repeats less; 1 is off.")
+    seed: int = option(0, "The same seed gives the same text.")
+    presence_penalty: float = option(0.0, "Taken from the logit of every token that was generated; 0 is off.")
+    frequency_penalty: float = option(0.0, "Taken from a token's logit each time it was generated; 0 is off.")
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self):
+        for name, (least, greatest, valid) in RANGES.items():
+            value = getattr(self, name)
+            is_kind = isinstance(greatest, float) or _is_int(value)
+            _check(name, value, is_kind and least <= value <= greatest, valid)
+        for token, bias in self.logit_bias:
+            in_range = _is_int(token) and token >= 0 and -100 <= bias <= 100
+            _check("logit_bias", bias, in_range, "token ids with -100 to 100")
+
+    def of_row(self, row: int) -> Sampling:
+        """How prompt number `row` of several is sampled: the same with another seed."""
+        return dataclasses.replace(self, seed=(self.seed + row) % 2**31)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(name: str, value: float, in_range: bool, valid: str) -> None:
+    if not in_range:
+        raise UserError(f"{name} = {value!r:.40} is out of range", where=f"sampling, {name}", fix=f"give {valid}")
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -67,10 +119,9 @@ class GenerationRequest:
     with their log-probabilities (0: only that of the token; None: none). `client` is who asks: rows are given to
     clients in turn. `grammar` is the one that the answer must follow: it ends with a stop id once the grammar is
     satisfied, or by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where
-    several share a batch (None: the base only). `content_keys` has a digest for each position whose token stands for
-    something else, such as the first token of a picture: the cache of another request is reused up to a position where
-    they differ. With `reports_drawn`, which all requests of a scheduler must agree on, log-probabilities are those of
-    the distribution that the token was drawn from, after temperature and cuts.
+    several share a batch (None: the base only). With `reports_drawn`, which all requests of a scheduler must agree on,
+    log-probabilities are those of the distribution that the token was drawn from, after temperature and cuts.
+    `pictures` are those of the prompt, whose ids have placeholders in their places.
     """
 
     prompt: tuple[int, ...]
@@ -81,12 +132,17 @@ class GenerationRequest:
     client: str = ""
     grammar: Grammar | None = None
     adapter: int | None = None
-    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict, hash=False)
     reports_drawn: bool = False
+    pictures: PromptPictures | None = None
 
     def with_seed_of(self, row: int) -> GenerationRequest:
         """The same request as number `row` of several, which draws with another seed."""
         return dataclasses.replace(self, sampling=self.sampling.of_row(row))
+
+    @functools.cached_property
+    def keys(self) -> tuple[int, ...]:
+        """The prompt by what caches know its tokens by: their ids, or negative numbers where pictures are."""
+        return self.prompt if self.pictures is None else tuple(self.pictures.keys(self.prompt))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,25 +165,29 @@ class Generation:
     error: UserError | None = None
     constraint: Constraint | None = None
 
-    def start(self) -> None:
-        """Begins to follow the request's grammar. Raises UserError for one that allows nothing."""
-        self.constraint = None if self.request.grammar is None else self.request.grammar.start()
+    def start(self, grammar: Grammar) -> None:
+        """Begins to follow the request's grammar; ends with an error where it allows nothing."""
+        try:
+            self.constraint = grammar.start()
+        except UserError as problem:
+            self.error, self.finish_reason = problem, "error"
 
     def extend(self, tokens: Sequence[Token]) -> FinishReason | None:
         """Appends new tokens, and returns why the generation ends with them (None: it does not)."""
         self.tokens += tokens
         if tokens[-1].id in self.request.stop_ids:
             return "stop"
-        if self.constraint is not None:
-            try:
-                for token in tokens:
-                    self.constraint.accept(token.id)
-            except UserError as problem:
-                self.error = problem
-                return "error"
-            if self.constraint.finished:
-                return "stop"
-        return "length" if len(self.tokens) >= self.request.max_tokens else None
+        reason = None if self.constraint is None else self._follow(self.constraint, tokens)
+        return reason or ("length" if len(self.tokens) >= self.request.max_tokens else None)
+
+    def _follow(self, constraint: Constraint, tokens: Sequence[Token]) -> FinishReason | None:
+        try:
+            for token in tokens:
+                constraint.accept(token.id)
+        except UserError as problem:
+            self.error = problem
+            return "error"
+        return "stop" if constraint.finished else None
 
     @property
     def ids(self) -> list[int]:
@@ -136,8 +196,8 @@ class Generation:
 
     @property
     def text(self) -> list[int]:
-        """The prompt and the tokens so far."""
-        return [*self.request.prompt, *self.ids]
+        """The prompt's keys and the tokens so far."""
+        return [*self.request.keys, *self.ids]
 
     @property
     def length(self) -> int:

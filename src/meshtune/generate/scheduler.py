@@ -13,15 +13,15 @@ import dataclasses
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
-from meshtune.generate.driver import BatchCaches
+from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import (
     STEPS,
     Decoded,
@@ -31,8 +31,16 @@ from meshtune.generate.programs import (
     length_bucket,
     original_context,
 )
-from meshtune.generate.request import FinishReason, Generation, GenerationRequest, Token, packed_masks
-from meshtune.generate.weights import Weights
+from meshtune.generate.request import (
+    Constraint,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    Token,
+    mask_words,
+)
+from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
 
@@ -43,14 +51,13 @@ SHORTEST_SHARED = 16  # tokens at least that are not read again where another ro
 class CachedText:
     """Tokens whose keys and values a cache holds, or will hold, with all else that these depend on.
 
-    `adapter` read them, by the `long` factors of a model with LongRoPE or by the short ones; `content_keys` are those
-    of the request.
+    `tokens` are ids, and negative numbers where pictures are (`GenerationRequest.keys`). `adapter` read them, by the
+    `long` factors of a model with LongRoPE or by the short ones.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     adapter: int | None = None
     long: bool = False
-    content_keys: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
 
     def shared(self, reader: CachedText) -> int:
         """The number of first tokens whose keys and values are the same in both."""
@@ -58,10 +65,7 @@ class CachedText:
             return 0
         shorter = min(len(self.tokens), len(reader.tokens))
         pairs = enumerate(zip(self.tokens, reader.tokens, strict=False))
-        common = next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
-        positions = self.content_keys.keys() | reader.content_keys.keys()
-        differing = [n for n in positions if self.content_keys.get(n) != reader.content_keys.get(n)]
-        return min([common, *differing])
+        return next((n for n, (ours, theirs) in pairs if ours != theirs), shorter)
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,6 +74,7 @@ class Row:
 
     `started`: the cached text is the beginning of the request's; before, it is that of an earlier request. `number`
     counts the requests that got a row, and `last_used` is the scheduler's step in which the row was used last.
+    `encoded` is the first of the request's pictures whose features the caches hold, and the places for features.
     """
 
     cached: CachedText = dataclasses.field(default_factory=CachedText)
@@ -77,6 +82,7 @@ class Row:
     started: bool = True
     number: int = 0
     last_used: int = 0
+    encoded: tuple[int, int] | None = None
 
     @property
     def decodes(self) -> bool:
@@ -90,13 +96,20 @@ class Row:
 
 
 class _Piece(NamedTuple):
-    """Tokens to read into row number `target`, after the first `length` tokens of row number `source`."""
+    """Tokens to read into row number `target`, after the first `length` tokens of row number `source`.
+
+    `pictures` are those of the text, if it has any. Embeddings of the tokens are features of those from number `first`
+    on, which are arrays of `features` entries (0: no token has one).
+    """
 
     target: int
     source: int
     length: int
     tokens: Sequence[int]
     text: CachedText
+    pictures: PromptPictures | None = None
+    first: int = 0
+    features: int = 0
 
     @property
     def copies(self) -> bool:
@@ -104,12 +117,18 @@ class _Piece(NamedTuple):
         return self.length > 0 and not self.tokens
 
     @property
-    def shape(self) -> tuple[bool, int, bool]:
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.length + len(self.tokens)
+
+    @property
+    def shape(self) -> tuple[bool, int, bool, int, bool]:
         """Pieces of one shape are computed together: they continue a row or not, in a bucket of lengths (0: only
-        copied), of long texts or not."""
+        copied), of long texts or not, with as many features, and with M-RoPE's positions or without."""
         if self.copies:
-            return True, 0, False
-        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long
+            return True, 0, False, 0, False
+        has_rope = self.pictures is not None and self.pictures.rope_positions is not None
+        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long, self.features, has_rope
 
 
 class Rows:
@@ -135,12 +154,12 @@ class Rows:
     def clear(self) -> None:
         """Drops all rows, and what they hold on the devices."""
         self.rows, self.slots = [], 0
-        self._caches.layers, self._caches.counts = {}, None
+        self._caches.layers, self._caches.counts, self._caches.features = {}, None, {}
 
     def restart(self, rows: Sequence[Row] | None = None) -> None:
         """Drops the cached text of these rows (None: of all), so that the texts of their requests are read again."""
         for row in self.rows if rows is None else rows:
-            row.cached, row.started = CachedText(), row.generation is None
+            row.cached, row.started, row.encoded = CachedText(), row.generation is None, None
 
     def make_room(self, admitted: Sequence[Generation]) -> None:
         """Makes rows and slots for requests: as few rows as do, for every row costs time in every step."""
@@ -178,7 +197,8 @@ class Rows:
             candidates = [row for row in free if row is not source] or free
             source = min(candidates, key=lambda row: (len(row.cached.tokens) > 0, row.last_used))
         self._requests += 1
-        source.generation, source.started, source.number, source.last_used = generation, False, self._requests, clock
+        source.generation, source.started, source.encoded = generation, False, None
+        source.number, source.last_used = self._requests, clock
 
     def end(self, generation: Generation, clock: int) -> None:
         """Frees a request's row. What its cache holds of the text stays."""
@@ -195,10 +215,8 @@ class Rows:
             return remaining
         return min(remaining, self._original - len(row.cached.tokens))
 
-    def selection(self, rows: Sequence[Row | None]) -> np.ndarray | None:
-        """Float32 [len(rows), N], one where a row's request selects an adapter; None where there are none."""
-        if not self.adapters:
-            return None
+    def selection(self, rows: Sequence[Row | None]) -> np.ndarray:
+        """Float32 [len(rows), N], one where a row's request selects an adapter."""
         selection = np.zeros((len(rows), self.adapters), np.float32)
         for n, row in enumerate(rows):
             if row is not None and row.adapter is not None:
@@ -210,13 +228,12 @@ class Rows:
     def _text(self, generation: Generation) -> CachedText:
         """The text of a request as a cache must hold it before a decode step: without its newest token."""
         request, long = generation.request, self._original is not None and generation.length > self._original
-        return CachedText(generation.text[:-1], request.adapter, long, request.content_keys)
+        return CachedText(generation.text[:-1], request.adapter, long)
 
     def read(self, budget: int) -> None:
         """Reads at most `most` tokens of texts, the oldest request's first."""
-        if self._original is not None:  # a text that has become long is read again, by the long factors
-            short = [row for row in self.rows if row.decodes and not row.cached.long]
-            self.restart([row for row in short if row.generation and row.generation.length > self._original])
+        if self._original is not None:
+            self._restart_long(self._original)
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
         reading.sort(key=lambda row: row.number)
         while reading:
@@ -230,32 +247,64 @@ class Rows:
                 if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
                     pieces.append(piece)
                 budget -= len(piece.tokens)
-                tokens = piece.text.tokens[: piece.length + len(piece.tokens)]
-                row.cached, row.started = dataclasses.replace(piece.text, tokens=tokens), True
+                row.cached, row.started = dataclasses.replace(piece.text, tokens=piece.text.tokens[: piece.end]), True
             if not pieces:
-                return
+                break
             # In their order: a row may be read from before another text takes its place.
             for _, group in itertools.groupby(pieces, lambda piece: piece.shape):
                 batch = list(group)
                 for start in range(0, len(batch), READ_ROWS):
                     self._compute(batch[start : start + READ_ROWS])
             reading = deferred
+        if self._caches.features:
+            self._forget_features()
+
+    def _restart_long(self, original: int) -> None:
+        """Lets texts that have become longer than the original context be read again, by the long factors."""
+        short = [row for row in self.rows if row.decodes and not row.cached.long]
+        self.restart([row for row in short if row.generation and row.generation.length > original])
 
     def _next_piece(self, row: Row, budget: int) -> _Piece | None:
         """The next tokens to read of a row's text, `most` at most; None where it has to wait."""
         assert row.generation is not None
         target, text = self.rows.index(row), self._text(row.generation)
         if row.started:
-            length = len(row.cached.tokens)
-            return _Piece(target, target, length, text.tokens[length:][:budget], text) if budget > 0 else None
+            return self._piece(row, target, len(row.cached.tokens), text, budget) if budget > 0 else None
         source, length = self._longest_prefix(text, [(reader, reader.cached) for reader in self.rows])
         earlier = [reader for reader in self.rows if reader.number < row.number and not reader.decodes]
         expected = [(reader, self._text(reader.generation)) for reader in earlier if reader.generation is not None]
         _, later = self._longest_prefix(text, expected)
         if later > length or (budget <= 0 and length < len(text.tokens)):
             return None
-        source_number = target if source is None else self.rows.index(source)
-        return _Piece(target, source_number, length, text.tokens[length:][:budget], text)
+        return self._piece(row, target if source is None else self.rows.index(source), length, text, budget)
+
+    def _piece(self, row: Row, source: int, length: int, text: CachedText, budget: int) -> _Piece:
+        """The next tokens of a row's text after the first `length`. Computes the features among their embeddings."""
+        assert row.generation is not None
+        target, pictures = self.rows.index(row), row.generation.request.pictures
+        if pictures is None:
+            return _Piece(target, source, length, text.tokens[length:][:budget], text)
+        end = pictures.piece_end(min(length + max(0, budget), len(text.tokens)))
+        first = features = 0
+        if length < pictures.end and any(key < 0 for key in text.tokens[length:end]):
+            first, features = row.encoded = row.encoded or self._encode(row, pictures, length)
+        return _Piece(target, source, length, text.tokens[length:end], text, pictures, first, features)
+
+    def _encode(self, row: Row, pictures: PromptPictures, length: int) -> tuple[int, int]:
+        """Computes the features of all pictures of a row's request that have tokens after the first `length`."""
+        first = pictures.first_after(length)
+        arrays = pictures.read(first)._asdict()
+        return first, self._caches.encode(row=row.number, **arrays, adapters=self.selection([row]))
+
+    def _forget_features(self) -> None:
+        """Frees the features of requests that have read their pictures, or ended."""
+        needed = set[int]()
+        for row in self.rows:
+            pictures = None if row.generation is None else row.generation.request.pictures
+            if row.encoded is not None and pictures is not None and len(row.cached.tokens) < pictures.end:
+                needed.add(row.number)
+        if unneeded := sorted(self._caches.features.keys() - needed):
+            self._caches.forget(rows=np.asarray(unneeded, np.int32))
 
     def _longest_prefix(self, text: CachedText, rows: Sequence[tuple[Row, CachedText]]) -> tuple[Row | None, int]:
         """The row whose text shares most of this one, and how many tokens need not be read; (None, 0) for too few."""
@@ -272,22 +321,53 @@ class Rows:
         target = np.full(count, len(self.rows), np.int32)  # beyond the end: dropped
         for n, piece in enumerate(batch):
             unread[n] = len(piece.tokens)
-            tokens[n, : unread[n]] = piece.tokens
+            tokens[n, : unread[n]] = [max(key, 0) for key in piece.tokens] if piece.pictures else piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
         if batch[0].copies:
             self._caches.copy(source=source, target=target)
             return
-        targets = [self.rows[piece.target] for piece in batch]
-        adapters = self.selection([*targets, *[None] * (count - len(batch))])
+        targets = [*(self.rows[piece.target] for piece in batch), *[None] * (count - len(batch))]
+        adapters = self.selection(targets) if self.adapters else None
         arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
         if batch[0].length:
             arrays |= {"source": source, "length": known}
+        if any(piece.pictures is not None for piece in batch):
+            arrays |= self._picture_arrays(batch, count, length)
         self._caches.read(**arrays)
+
+    def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, np.ndarray]:
+        """The arguments of `read` for the pictures in pieces of one shape; none where there are none."""
+        arrays: dict[str, np.ndarray] = {}
+
+        def put(name: str, n: int, values: np.ndarray | None) -> None:
+            if values is not None:
+                rows = arrays.setdefault(name, np.zeros((count, length, *values.shape[1:]), np.int32))
+                rows[n, : len(values)] = values
+
+        for n, piece in enumerate(batch):
+            if piece.pictures is not None:
+                put("rope_positions", n, piece.pictures.rope_from(piece.length, piece.end))
+                if piece.features:
+                    put("visual", n, piece.pictures.index(piece.first, piece.length, piece.end))
+                    put("reach", n, piece.pictures.reach_from(piece.length, piece.end))
+        if "visual" in arrays:
+            numbers = [self.rows[piece.target].number for piece in batch]
+            arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
+        return arrays
 
 
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
 READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanwhile soon begin
 ALTERNATIVES = (0, 5, 20)  # likeliest tokens that a program is compiled for
+
+
+def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
+    """The mask of every row; all tokens where a row has no constraint."""
+    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
+    for row, constraint in zip(masks, constraints, strict=True):
+        if constraint is not None:
+            row[:] = constraint.mask()
+    return masks
 
 
 class QueueFull(UserError):
@@ -314,7 +394,8 @@ class Scheduler:
     ):
         self._weights, self._version = weights, weights.version
         self._spec = spec
-        self._most_rows, self._most_waiting = rows, queue
+        self._most_rows = rows
+        self.capacity = None if queue is None else rows + queue  # requests that it takes at once; None: any number
         self._lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._cancelled: list[Generation] = []
@@ -343,18 +424,10 @@ class Scheduler:
             self._cancelled.append(generation)
 
     @property
-    def capacity(self) -> int | None:
-        """Requests that it takes at once, at most; None: any number."""
-        return None if self._most_waiting is None else self._most_rows + self._most_waiting
-
-    @property
     def room(self) -> int | None:
         """Requests that it takes now; None: any number."""
-        if self.capacity is None:
-            return None
-        return (
-            self.capacity - len(self._waiting) - sum(generation.finish_reason is None for generation in self._current)
-        )
+        current = sum(generation.finish_reason is None for generation in self._current)
+        return None if self.capacity is None else self.capacity - len(self._waiting) - current
 
     @property
     def running(self) -> int:
@@ -379,14 +452,15 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         with self._lock:
-            return not self._waiting and not self.running
+            return not self._waiting and not self._rows.running
 
     def step(self, steps: int = STEPS) -> list[Progress]:
         """Lets waiting requests in, reads prompts, decodes at most `steps` tokens of every row whose prompt is read.
 
         Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
-        self._drop_cancelled()
+        if self._cancelled:
+            self._drop_cancelled()
         with self._weights.use():
             if self._weights.version != self._version:
                 self._rows.restart()
@@ -424,19 +498,16 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> list[Progress]:
-        """Gives free rows to waiting requests; returns those whose grammar cannot be followed."""
+        """Gives free rows to waiting requests; returns those whose grammar allows nothing."""
         running = [row.generation for row in self._rows.rows if row.generation is not None]
         with self._lock:
             chosen = self._choose_requests(self._most_rows - len(running))
             self._current = [*running, *chosen]
-        admitted, refused = [], []
         for generation in chosen:
-            try:
-                generation.start()
-                admitted.append(generation)
-            except UserError as problem:
-                generation.error, generation.finish_reason = problem, "error"
-                refused.append(Progress(generation, [], "error"))
+            if (grammar := generation.request.grammar) is not None:
+                generation.start(grammar)
+        refused = [Progress(generation, [], "error") for generation in chosen if generation.error is not None]
+        admitted = [generation for generation in chosen if generation.error is None]
         if not admitted:
             return refused
         self._rows.make_room(admitted)
@@ -465,10 +536,11 @@ class Scheduler:
             return []
         requests = [row.generation.request if row.generation else None for row in rows]
         constraints = [row.generation.constraint if row.generation else None for row in rows]
-        masks = packed_masks(constraints, self._spec.vocab)
+        is_free = all(constraint is None for constraint in constraints)
+        masks = None if is_free else packed_masks(constraints, self._spec.vocab)
         # What a grammar allows is known only once the token before is.
         remaining = [self._rows.remaining(row) for row in rows]
-        steps = 1 if masks.size else min(steps, max(remaining))
+        steps = min(steps, max(remaining)) if masks is None else 1
         longest = max(len(row.cached.tokens) + min(steps, remaining[n]) for n, row in live)
         if longest > self._rows.slots:
             self._rows.resize(len(rows), longest)
@@ -480,16 +552,16 @@ class Scheduler:
         asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
         counts = self._caches.counts
-        if counts is None or (switches.counts and not counts.generated.shape[1]):
-            self._count(self._spec.vocab if switches.counts else 0)
+        if switches.counts and (counts is None or not counts.generated.shape[1]):
+            self._count()
         decoded = self._caches.decode(
             feed=self._feed(remaining),
             knobs=knobs,
             steps=steps,
-            leave=self.waiting > 0,
+            leave=bool(self._waiting),
             switches=switches,
             alternatives=alternatives,
-            adapters=self._rows.selection(rows),
+            adapters=self._rows.selection(rows) if self._rows.adapters else None,
         )
         decoded = jax.tree.map(np.asarray, decoded)
         return [self._extend(n, row, decoded) for n, row in live]
@@ -504,14 +576,18 @@ class Scheduler:
             "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
+        offsets = [_rope_offset(row) for row in rows]
+        if any(offsets):
+            columns["rope_offset"] = offsets
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
         return Feed(**arrays)
 
-    def _count(self, vocab: int) -> None:
+    def _count(self) -> None:
         """Counts the tokens of all rows."""
-        generations = [row.generation if vocab else None for row in self._rows.rows]
+        generations = [row.generation for row in self._rows.rows]
         prompts = [generation.request.prompt if generation else () for generation in generations]
-        self._caches.count(prompts=prompts, generated=[g.ids if g else () for g in generations], vocab=vocab)
+        generated = [generation.ids if generation else () for generation in generations]
+        self._caches.count(prompts=prompts, generated=generated, vocab=self._spec.vocab)
 
     def _extend(self, n: int, row: Row, decoded: Decoded) -> Progress:
         """Gives a row's new tokens to its generation, which may end with them."""
@@ -519,7 +595,11 @@ class Scheduler:
         assert generation is not None
         ids = [token for token in decoded.tokens[n].tolist() if token >= 0]
         row.cached.tokens += [generation.newest, *ids[:-1]]
-        new = [_token(id_, n, i, decoded.probabilities, generation.request) for i, id_ in enumerate(ids)]
+        alternatives, probabilities = generation.request.alternatives, decoded.probabilities
+        if alternatives is None or probabilities is None:
+            new = [Token(id_) for id_ in ids]
+        else:
+            new = [_scored_token(id_, probabilities, (n, i), alternatives) for i, id_ in enumerate(ids)]
         reason = generation.extend(new)
         if not decoded.finite[n]:
             generation.error = UserError(
@@ -533,8 +613,12 @@ class Scheduler:
         return Progress(generation, new, generation.finish_reason)
 
 
-def _token(id_: int, row: int, step: int, probabilities: Probabilities | None, request: GenerationRequest) -> Token:
-    if probabilities is None or request.alternatives is None:
-        return Token(id_)
-    likeliest = zip(probabilities.tokens[row, step].tolist(), probabilities.likeliest[row, step].tolist(), strict=True)
-    return Token(id_, float(probabilities.chosen[row, step]), tuple(likeliest)[: request.alternatives])
+def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int], alternatives: int) -> Token:
+    """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
+    likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
+    return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])
+
+
+def _rope_offset(row: Row) -> int:
+    pictures = None if row.generation is None else row.generation.request.pictures
+    return 0 if pictures is None else pictures.offset

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,16 @@ from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
 from meshtune.data.loader import pack
+from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import (
+    Pictures,
     Probabilities,
     empty_layers,
+    encode,
     length_bucket,
     log_probabilities,
     move_rows,
+    pad_patches,
     read_tokens,
 )
 from meshtune.generate.request import Token
@@ -42,10 +47,12 @@ SMALLEST_SAVING = 24  # tokens that a shared node must save: each one is one mor
 
 @dataclasses.dataclass(frozen=True)
 class TargetText:
-    """A text as token ids; those from index `first` on are its targets. The first token cannot be one."""
+    """A text as token ids, with its pictures; those from index `first` on are its targets. The first token cannot be
+    one."""
 
     ids: tuple[int, ...]
     first: int = 1
+    pictures: PromptPictures | None = None
 
     def __post_init__(self):
         assert 0 < self.first < len(self.ids), f"{len(self.ids)} tokens, targets from {self.first}"
@@ -88,13 +95,15 @@ class _Branch:
 
 
 def prefix_tree(texts: Sequence[TargetText], *, shared: bool = True) -> list[Node]:
-    """The roots of the tree of `texts`. The last token of a text is no part of it, for nothing follows.
+    """The roots of the tree of those `texts` that have no pictures. The last token of a text is no part of it, for
+    nothing follows.
 
     A node with children saves at least SMALLEST_SAVING tokens; `shared=False` gives every distinct text a root.
     """
     by_input: dict[tuple[int, ...], list[int]] = {}
     for number, text in enumerate(texts):
-        by_input.setdefault(text.ids[:-1], []).append(number)
+        if text.pictures is None:
+            by_input.setdefault(text.ids[:-1], []).append(number)
     sequences = sorted(by_input)
     roots: list[Node] = []
     branches = [_Branch(0, len(sequences), 0, None, ())] if shared and sequences else []
@@ -345,9 +354,13 @@ def target_log_probs(
     compute = dataclasses.replace(compute, cache=None)
     shared = not any(rope.kind in BY_LENGTH for rope in spec.ropes)
     roots = prefix_tree(texts, shared=shared)
-    tree_pass = _TreePass(params, spec, compute, texts, progress or (lambda done, total: None), _size(roots))
+    pictured = [number for number, text in enumerate(texts) if text.pictures is not None]
+    total = _size(roots) + sum(len(texts[number].ids) - 1 for number in pictured)
+    tree_pass = _TreePass(params, spec, compute, texts, progress or (lambda done, total: None), total)
     tree_pass.packed([node for node in roots if not node.children])
     tree_pass.branches([node for node in roots if node.children])
+    for number in pictured:
+        tree_pass.pictured(number)
     return tree_pass.results
 
 
@@ -382,7 +395,7 @@ class _TreePass:
         progress: Progress,
         total: int,
     ):
-        self._params, self._spec, self._compute = params, spec, compute
+        self._params, self._spec, self._compute, self._texts = params, spec, compute, texts
         self._progress, self._done, self._total = progress, 0, total
         self._at_once = TOKENS.get(jax.default_backend(), OTHER_TOKENS)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
@@ -417,6 +430,31 @@ class _TreePass:
             inputs = (tokens, positions, segments)
             self._answer(_hidden(self._params, *inputs, spec=self._spec, compute=self._compute), queries)
             self._count(sum(len(nodes[number].tokens) for members in group for number in members))
+
+    def pictured(self, number: int) -> None:
+        """Computes a text with pictures, in a row by itself."""
+        text, options = self._texts[number], {"spec": self._spec, "compute": self._compute}
+        assert text.pictures is not None
+        node = Node(np.asarray(text.ids[:-1], np.int32), 0)
+        _ask(self._texts, [number], (node,))
+        count, pictures = len(node.tokens), text.pictures
+
+        def row(values: np.ndarray | None) -> Any:
+            if values is None:
+                return None
+            return np.pad(values, [(0, length_bucket(count) - count), *[(0, 0)] * (values.ndim - 1)])[None]
+
+        features = encode(self._params, *pad_patches(self._spec, *pictures.read(0)), **options)
+        arrays = (pictures.index(0, 0, count), pictures.rope_from(0, count), pictures.reach_from(0, count))
+        positions = np.arange(count, dtype=np.int32)
+        inputs = (
+            row(node.tokens),
+            row(positions),
+            row(np.ones_like(positions)),
+            Pictures((features,), *map(row, arrays)),
+        )
+        self._answer(_hidden(self._params, *inputs, **options), [(0, query) for query in node.queries])
+        self._count(count)
 
     def branches(self, nodes: Sequence[Node], parents: _Parents | None = None) -> None:
         """Computes nodes that go on from rows of a cache (None: from nothing), and all below them."""
@@ -499,11 +537,12 @@ def _hidden(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"],
+    pictures: Pictures = Pictures(),
     *,
     spec: ModelSpec,
     compute: Compute,
 ) -> Array:
-    hidden = forward(params, spec, compute, Inputs(tokens, positions, segments)).hidden
+    hidden = forward(params, spec, compute, pictures.add_to(Inputs(tokens, positions, segments))).hidden
     return hidden.reshape(-1, hidden.shape[-1])
 
 

@@ -7,14 +7,15 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshtune.arrays.tree import Tree
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.errors import UserError, nearest
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import TokenPrompt, insert_pictures, load_picture, split_pictures, text_only
 from meshtune.generate.programs import STEPS
+from meshtune.generate.request import Sampling
 from meshtune.generate.scheduler import Scheduler
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -23,6 +24,8 @@ from meshtune.weights.ends import read_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from meshtune.data.pictures.reader import PictureReader
 
 ROLES = ("system", "user", "assistant", "tool")
 ChatMessage = Mapping[str, object]
@@ -47,7 +50,33 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage]
 
     Raises UserError for a tokenizer without a chat template, messages that are none, and what the template refuses.
     """
+    _check(messages)
     return encoded_chat(tokenizer, chat_text(tokenizer, messages))
+
+
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage], reader: PictureReader | None = None
+) -> TokenPrompt:
+    """The same of a conversation that may have pictures, which `reader` reads for the model; None: it reads text only.
+
+    Raises UserError as `chat_ids`, `load_picture` and `insert_pictures` do.
+    """
+    plain, pictures = split_pictures(messages)
+    if reader is None:
+        if pictures:
+            raise text_only()
+        return TokenPrompt(chat_ids(tokenizer, plain))
+    _check(plain)
+    return picture_prompt(tokenizer, chat_text(tokenizer, plain, reader=reader), pictures, reader)
+
+
+def picture_prompt(
+    tokenizer: PreTrainedTokenizerFast, text: str, pictures: Sequence[object], reader: PictureReader
+) -> TokenPrompt:
+    """A conversation that was rendered, as a prompt with these pictures. Raises UserError as `chat_prompt` does."""
+    names = [f"picture {n}" for n in range(len(pictures))] if len(pictures) > 1 else ["picture"]
+    loaded = [load_picture(reader, picture, where) for picture, where in zip(pictures, names, strict=False)]
+    return insert_pictures(reader, encoded_chat(tokenizer, text), loaded)
 
 
 def chat_text(
@@ -55,11 +84,18 @@ def chat_text(
     messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, object]] = (),
     options: Mapping[str, object] | None = None,
+    reader: PictureReader | None = None,
 ) -> str:
     """A conversation with `tools` as its chat template renders it, ready for the assistant's answer; `options` are
-    variables of the template. Raises UserError as `chat_ids` does."""
-    chat = chat_template(tokenizer)
-    _check(messages)
+    variables of the template, and `reader` reads pictures for the model. The messages have known roles and contents.
+    Raises UserError for the rest as `chat_ids`."""
+    chat = chat_template(tokenizer, reader)
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            "the conversation ends with the assistant's words, so there is nothing to answer",
+            where=f"message {len(messages) - 1}",
+            fix="end with a message of the user",
+        )
     try:
         return chat.render(chat.adapt(messages), tools, generation_prompt=True, options=options)
     except chat.failures as problem:
@@ -77,7 +113,7 @@ def encoded_chat(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return ids
 
 
-def chat_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+def chat_template(tokenizer: PreTrainedTokenizerFast, reader: PictureReader | None = None) -> ChatTemplate:
     """The tokenizer's chat template. Raises UserError if it has none."""
     if not tokenizer.chat_template:
         raise UserError(
@@ -86,12 +122,12 @@ def chat_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
             fix="use generate with plain text (`meshtune generate`, Model.generate('...')), or give a chat_template: "
             "'plain' suits any base model",
         )
-    return _measured_once(tokenizer, str(tokenizer.chat_template))
+    return _measured_once(tokenizer, str(tokenizer.chat_template), reader)
 
 
 @functools.lru_cache(maxsize=8)
-def _measured_once(tokenizer: PreTrainedTokenizerFast, template: str) -> ChatTemplate:
-    return ChatTemplate(tokenizer)
+def _measured_once(tokenizer: PreTrainedTokenizerFast, template: str, reader: PictureReader | None) -> ChatTemplate:
+    return ChatTemplate(tokenizer, reader)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -125,14 +161,8 @@ def _check(messages: Sequence[ChatMessage]) -> None:
         if role not in ROLES:
             hint = nearest(str(role), ROLES)
             raise UserError(f"role {role!r} is unknown", where=where, fix=f"{hint}give one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
+        if not isinstance(message.get("content"), str | list):
             raise UserError("a message needs its words as a string", where=f"{where}, field content")
-    if messages[-1]["role"] == "assistant":
-        raise UserError(
-            "the conversation ends with the assistant's words, so there is nothing to answer",
-            where=f"message {len(messages) - 1}",
-            fix="end with a message of the user",
-        )
 
 
 UNFINISHED = "�"  # what decoding gives for the first bytes of a character whose last are yet to come
@@ -153,19 +183,25 @@ class Detokenizer:
     ):
         self._tokenizer = tokenizer
         self._hidden = special_ids(tokenizer) - visible if visible else None
+        self._ids: list[int] = []
+        self._start, self._shown = 0, 0
+        self.unfinished = False  # whether the newest tokens are the first bytes of a character
+        if before:
+            self._continue(before)
+
+    def _continue(self, before: Sequence[int]) -> None:
         # Not from the middle of a character, which would spoil those that follow it.
         width = CONTEXT
         while width < len(before) and UNFINISHED in self._decode(list(before[-width:])):
             width *= 2
         self._ids = list(before[-width:])
-        self._start, self._shown = 0, len(self._ids)
+        self._shown = len(self._ids)
         for end in range(len(self._ids), max(0, len(self._ids) - CHARACTER), -1):
             if not self._decode(self._ids[:end]).endswith(
                 UNFINISHED
             ):  # a character that the prompt begins is shown whole
                 self._shown = end
                 break
-        self.unfinished = False  # whether the newest tokens are the first bytes of a character
 
     @property
     def unshown(self) -> int:
@@ -315,18 +351,14 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(id_ for id_, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
-def check_stops(strings: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings. Raises UserError for an empty one."""
-    if "" in strings:
-        raise UserError("a stop string is empty", where="stop", fix="leave it out")
-    return tuple(strings)
-
-
 class StopStrings:
-    """Ends a text before the first of some strings; holds back what may be the beginning of one."""
+    """Ends a text before the first of some strings; holds back what may be the beginning of one. Raises UserError for
+    an empty string."""
 
     def __init__(self, strings: Sequence[str]):
-        self._strings, self._held, self.found = check_stops(strings), "", False
+        if "" in strings:
+            raise UserError("a stop string is empty", where="stop", fix="leave it out")
+        self._strings, self._held, self.found = strings, "", False
 
     def push(self, text: str) -> str:
         """The text that is safe to show."""
@@ -356,7 +388,7 @@ def overlap(text: str, string: str) -> int:
 def pieces(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[TokenPrompt],
     sampling: Sampling,
     *,
     max_tokens: int | None,
@@ -371,8 +403,16 @@ def pieces(
     `continued` writes the answer as the prompt's continuation, else as a text that begins (a turn of a chat).
     Raises UserError as Engine.run and StopStrings do, before anything is computed.
     """
-    run = engine.run(prompts, sampling, max_tokens=max_tokens, stop_ids=stop_ids, steps=steps, scheduler=scheduler)
-    rows = [(Detokenizer(tokenizer, prompt if continued else ()), StopStrings(stop)) for prompt in prompts]
+    run = engine.run(
+        [prompt.ids for prompt in prompts],
+        sampling,
+        max_tokens=max_tokens,
+        stop_ids=stop_ids,
+        pictures=[prompt.pictures for prompt in prompts],
+        steps=steps,
+        scheduler=scheduler,
+    )
+    rows = [(Detokenizer(tokenizer, prompt.ids if continued else ()), StopStrings(stop)) for prompt in prompts]
 
     def texts() -> Iterator[list[str]]:
         for piece in run:
@@ -391,7 +431,7 @@ def sample(
     spec: ModelSpec,
     compute: Compute,
     tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
+    prompts: Sequence[Any],
     *,
     chat: bool,
     system: str | None = None,
@@ -399,8 +439,9 @@ def sample(
     temperature: float = 0.0,
     seed: int = 0,
     stop_ids: frozenset[int] = frozenset(),
+    reader: PictureReader | None = None,
 ) -> list[str]:
-    """Generates the answers to `prompts` (`chat`: messages of a user) or their continuations.
+    """Generates the answers to `prompts` (`chat`: messages of a user, or their content parts) or their continuations.
 
     `params` is the whole tree, adapters in place; nothing of it is copied. The same prompts compile once a process,
     whatever the parameters' values. max_tokens is cut to what the context has room for. `stop_ids` end a text,
@@ -414,17 +455,23 @@ def sample(
     strings: tuple[str, ...] = ()
     if chat:
         before = [{"role": "system", "content": system}] if system else []
-        ids = [chat_ids(tokenizer, [*before, {"role": "user", "content": prompt}]) for prompt in prompts]
+        read = [chat_prompt(tokenizer, [*before, {"role": "user", "content": prompt}], reader) for prompt in prompts]
         turn_ids, strings = turn_end(tokenizer)
         stop_ids |= turn_ids
     else:
-        ids = [continuation_ids(tokenizer, prompt) for prompt in prompts]
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise UserError(
+                "a prompt has parts, and the model is tuned on text without a chat template",
+                where="sample.prompts",
+                fix="write it as text",
+            )
+        read = [TokenPrompt(continuation_ids(tokenizer, prompt)) for prompt in prompts]
     engine = Engine(params, spec, compute, stop_ids)
-    room = engine.context - max(map(len, ids))
+    room = engine.context - max(len(prompt.ids) for prompt in read)
     rows = pieces(
         engine,
         tokenizer,
-        ids,
+        read,
         Sampling(temperature=temperature, seed=seed),
         max_tokens=max(1, min(max_tokens, room)),
         stop=strings,

@@ -1,4 +1,5 @@
-"""The parameters that an engine computes with: replaced in one place, and laid out for decoding on a CPU.
+"""What the devices hold: the parameters that an engine computes with, replaced in one place and laid out for decoding
+on a CPU, and the caches of its batches.
 
 A decode step of few rows reads every weight once, so the memory's bandwidth bounds it. Two things keep XLA for CPUs
 away from that bound. A scan over stacked layers copies each layer's slice before it computes with it, so each layer's
@@ -9,10 +10,11 @@ rows, so matrices lie in tiles that are each read from end to end (model.tiled);
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,15 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.costs.decoding import COPIED_SHARE, LEAST_COPIED
 from meshtune.errors import UserError
-from meshtune.generate.programs import head_scale
+from meshtune.generate import programs
+from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Pictures, by_long_factors, head_scale
 from meshtune.model.compute import Compute
 from meshtune.model.linear import TiledWeight
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.weight import QuantisedWeight
+
+if TYPE_CHECKING:
+    from meshtune.generate.driver import Driver
 
 PRODUCTS = (LoRA, MultiLoRA)  # adapters that add to the weight's product, and do not read the weight themselves
 
@@ -220,3 +226,122 @@ def _head(params: Tree, spec: ModelSpec) -> Tree:
         return {}
     weight = params["embed"]["weight"] if spec.tied and "weight" not in head else head["weight"]
     return {"head": head | {"weight": _tiled(weight)}}
+
+
+Numbers = Int[np.ndarray, "n"]
+R = TypeVar("R")
+
+
+def _announce_call(method: Callable[..., R]) -> Callable[..., R]:
+    """The method, announced to other processes before it computes; its arguments are given by name."""
+
+    @functools.wraps(method)
+    def call(self: BatchCaches, **arguments: Any) -> R:
+        message = {"batch": self.number, "call": method.__name__}
+        with contextlib.nullcontext() if self.driver is None else self.driver.announce(message, arguments):
+            result = method(self, **arguments)
+            if jax.process_count() > 1 and jax.default_backend() == "cpu":
+                jax.block_until_ready(self.layers)  # JAX's Gloo mixes up the messages of two programs at once
+            return result
+
+    return call
+
+
+class BatchCaches:
+    """The caches and token counts of the rows of one batch, changed by the compiled programs.
+
+    Everything else that a step needs comes from the host as small arguments, so that several processes which are told
+    the same arguments in the same order run the same programs. With a `driver` every call is announced to the other
+    processes that share this model, number `model` of theirs.
+    """
+
+    def __init__(
+        self, weights: Weights, spec: ModelSpec, compute: Compute, driver: Driver | None = None, model: int = 0
+    ):
+        self.weights, self._spec, self._compute = weights, spec, compute
+        self.driver = driver
+        self.number = 0 if driver is None else driver.new_batch(self, model)
+        self.layers: dict[str, Tree] = {}
+        self.counts: Counts | None = None
+        self.features: dict[int, Tree] = {}
+
+    @_announce_call
+    def create(self, rows: int, slots: int) -> None:
+        """Makes empty caches of `rows` rows of `slots` tokens."""
+        self.layers = programs.empty_layers(self._spec, self._compute, rows, slots)
+
+    @_announce_call
+    def move(self, source: Numbers, slots: int) -> None:
+        """Keeps the caches of the rows `source` only, in this order, with room for `slots` tokens."""
+        self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
+
+    @_announce_call
+    def copy(self, source: Numbers, target: Numbers) -> None:
+        """Copies the caches of rows `source` to rows `target` (beyond the end: nowhere)."""
+        self.layers = programs.copy_rows(self.layers, source, target)
+
+    @_announce_call
+    def read(
+        self,
+        tokens: np.ndarray,
+        count: Numbers,
+        target: Numbers,
+        adapters: np.ndarray | None,
+        long: bool,
+        source: Numbers | None = None,
+        length: Numbers | None = None,
+        visual: np.ndarray | None = None,
+        pictures_of: Numbers | None = None,
+        rope_positions: np.ndarray | None = None,
+        reach: np.ndarray | None = None,
+    ) -> None:
+        """See programs.read; `long`: the texts are longer than the original context (generate.long_context). `visual`
+        indexes the features of the rows `pictures_of`."""
+        options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
+        arrays = (tokens, count, target, source, length)
+        features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
+        pictures = Pictures(features, visual, rope_positions, reach)
+        self.layers = programs.read(self.weights.reading, self.layers, *arrays, pictures, adapters=adapters, **options)
+
+    @_announce_call
+    def encode(
+        self, row: int, patches: np.ndarray, segments: Numbers, grid: np.ndarray, adapters: np.ndarray | None
+    ) -> int:
+        """Computes the features of the pictures of a row's request; returns the places for features."""
+        arrays = programs.pad_patches(self._spec, patches, segments, grid)
+        self.features[row] = programs.encode(
+            self.weights.reading, *arrays, spec=self._spec, compute=self._compute, adapters=adapters
+        )
+        return jax.tree.leaves(self.features[row])[0].shape[1]
+
+    @_announce_call
+    def forget(self, rows: Numbers) -> None:
+        """Frees the features of the pictures of these rows' requests."""
+        for row in rows:
+            self.features.pop(int(row), None)
+
+    def holds_every_token(self, slots: int) -> bool:
+        """See programs.holds_every_token, of these caches with `slots` tokens a row."""
+        return programs.holds_every_token(self._spec, self._compute, slots)
+
+    @_announce_call
+    def count(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> None:
+        """Counts the tokens of all rows, those of prompts and those generated since."""
+        in_prompt: Any = np.zeros((len(prompts), vocab), bool)
+        times: Any = np.zeros((len(prompts), vocab), np.int32)
+        for row, (prompt, ids) in enumerate(zip(prompts, generated, strict=True)):
+            in_prompt[row, list(prompt)] = True
+            np.add.at(times[row], list(ids), 1)
+        self.counts = Counts(in_prompt, times)
+
+    @_announce_call
+    def decode(self, feed: Feed, knobs: Knobs, steps: int, leave: bool, **options: Any) -> Decoded:
+        """See programs.decode; `options` are its switches, alternatives and adapters. `count` comes before where the
+        switches need counts."""
+        counts = Counts.empty(feed.token.shape[0]) if self.counts is None else self.counts
+        arrays = (feed, knobs, np.int32(steps), np.bool_(leave))
+        options |= {"spec": self._spec, "compute": self._compute}
+        self.layers, self.counts, decoded = programs.decode(
+            self.weights.decoding, self.layers, counts, *arrays, **options
+        )
+        return decoded

@@ -40,6 +40,17 @@ class Chip:
         match = re.fullmatch(r"sm_(\d+)(\d)", self.arch)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether its matrix units multiply bfloat16.
+
+        NVIDIA: since Ampere (CUDA programming guide, table of technical specifications); AMD: since gfx908 and gfx11
+        (their instruction set references).
+        """
+        if self.vendor == "nvidia":
+            return self.capability >= (8, 0)
+        return not self.arch.startswith(AMD_WITHOUT_MATRIX_UNITS)
+
     def __str__(self) -> str:
         return self.arch or self.vendor or "an unknown chip"
 

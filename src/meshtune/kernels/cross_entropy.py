@@ -57,9 +57,9 @@ class ChunkSchedule(NamedTuple):
         return x[jnp.argsort(self.order[:count])]
 
 
-def flatten_rows(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ..] as [B * T, ..]."""
-    return tuple(jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in arrays)
+def flatten_rows(*trees: PyTree) -> tuple[PyTree, ...]:
+    """Arrays [B, T, ..] as [B * T, ..]."""
+    return jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[2:]), trees)
 
 
 class TargetScores(NamedTuple):
@@ -67,7 +67,7 @@ class TargetScores(NamedTuple):
 
     `correct` [..] says whether the target is the first of the largest logits. `exponentials` [..,V] are
     exp(logits - maximum), with the largest logit `maximum` [..,1], and `total` [..,1] is their sum over the whole
-    vocabulary. `sum_over_vocab` sums over the devices that share the vocabulary, whose size is `vocab_size`.
+    vocabulary. `sum_over_vocab` sums over the devices that share the vocabulary.
     """
 
     losses: jax.Array
@@ -78,7 +78,6 @@ class TargetScores(NamedTuple):
     maximum: jax.Array
     total: jax.Array
     sum_over_vocab: Callable[[jax.Array], jax.Array]
-    vocab_size: int
 
     def entropies(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The entropies [..] in nats of the distributions p that `logits` [..,V] give, and log p [..,V].
@@ -89,15 +88,18 @@ class TargetScores(NamedTuple):
         return -self.sum_over_vocab((self.exponentials / self.total * log_p).sum(-1)), log_p
 
 
+def over_vocab(axis: str | None) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """The maximum and the sum over the devices of a mesh axis that share the vocabulary; None: there is one."""
+    if axis is None:
+        return lambda x: x, lambda x: x
+    return functools.partial(jax.lax.pmax, axis_name=axis), functools.partial(jax.lax.psum, axis_name=axis)
+
+
 def score_targets(logits: jax.Array, targets: jax.Array, vocab_axis: str | None) -> TargetScores:
     """`vocab_axis` is the mesh axis over which the vocabulary of logits [..,V] is sharded, or None."""
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    if vocab_axis is None:
-        max_over_vocab, sum_over_vocab, shards = lambda x: x, lambda x: x, 1
-    else:
-        max_over_vocab = functools.partial(jax.lax.pmax, axis_name=vocab_axis)
-        sum_over_vocab = functools.partial(jax.lax.psum, axis_name=vocab_axis)
-        shards = jax.lax.axis_size(vocab_axis)
+    max_over_vocab, sum_over_vocab = over_vocab(vocab_axis)
+    if vocab_axis is not None:
         ids = ids + (jax.lax.axis_index(vocab_axis) * logits.shape[-1]).astype(ids.dtype)
     maximum = max_over_vocab(logits.max(-1, keepdims=True))
     exponentials = jnp.exp(logits - maximum)
@@ -108,10 +110,7 @@ def score_targets(logits: jax.Array, targets: jax.Array, vocab_axis: str | None)
     # What argmax == targets says, of which compilers for CPUs make a reduction that takes several times as long.
     largest_before = max_over_vocab(jnp.where(ids < targets[..., None], logits, -jnp.inf).max(-1))
     correct = (target_logits == maximum[..., 0]) & (largest_before < target_logits)
-    vocab_size = shards * logits.shape[-1]
-    return TargetScores(
-        losses, target_logits, correct, is_target, exponentials, maximum, total, sum_over_vocab, vocab_size
-    )
+    return TargetScores(losses, target_logits, correct, is_target, exponentials, maximum, total, sum_over_vocab)
 
 
 # What a result is: "sum" (a scalar), "token" (a number per position), "hidden" (like the hidden states), or ("head", n)
@@ -217,10 +216,10 @@ def cross_entropy(
     predicted distributions is added to the loss.
     Raises: ValueError if the weights are differentiated.
     """
-    terms = Terms(smoothing, by_probability, entropies=entropy_weights is not None)
+    score = functools.partial(_score_chunk, terms=Terms(smoothing, by_probability, entropy_weights is not None))
     if entropy_weights is not None:
         weights = jnp.stack([weights, entropy_weights], axis=-1)
-    return _cross_entropy(head, min(chunk, hidden.shape[1]), sharding, terms, head_params, hidden, targets, weights)
+    return chunked_sums(head, score, min(chunk, hidden.shape[1]), sharding, head_params, hidden, targets, weights)
 
 
 class Terms(NamedTuple):
@@ -234,122 +233,132 @@ class Terms(NamedTuple):
     entropies: bool = False
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _cross_entropy(
-    head: Head, chunk: int, sharding: LossSharding | None, terms: Terms, head_params, hidden, targets, weights
-):
-    leaves, treedef = jax.tree.flatten(head_params)
+def _score_chunk(
+    vocab_axis: str | None, _: PyTree, logits: jax.Array, targets: jax.Array, weights: jax.Array, *, terms: Terms
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The weighted sums of losses and of correct predictions over a chunk, and the gradient of the former with respect
+    to the logits [..,V], whose vocabulary may be sharded over `vocab_axis`."""
+    scores, loss_weights = score_targets(logits, targets, vocab_axis), weights[..., 0] if terms.entropies else weights
+    correct, losses = (loss_weights * scores.correct).sum(), scores.losses
+    if terms.by_probability:
+        loss_weights = loss_weights * jnp.exp(-losses)
+    probabilities = scores.exponentials / scores.total
+    if terms.smoothing:
+        losses, d_logits = _smooth(terms.smoothing, scores, logits, probabilities, vocab_axis)
+    else:
+        d_logits = jnp.where(scores.is_target, probabilities - 1.0, probabilities)
+    # A product alone would turn an infinite loss of weight 0 into NaN.
+    loss, d_loss = jnp.where(loss_weights != 0.0, losses * loss_weights, 0.0).sum(), d_logits * loss_weights[..., None]
+    if terms.entropies:
+        entropy_loss, d_entropy_loss = _weigh_entropies(scores, logits, probabilities, weights[..., 1])
+        loss, d_loss = loss + entropy_loss, d_loss + d_entropy_loss
+    return loss, correct, d_loss
 
-    def local_sums(vocab_axis, leaves, hidden, targets, weights):
-        size = chunk * weights.shape[0]
-        hidden, targets, weights = flatten_rows(hidden, targets, weights)
+
+def _smooth(
+    smoothing: float, scores: TargetScores, logits: jax.Array, probabilities: jax.Array, vocab_axis: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """The losses with label smoothing, and their gradients."""
+    vocab_size = logits.shape[-1] * (1 if vocab_axis is None else jax.lax.axis_size(vocab_axis))
+    logits_sum = scores.sum_over_vocab(logits.sum(-1))
+    losses = scores.losses + smoothing * (scores.target_logits - logits_sum / vocab_size)
+    return losses, probabilities - jnp.where(scores.is_target, 1.0 - smoothing, 0.0) - smoothing / vocab_size
+
+
+def _weigh_entropies(
+    scores: TargetScores, logits: jax.Array, probabilities: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of the entropies, and its gradient."""
+    entropies, log_p = scores.entropies(logits)
+    gradient = -probabilities * (log_p + entropies[..., None]) * weights[..., None]
+    return jnp.where(weights != 0.0, entropies * weights, 0.0).sum(), gradient
+
+
+# (vocab axis, head params, logits of a chunk [..,V], its part of `other`, its weights) -> (the weighted sum of its
+# losses, another sum, the gradient of the first with respect to the logits).
+Score = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def chunked_sums(
+    head: Head, score: Score, chunk: int, sharding: LossSharding | None, head_params, hidden, other, weights
+) -> tuple[jax.Array, jax.Array]:
+    """The two sums of `score` over all positions, with the logits of `chunk` positions of each row at a time.
+
+    `other` is what else is known of the positions, arrays [B, T, ..]: their targets, or the hidden states of another
+    model. The first sum has gradients, computed at once: of `hidden` and of the differentiated leaves of `head_params`.
+    """
+    leaves, treedef = jax.tree.flatten(head_params)
+    return _sums_and_gradients(head, score, chunk, sharding, treedef, [], False, leaves, hidden, other, weights)[:2]
+
+
+def _sums_and_gradients(
+    head: Head, score: Score, chunk: int, sharding: LossSharding | None, treedef: Any,
+    trainable: list[int], hidden_grad: bool, leaves: list[jax.Array], *arrays: PyTree,
+):  # fmt: skip
+    """The sums, and the gradients of the first: of the leaves with these numbers, and of hidden (None: of none)."""
+
+    def local_sums_and_grads(vocab_axis, leaves, hidden, other, weights):
+        size, shape = chunk * weights.shape[0], hidden.shape
+        hidden, other, weights = flatten_rows(hidden, other, weights)
         schedule, params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, leaves)
 
-        def add_chunk(c, sums):
-            positions, chunk_weights = schedule.chunk(c, size)
-            logits = head(params, hidden[positions])
-            loss, correct, _ = _chunk_sums(logits, targets[positions], chunk_weights, vocab_axis, terms)
-            return sums[0] + loss, sums[1] + correct
-
-        return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
-
-    return run_over_mesh(local_sums, sharding, ("sum", "sum"), leaves, hidden, targets, weights)
-
-
-def _cross_entropy_forward(
-    head: Head, chunk: int, sharding: LossSharding | None, terms: Terms, head_params, hidden, targets, weights
-):
-    """The sums, and the gradients of the loss: of hidden and of the differentiated leaves (None for the others)."""
-    if weights.perturbed:
-        raise ValueError("the weights of a cross-entropy are data: they cannot be differentiated")
-    leaves, treedef = jax.tree.flatten(head_params)
-    trainable = [n for n, leaf in enumerate(leaves) if leaf.perturbed]
-    hidden_grad = hidden.perturbed
-
-    def local_sums_and_grads(vocab_axis, values, hidden, targets, weights):
-        size, shape = chunk * weights.shape[0], hidden.shape
-        hidden, targets, weights = flatten_rows(hidden, targets, weights)
-        schedule = ChunkSchedule.of(weights, size)
-
         def logits_of(variables):
-            params = list(values)
-            for n, value in zip(trainable, variables["params"], strict=True):
-                params[n] = value
-            return head(jax.tree.unflatten(treedef, params), variables["hidden"])
+            trained = dict(zip(trainable, variables["params"], strict=True))
+            merged = [trained.get(n, leaf) for n, leaf in enumerate(leaves)]
+            return head(jax.tree.unflatten(treedef, merged), variables["hidden"])
 
         def add_chunk(c, running):
-            loss, correct, d_params, d_hidden = running
+            loss, count, d_params, d_hidden = running
             positions, chunk_weights = schedule.chunk(c, size)
-            h = hidden[positions]
-            variables = {"params": [values[n] for n in trainable]} | ({"hidden": h} if hidden_grad else {})
+            h, known = jax.tree.map(lambda x: x[positions], (hidden, other))
+            variables = {"params": [leaves[n] for n in trainable]} | ({"hidden": h} if hidden_grad else {})
             logits, vjp = jax.vjp(lambda variables: logits_of({"hidden": h} | variables), variables)
-            chunk_loss, chunk_correct, d_logits = _chunk_sums(
-                logits, targets[positions], chunk_weights, vocab_axis, terms
-            )
+            chunk_loss, chunk_count, d_logits = score(vocab_axis, params, logits, known, chunk_weights)
             (grads,) = vjp(d_logits)
             d_params = [total + grad.astype(total.dtype) for total, grad in zip(d_params, grads["params"], strict=True)]
             if hidden_grad:
                 d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, grads["hidden"], c * size, axis=0)
-            return loss + chunk_loss, correct + chunk_correct, d_params, d_hidden
+            return loss + chunk_loss, count + chunk_count, d_params, d_hidden
 
         # The gradient of a bfloat16 head is accumulated over the chunks in float32.
-        zero_grads = [jnp.zeros(values[n].shape, jnp.promote_types(values[n].dtype, jnp.float32)) for n in trainable]
+        zero_grads = [jnp.zeros(leaves[n].shape, jnp.promote_types(leaves[n].dtype, jnp.float32)) for n in trainable]
         zero_hidden = jnp.zeros((schedule.order.shape[0], shape[2]), hidden.dtype) if hidden_grad else None
         zeros = jnp.float32(0.0), jnp.float32(0.0), zero_grads, zero_hidden
-        loss, correct, d_params, d_hidden = jax.lax.fori_loop(0, schedule.count, add_chunk, zeros)
+        loss, count, d_params, d_hidden = jax.lax.fori_loop(0, schedule.count, add_chunk, zeros)
         if hidden_grad:
             d_hidden = schedule.unsort(d_hidden, weights.shape[0]).reshape(shape)
-        return loss, correct, d_params, d_hidden
+        return loss, count, d_params, d_hidden
 
-    values = [leaf.value for leaf in leaves]
     results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
-    arguments = values, hidden.value, targets.value, weights.value
-    loss, correct, d_params, d_hidden = run_over_mesh(local_sums_and_grads, sharding, results, *arguments)
-    d_leaves: list[jax.Array | None] = [None] * len(leaves)
-    for n, grad in zip(trainable, d_params, strict=True):
-        d_leaves[n] = grad.astype(values[n].dtype)
-    return (loss, correct), (jax.tree.unflatten(treedef, d_leaves), d_hidden)
+    return run_over_mesh(local_sums_and_grads, sharding, results, leaves, *arrays)
 
 
-def _cross_entropy_backward(head: Head, chunk: int, sharding: LossSharding | None, terms: Terms, grads, cotangents):
-    d_loss = cotangents[0]  # the other cotangent is irrelevant: the number of correct predictions has no gradient
+def _sums_forward(
+    head: Head, score: Score, chunk: int, sharding: LossSharding | None, head_params, hidden, other, weights
+):
+    """The sums, and the gradients of the first: of hidden and of the differentiated leaves (None for the others)."""
+    if weights.perturbed:
+        raise ValueError("the weights of a cross-entropy are data: they cannot be differentiated")
+    leaves, treedef = jax.tree.flatten(head_params)
+    trainable, values = [n for n, leaf in enumerate(leaves) if leaf.perturbed], [leaf.value for leaf in leaves]
+    arrays = values, hidden.value, jax.tree.map(lambda leaf: leaf.value, other), weights.value
+    loss, count, d_params, d_hidden = _sums_and_gradients(
+        head, score, chunk, sharding, treedef, trainable, hidden.perturbed, *arrays
+    )
+    d_leaves = {n: grad.astype(values[n].dtype) for n, grad in zip(trainable, d_params, strict=True)}
+    return (loss, count), (jax.tree.unflatten(treedef, [d_leaves.get(n) for n in range(len(leaves))]), d_hidden)
+
+
+def _sums_backward(head: Head, score: Score, chunk: int, sharding: LossSharding | None, grads, cotangents):
+    d_loss = cotangents[0]  # the other cotangent is irrelevant: that sum has no gradient
     if isinstance(d_loss, SymbolicZero):
         d_loss = jnp.float32(0.0)
     d_params, d_hidden = jax.tree.map(lambda x: (x * d_loss).astype(x.dtype), grads)
     return d_params, d_hidden, None, None
 
 
-_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward, symbolic_zeros=True)
-
-
-def _chunk_sums(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_axis: str | None, terms: Terms
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The weighted sums of losses and of correct predictions over a chunk, and the gradient of the former with respect
-    to the logits [..,V], whose vocabulary may be sharded over `vocab_axis`."""
-    scores = score_targets(logits, targets, vocab_axis)
-    losses, d_logits = scores.losses, scores.exponentials / scores.total
-    entropy_loss, d_entropy_loss = jnp.float32(0.0), None
-    if terms.entropies:
-        weights, entropy_weights = weights[..., 0], weights[..., 1]
-        entropies, log_p = scores.entropies(logits)
-        entropy_loss = jnp.where(entropy_weights != 0.0, entropies * entropy_weights, 0.0).sum()
-        d_entropy_loss = -d_logits * (log_p + entropies[..., None]) * entropy_weights[..., None]
-    correct = (weights * scores.correct).sum()
-    if terms.by_probability:
-        weights = weights * jnp.exp(-losses)
-    if smoothing := terms.smoothing:
-        logits_sum = scores.sum_over_vocab(logits.sum(-1))
-        losses = losses + smoothing * (scores.target_logits - logits_sum / scores.vocab_size)
-        d_logits = d_logits - jnp.where(scores.is_target, 1.0 - smoothing, 0.0) - smoothing / scores.vocab_size
-    else:
-        d_logits = jnp.where(scores.is_target, d_logits - 1.0, d_logits)
-    # A product alone would turn an infinite loss of weight 0 into NaN.
-    loss = jnp.where(weights != 0.0, losses * weights, 0.0).sum()
-    d_loss = d_logits * weights[..., None]
-    return (
-        (loss, correct, d_loss) if d_entropy_loss is None else (loss + entropy_loss, correct, d_loss + d_entropy_loss)
-    )
+chunked_sums.defvjp(_sums_forward, _sums_backward, symbolic_zeros=True)
 
 
 def log_probs(

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, PyTree
 
-from meshtune.kernels.cross_entropy import ChunkSchedule, Head, LossSharding, flatten_rows, run_over_mesh
+from meshtune.kernels.cross_entropy import Head, LossSharding, chunked_sums
 
 
 def divergence(
@@ -34,87 +33,30 @@ def divergence(
     model exist at a time. `student` and the differentiated leaves of `student_head` get gradients, the teacher none.
     `sharding` is that of the leaves of both heads, the student's first, which split the vocabulary alike.
     """
+    teacher_head, teacher = jax.lax.stop_gradient((teacher_head, teacher))
+
+    def head(params: tuple[PyTree, PyTree], hidden: jax.Array) -> jax.Array:
+        return heads[0](params[0], hidden)
+
+    score = functools.partial(_score_chunk, teacher_head=heads[1], beta=beta)
     size = min(chunk, student.shape[1])
-    return _divergence(heads, beta, size, sharding, student_head, teacher_head, student, teacher, weights)
+    return chunked_sums(head, score, size, sharding, (student_head, teacher_head), student, teacher, weights)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _divergence(heads, beta, chunk, sharding, student_head, teacher_head, student, teacher, weights):
-    leaves, treedef = jax.tree.flatten((student_head, teacher_head))
-
-    def local_sums(vocab_axis, leaves, student, teacher, weights):
-        size = chunk * weights.shape[0]
-        student, teacher, weights = flatten_rows(student, teacher, weights)
-        schedule, params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, leaves)
-
-        def add_chunk(c, sums):
-            positions, chunk_weights = schedule.chunk(c, size)
-            logits = heads[0](params[0], student[positions]), heads[1](params[1], teacher[positions])
-            loss, equal = _compare(*logits, vocab_axis, beta).sums(chunk_weights)
-            return sums[0] + loss, sums[1] + equal
-
-        return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
-
-    return run_over_mesh(local_sums, sharding, ("sum", "sum"), leaves, student, teacher, weights)
-
-
-def _forward(heads, beta, chunk, sharding, student_head, teacher_head, student, teacher, weights):
-    """The sums, and the first one's gradients: of the student's hidden states and its head's differentiated leaves."""
-    assert not any(leaf.perturbed for leaf in jax.tree.leaves((teacher, teacher_head))), "the teacher is frozen"
-    assert not weights.perturbed, "the weights are data"
-    leaves, treedef = jax.tree.flatten((student_head, teacher_head))
-    trainable = [n for n, leaf in enumerate(leaves) if leaf.perturbed]
-    hidden_grad = student.perturbed
-
-    def local_sums_and_grads(vocab_axis, values, student, teacher, weights):
-        size, shape = chunk * weights.shape[0], student.shape
-        student, teacher, weights = flatten_rows(student, teacher, weights)
-        schedule, teacher_params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, values)[1]
-
-        def logits_of(trained, hidden):
-            params = list(values)
-            for n, value in zip(trainable, trained, strict=True):
-                params[n] = value
-            return heads[0](jax.tree.unflatten(treedef, params)[0], hidden)
-
-        def add_chunk(c, running):
-            loss, equal, d_params, d_hidden = running
-            positions, chunk_weights = schedule.chunk(c, size)
-            logits, vjp = jax.vjp(logits_of, [values[n] for n in trainable], student[positions])
-            compared = _compare(logits, heads[1](teacher_params, teacher[positions]), vocab_axis, beta)
-            trained_grads, hidden_grads = vjp(compared.gradients * chunk_weights[..., None])
-            d_params = [total + grad.astype(total.dtype) for total, grad in zip(d_params, trained_grads, strict=True)]
-            if hidden_grad:
-                d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, hidden_grads, c * size, axis=0)
-            chunk_loss, chunk_equal = compared.sums(chunk_weights)
-            return loss + chunk_loss, equal + chunk_equal, d_params, d_hidden
-
-        # The gradient of a bfloat16 head is accumulated over the chunks in float32.
-        zero_grads = [jnp.zeros(values[n].shape, jnp.promote_types(values[n].dtype, jnp.float32)) for n in trainable]
-        zero_hidden = jnp.zeros((schedule.order.shape[0], shape[2]), student.dtype) if hidden_grad else None
-        zeros = jnp.float32(0.0), jnp.float32(0.0), zero_grads, zero_hidden
-        loss, equal, d_params, d_hidden = jax.lax.fori_loop(0, schedule.count, add_chunk, zeros)
-        if hidden_grad:
-            d_hidden = schedule.unsort(d_hidden, weights.shape[0]).reshape(shape)
-        return loss, equal, d_params, d_hidden
-
-    values = [leaf.value for leaf in leaves]
-    results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
-    arguments = values, student.value, teacher.value, weights.value
-    loss, equal, d_params, d_hidden = run_over_mesh(local_sums_and_grads, sharding, results, *arguments)
-    d_leaves: list[jax.Array | None] = [None] * len(leaves)
-    for n, grad in zip(trainable, d_params, strict=True):
-        d_leaves[n] = grad.astype(values[n].dtype)
-    return (loss, equal), (*jax.tree.unflatten(treedef, d_leaves), d_hidden)
-
-
-def _backward(heads, beta, chunk, sharding, grads, cotangents):
-    d_loss = jnp.float32(0.0) if isinstance(cotangents[0], SymbolicZero) else cotangents[0]
-    d_student_head, d_teacher_head, d_hidden = jax.tree.map(lambda x: (x * d_loss).astype(x.dtype), grads)
-    return d_student_head, d_teacher_head, d_hidden, None, None
-
-
-_divergence.defvjp(_forward, _backward, symbolic_zeros=True)
+def _score_chunk(
+    vocab_axis: str | None,
+    params: tuple[PyTree, PyTree],
+    logits: jax.Array,
+    teacher: jax.Array,
+    weights: jax.Array,
+    *,
+    teacher_head: Head,
+    beta: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The weighted sums of the divergences and of equal predictions of a chunk, and the gradient of the former with
+    respect to the student's logits [N, V]."""
+    compared = _compare(logits, teacher_head(params[1], teacher), vocab_axis, beta)
+    return *compared.sums(weights), compared.gradients * weights[..., None]
 
 
 class Compared(NamedTuple):

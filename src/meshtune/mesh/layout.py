@@ -40,6 +40,10 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("slots", ()),
     ("units", ()),
     ("segments", ()),
+    ("patches", ()),
+    ("pixels", ()),
+    ("grid", ()),
+    ("axes", ()),
     ("layers", ()),
     ("whole", ()),
 )

@@ -62,36 +62,30 @@ def attend(
     compute: Compute,
     *,
     chunk: int | None = None,
+    reaches: bool = False,
     **options: Any,
 ) -> Float[Array, "B T H h"]:
     """Attention of the tokens `rows` to those of `past`, None for themselves.
 
-    With `chunk` a token sees only its own part of its document, each of that many tokens. `options` are arguments of
-    the kernels: scale, window, softcap, causal, slopes, sinks, caches.
+    With `reaches` tokens see as far as rows.reach, where there is one. With `chunk` a token sees only its own part of
+    its document, each of that many tokens. `options` are arguments of the kernels: scale, window, softcap, causal,
+    slopes, sinks, caches.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
-    q_segments, q_parents = rows.segment_ids, rows.parent_ids
+    positions = {"q_positions": rows.positions, "kv_positions": kv_positions}
+    segments = {"q_segments": rows.segment_ids, "kv_segments": kv_segments, "q_parents": rows.parent_ids}
     if chunk is not None:
-        q_segments = chunked_segment_ids(rows.positions, q_segments, chunk)
-        q_parents = None if q_parents is None else chunked_segment_ids(rows.positions, q_parents, chunk)
-        kv_segments = chunked_segment_ids(kv_positions, kv_segments, chunk)
-    return attention(
-        q,
-        k.astype(q.dtype),
-        v.astype(q.dtype),
-        q_positions=rows.positions,
-        kv_positions=kv_positions,
-        q_segments=q_segments,
-        kv_segments=kv_segments,
-        q_parents=q_parents,
-        backend=compute.attention,
-        aligned=past is None and options.get("causal", True),
-        sharding=None if compute.layout is None else compute.layout.attention_sharding(),
-        platform=compute.platform,
-        chip=compute.chip,
-        packed=compute.packed or chunk is not None,
-        **options,
-    )
+        by_tokens = {name: positions["kv_positions" if name == "kv_segments" else "q_positions"] for name in segments}
+        segments = {
+            name: None if ids is None else chunked_segment_ids(by_tokens[name], ids, chunk)
+            for name, ids in segments.items()
+        }
+    reach = rows.reach if reaches else None
+    options |= {"aligned": past is None and options.get("causal", True) and reach is None, "q_reach": reach}
+    options |= {"packed": compute.packed or chunk is not None}
+    sharding = None if compute.layout is None else compute.layout.attention_sharding()
+    devices = {"backend": compute.attention, "platform": compute.platform, "chip": compute.chip, "sharding": sharding}
+    return attention(q, k.astype(q.dtype), v.astype(q.dtype), **positions, **segments, **devices, **options)
 
 
 def recall(
@@ -154,7 +148,7 @@ def kernel_request(
         chip=compute.chip,
         packed=compute.packed or chunk is not None,
         parents=compute.shared_prompts,
-        aligned=q_length == kv_length and options.get("causal", True),
+        aligned=q_length == kv_length and options.get("causal", True) and not options.get("reaches", False),
         **options,
     )
 
@@ -214,7 +208,8 @@ class AttentionSpec(Mixer):
     splits the rows, gives every device whole heads. With `v_of_k` values are the result of the keys' projection,
     neither normalised nor rotated as keys are; `v_norm` normalises values. A layer `stores` its keys and values under a
     name for later layers, each of which `reads` them in place of computing keys and values, and has a cache of none.
-    With `causal` False tokens see the later ones of their segment too, as in a vision tower.
+    With `causal` False tokens see the later ones of their segment too, as in a vision tower, and with `windowed` those
+    of their window of a picture only. With `reaches` tokens of a picture in the text see each other both ways.
     """
 
     heads: int
@@ -241,6 +236,8 @@ class AttentionSpec(Mixer):
     stores: str | None = None
     reads: str | None = None
     causal: bool = True
+    windowed: bool = False
+    reaches: bool = False
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
@@ -304,19 +301,13 @@ class AttentionSpec(Mixer):
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
-        mixed = attend(
-            qkv["q"],
-            qkv["k"],
-            qkv["v"],
-            context.sequences,
-            past,
-            context.compute,
-            chunk=self.chunk,
-            slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
-            sinks=node["sinks"]["weight"] if self.sinks else None,
-            caches=caches,
-            **self._score_options(),
-        )
+        rows = context.sequences
+        if self.windowed:
+            assert rows.windows is not None, "rows of a tower with windows"
+            rows = dataclasses.replace(rows, segment_ids=rows.windows)
+        options = self._score_options() | (self._score_arrays(node) if self.alibi is not None or self.sinks else {})
+        options |= {"chunk": self.chunk, "caches": caches}
+        mixed = attend(qkv["q"], qkv["k"], qkv["v"], rows, past, context.compute, **options)
         if self.gate is not None:
             mixed = mixed * jax.nn.sigmoid(qkv["gate"].astype(jnp.float32)).astype(mixed.dtype)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
@@ -381,7 +372,17 @@ class AttentionSpec(Mixer):
     def _score_options(self) -> dict[str, Any]:
         """Options of scores, for the kernel that runs and for the request that is asked about."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return {"scale": scale, "window": self.window, "softcap": self.softcap, "causal": self.causal}
+        return {
+            "scale": scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "causal": self.causal,
+            "reaches": self.reaches,
+        }
+
+    def _score_arrays(self, node: Tree) -> dict[str, Array | None]:
+        slopes = None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32)
+        return {"slopes": slopes, "sinks": node["sinks"]["weight"] if self.sinks else None}
 
     def project(self, x: Hidden, node: Tree, context: Context, parts: tuple[str, ...]) -> dict[str, Heads]:
         """Queries "q" [B, T, H, h], keys "k" and values "v" [B, T, K, h] for the kernels; with "q" their gate."""
@@ -393,10 +394,8 @@ class AttentionSpec(Mixer):
             qkv = self._project_gated(x, node, key, parts)
         else:
             qkv = {part: linear(x, node[part], site_key(key, part)).reshape(heads) for part in parts}
-        if "v" in qkv and self.v_norm is not None:
-            qkv["v"] = normalise_heads(self.v_norm, "head", qkv["v"], node.get("v_norm", {}))
-        if "v" in qkv and self.clip is not None:
-            qkv["v"] = jnp.clip(qkv["v"], -self.clip, self.clip)
+        if "v" in qkv and (self.v_norm is not None or self.clip is not None):
+            qkv["v"] = self._limit_values(qkv["v"], node)
         rotated = {part: self._rotate(qkv[part], node, part, context.sequences) for part in ("q", "k") if part in qkv}
         return qkv | rotated
 
@@ -416,6 +415,11 @@ class AttentionSpec(Mixer):
             qkv |= {"gate": heads_of("gate", self.head_dim)} if self.gate == "input" else {}
         qkv |= {part: heads_of(part, self.head_dim) for part in parts if part in self._kv_projections}
         return qkv if "v" not in parts or not self.v_of_k else qkv | {"v": qkv["k"]}
+
+    def _limit_values(self, values: Heads, node: Tree) -> Heads:
+        if self.v_norm is not None:
+            values = normalise_heads(self.v_norm, "head", values, node.get("v_norm", {}))
+        return values if self.clip is None else jnp.clip(values, -self.clip, self.clip)
 
     def _rotate(self, heads: Heads, node: Tree, part: str, rows: SequenceInfo) -> Heads:
         """Rotates queries or keys; normalises and limits them where the model does that."""

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
+from meshtune.lazy import LazyFunction
 from meshtune.model.block import Hidden, Sums, check_side
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
@@ -23,6 +24,8 @@ from meshtune.model.linear import linear
 from meshtune.model.reverse import LayerRunner, layer_functions
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import through_layers
+
+place_pictures = LazyFunction("meshtune.model.vision:place_pictures")
 
 
 def row_scale(weight: Float[Array, "V D"]) -> Float[Array, "V"]:
@@ -59,7 +62,7 @@ def forward(
     With a `cache` the tokens also see what it holds, and are added to it; their positions go on from there. `rng` turns
     adapters' dropout on; `perturb` changes the embeddings.
     """
-    rows, x, side = enter(params, spec, compute, inputs, perturb)
+    rows, x, side = enter(params, spec, compute, inputs, perturb, rng)
     layers: Tree | LayerRunner = params["layers"]
     if isinstance(layers, dict):
         shared = params.get("shared")
@@ -80,29 +83,33 @@ def enter(
     compute: Compute,
     inputs: Inputs,
     perturb: Callable[[Hidden], Hidden] | None = None,
+    rng: Array | None = None,
 ) -> tuple[SequenceInfo, Hidden, Tree]:
     """(what every layer knows of the tokens, what enters the first one in compute.dtype: their embeddings, or several
     streams of them; the side inputs of all layers).
 
-    `perturb` changes the embeddings, and with them what side inputs are computed from. Reads the nodes of params that
-    `ModelSpec.before` names, and no others.
+    `perturb` changes the embeddings, and with them what side inputs are computed from; `rng` turns the dropout of a
+    tower's adapters on. Reads the nodes of params that `ModelSpec.before` names, and no others.
     """
-    rows = sequence_info(inputs, spec.ropes)
+    rows, visual = sequence_info(inputs, spec.ropes), inputs.visual
     x = inputs.embeds
     if x is None:
-        x = embed_tokens(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
+        tokens = inputs.tokens if visual is None else jnp.where(visual.index == 0, inputs.tokens, 0)
+        x = embed_tokens(table(to_device(params["embed"], tokens)), tokens, compute.layout)
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
-        x = x + embed_tokens(
-            table(to_device(params["positions"], inputs.positions)), inputs.positions, compute.layout
-        ).astype(x.dtype)
+        positions = table(to_device(params["positions"], inputs.positions))
+        x = x + embed_tokens(positions, inputs.positions, compute.layout).astype(x.dtype)
     x = x if perturb is None else perturb(x)
-    side = dict(inputs.side or {})
+    side, read = dict(inputs.side or {}), frozenset(name for block in spec.blocks for name in block.side_inputs)
+    if visual is not None:
+        x, seen = place_pictures(params, spec, compute, visual, x, rng)
+        side |= seen
+        read |= side.keys() & {kind.adds for kind in spec.layer_kinds}
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
-    read = frozenset(name for block in spec.blocks for name in block.side_inputs)
     if side or read:
         check_side(side, read, spec.family)
     return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side

@@ -20,7 +20,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.block import Divisor
 from meshtune.model.compute import Compute
 from meshtune.model.layer import LayerSpec
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.spec import VISION, ModelSpec, abstract_params
 from meshtune.quantize.weight import QuantisedWeight
 
 # What a rematerialisation policy must never keep: it would be the whole model on every device.
@@ -95,7 +95,12 @@ def gather_layer_params(node: Tree, kind: LayerSpec, embed: int, compute: Comput
         node = jax.tree.map(lambda x: checkpoint_name(_fetch(x), GATHERED) if is_offloaded(x) else x, node)
     if shared is not None:
         node = with_shared(node, shared)
-    return node if compute.layout is None else _gather(node, kind.params(embed), compute.layout, compute.dtype)
+    return gather_params(node, kind.params(embed), compute)
+
+
+def gather_params(node: Tree, params: Tree, compute: Compute) -> Tree:
+    """Parameters as they are computed with on a mesh; `params` are their ArraySpecs, without an axis of layers."""
+    return node if compute.layout is None else _gather(node, params, compute.layout, compute.dtype)
 
 
 def _gather(node: Tree, params: Tree, layout: Layout, dtype: str) -> Tree:
@@ -150,6 +155,8 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     divisors = [divisor for block in spec.blocks for divisor in block.divisors()]
     divisors.append(Divisor("tp", "vocabulary", spec.vocab))
     divisors += () if spec.side is None else spec.side.divisors()
+    if spec.vision is not None:
+        divisors += _tower_divisors(size["cp"], spec)
     check_experts(size["ep"], spec)
     replicated, notes = set[str](), []
     for axis, name, count, replicate_axis, reason in dict.fromkeys(divisors):
@@ -178,6 +185,19 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
         axis = " x ".join(["fsdp", *(axis for axis in ("cp", "ep") if size[axis] > 1)])
         raise _uneven(axis, sharded, "embedding width", spec.embed, spec.embed)
     return Layout(mesh, frozenset(replicated)), notes
+
+
+def _tower_divisors(cp: int, spec: ModelSpec) -> list[Divisor]:
+    """The divisors of a tower, named as such. Raises: UserError where rows with pictures would be split over cp."""
+    if cp > 1:
+        raise UserError(
+            f"cp={cp} splits rows over devices, and rows with pictures are not split yet",
+            where="mesh.cp, vision",
+            fix="leave mesh.cp out, and give its devices to fsdp or tp",
+        )
+    blocks = dict.fromkeys(b for s in spec.roots[VISION] for kind in s.pattern for b in kind.blocks)
+    divisors = (divisor for block in blocks for divisor in block.divisors())
+    return [divisor._replace(name=f"vision tower's {divisor.name}") for divisor in divisors]
 
 
 def check_experts(ep: int, spec: ModelSpec) -> None:

@@ -20,6 +20,24 @@ from meshtune.model.rope import RopeSpec, angles
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Visual:
+    """The pictures of rows, cut into patches.
+
+    `patches` are K = channels x side x side numbers each. `segments` number the tiles or pictures of a row (0: none).
+    `grid` is (row, column, rows, columns) of a patch in its tile or picture. `index` says what a token is: 0 text,
+    f + 1 feature f of the row, -1 the end of a row of features (LLaVA-NeXT's image_newline). `features` that
+    `encode_pictures` gave before are in place of patches.
+    """
+
+    patches: Float[Array, "B P K"]
+    segments: Int[Array, "B P"]
+    grid: Int[Array, "B P 4"]
+    index: Int[Array, "B T"]
+    features: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """A batch of rows. Tokens see earlier tokens of their own segment only; segment 0 is padding.
 
@@ -27,8 +45,10 @@ class Inputs:
     a prompt that the row holds once: that segment is before theirs in the row, and positions count on from it.
 
     `positions` are the order of tokens in their document, which decides what they see and how long a document is.
-    Rotary embeddings turn by `rope_positions`, where there are any, in place of them. `embeds` are used in place of the
-    embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name. Both are differentiated.
+    Rotary embeddings turn by `rope_positions`, where there are any, in place of them: [B, T], or [B, T, 3] of M-RoPE.
+    `embeds` are used in place of the embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name.
+    Both are differentiated. Features of `visual` take the place of the embeddings of the tokens that stand for them.
+    `reach` is the last position that a token sees in layers whose tokens of a picture see each other both ways.
     """
 
     tokens: Int[Array, "B T"]
@@ -36,8 +56,10 @@ class Inputs:
     segment_ids: Int[Array, "B T"]
     embeds: Float[Array, "B T D"] | None = None
     side: Tree | None = None
-    rope_positions: Int[Array, "B T"] | None = None
+    rope_positions: Int[Array, "B T *n"] | None = None
     parent_ids: Int[Array, "B T"] | None = None
+    visual: Visual | None = None
+    reach: Int[Array, "B T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -45,21 +67,29 @@ class Inputs:
 class SequenceInfo:
     """Where the tokens of a batch are in their documents, for all layers. It is not differentiated.
 
-    `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model.
+    `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model. `windows` are the
+    segments of attention within windows of pictures, in towers that have it, `reach` the last positions that tokens see
+    where that is not their own.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     angles: dict[RopeSpec, tuple[Array, Array]]
     parent_ids: Int[Array, "B T"] | None = None
+    windows: Int[Array, "B T"] | None = None
+    reach: Int[Array, "B T"] | None = None
 
 
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:
-    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and rope_positions and parent_ids if
-    there are any, all int32 [B, T]."""
+    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and what else arrays.batch lists of
+    positions and pictures, if it is there."""
     tokens, order, segments = (batch[name] for name in ("tokens", "positions", "segment_ids"))
-    turns, parents = batch.get("rope_positions"), batch.get("parent_ids")
-    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents)
+    turns, parents = batch.get("mrope_positions", batch.get("rope_positions")), batch.get("parent_ids")
+    visual = None
+    if "patches" in batch:
+        visual = Visual(*(batch[name] for name in ("patches", "patch_segments", "patch_grid", "visual")))
+    reach = batch.get("reach")
+    return Inputs(tokens, order, segments, rope_positions=turns, parent_ids=parents, visual=visual, reach=reach)
 
 
 def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
@@ -67,7 +97,7 @@ def sequence_info(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> SequenceInfo:
     order, segments = inputs.positions, inputs.segment_ids
     turns = order if inputs.rope_positions is None else inputs.rope_positions
     rotations = {rope: angles(rope, turns, order, segments) for rope in ropes}
-    return SequenceInfo(order, segments, rotations, inputs.parent_ids)
+    return SequenceInfo(order, segments, rotations, inputs.parent_ids, reach=inputs.reach)
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B T"], layout: Layout | None) -> Float[Array, "B T D"]:

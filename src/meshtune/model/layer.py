@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import constrain
 from meshtune.model.block import (
@@ -41,7 +42,9 @@ STREAM = ("batch", "length", "embed")  # the logical axes of the residual stream
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """One layer: its mixer and feed-forward network (either may be absent), their norms, and a number by which their
-    results are multiplied (`scale`).
+    results are multiplied (`scale`). With `layer_scale` they are also multiplied by a trained vector each
+    (https://arxiv.org/abs/2103.17239). The side input named `adds`, where there is one, is added to what leaves the
+    layer; a `tapped` layer is a stack by itself, so that what leaves it can be read.
 
     With `ffn_norm` False the feed-forward network reads the stream itself, and normalises it. `extras` are the parts
     that Gemma 3n and Gemma 4 add around the two blocks.
@@ -54,6 +57,9 @@ class LayerSpec:
     scale: float | None = None
     ffn_norm: bool = True
     extras: LayerExtras | None = None
+    layer_scale: bool = False
+    adds: str | None = None
+    tapped: bool = False
 
     def __post_init__(self):
         sequential = self.mixer is not None and self.ffn is not None and self.placement not in PARALLEL
@@ -63,6 +69,11 @@ class LayerSpec:
     def blocks(self) -> tuple[Block, ...]:
         blocks = (self.mixer, self.ffn, *(() if self.extras is None else self.extras.blocks))
         return tuple(block for block in blocks if block is not None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is a stack by itself."""
+        return self.tapped or self.stores is not None
 
     @property
     def stores(self) -> str | None:
@@ -78,6 +89,9 @@ class LayerSpec:
             tree[block.name] = block.params(embed)
             if self.placement in ("post", "both"):
                 tree[f"{block.name}_post_norm"] = self.norm.params(embed, "embed")
+            if self.layer_scale:
+                vector = ArraySpec((embed,), "float32", ("embed",), "ones", role="vector")
+                tree[f"{block.name}_scale"] = {"weight": vector}
         if self.extras is not None:
             tree |= self.extras.params(embed)
         return {name: node for name, node in tree.items() if node}
@@ -113,6 +127,8 @@ def layer(x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, ca
         return Output(h, cache, sums, stored)
     add_ffn = _add_ffn if compute.mlp_chunk is None else _add_ffn_by_chunks
     y, ffn_sums = add_ffn(spec, spec.ffn, x, h, streams, node, context)
+    if spec.adds in context.side:
+        y = y + context.side[spec.adds].astype(y.dtype)
     return Output(y, cache, {**sums, **ffn_sums}, stored)
 
 
@@ -124,6 +140,8 @@ def _apply(spec: LayerSpec, block: Block, x: Hidden, node: Tree, context: Contex
         y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))
     if spec.scale is not None:  # in float32: bfloat16 would round 0.22 by a thousandth
         y = (y.astype(jnp.float32) * spec.scale).astype(y.dtype)
+    if spec.layer_scale:
+        y = y * node[f"{block.name}_scale"]["weight"].astype(y.dtype)
     return Output(y, cache, sums, stored)
 
 

@@ -21,10 +21,11 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 XIELU = "xielu"  # the activation with parameters of its own
 
 

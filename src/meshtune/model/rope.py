@@ -124,6 +124,9 @@ def longrope(is_long: Bool[Array, "B T"], inverse: np.ndarray, numbers: dict[str
     return jnp.where(is_long[..., None], long, short)
 
 
+# How several positions of a token share the frequencies: parts of them for each, one after another or by turns; or all
+# positions with the same frequencies, of which there are as many less.
+RopeAxes = Literal["blocks", "interleaved", "axial"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "ntk", "proportional"]
 
 
@@ -136,6 +139,10 @@ class RopeSpec:
     low_freq_factor, ...), sorted by name; longrope's factors are a number for each pair.
     `original_length` is the context the base frequencies were trained for, `max_length` the model's
     max_position_embeddings. Pairs are (i, i + dim/2) or, `interleaved`, (2i, 2i + 1).
+
+    With `sections` a token has a position for each of them, as M-RoPE's time, row and column
+    (https://arxiv.org/abs/2409.12191), and so many pairs turn by each, as `axes` says. Where they are all equal, and so
+    in text, that is the ordinary embedding.
     """
 
     theta: float
@@ -145,21 +152,39 @@ class RopeSpec:
     original_length: int = 0
     max_length: int = 0
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
+    axes: RopeAxes = "blocks"
+
+    def __post_init__(self):
+        assert not self.sections or 2 * sum(self.sections) == self.dim, (self.sections, self.dim)
+
+    @property
+    def axis_of_pair(self) -> np.ndarray:
+        """Which of its positions turns each pair, int [dim/2]."""
+        if self.axes != "interleaved":
+            return np.repeat(np.arange(len(self.sections)), self.sections)
+        pairs = np.arange(self.dim // 2)
+        axis = pairs % len(self.sections)
+        return np.where(pairs < len(self.sections) * np.asarray(self.sections)[axis], axis, 0)
 
 
 def angles(
-    rope: RopeSpec, turns: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    rope: RopeSpec, turns: Int[Array, "B T *n"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """cos and sin of every token's rotation by `turns` steps of each frequency, float32.
+    """cos and sin of every token's rotation by `turns` steps of each frequency, float32; `turns` may be [B, T, n] for a
+    rope with n sections.
 
     'dynamic' and 'longrope' rescale by the length of the token's own document (the largest position in its segment),
     so that a document means the same packed and by itself.
     """
-    inverse, factor = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim), 1.0
+    width = rope.dim // len(rope.sections) if rope.axes == "axial" else rope.dim
+    inverse, factor = 1.0 / rope.theta ** (np.arange(0, width, 2, dtype=np.float64) / width), 1.0
+    inverse = np.tile(inverse, rope.dim // width)
     if rope.kind != "default":
         numbers, lengths = dict(rope.parameters), (rope.original_length, rope.max_length)
         inverse, factor = scale_frequencies(rope.kind, inverse, numbers, rope.theta, lengths, positions, segment_ids)
-    phase = turns.astype(jnp.float32)[..., None] * jnp.asarray(inverse, jnp.float32)
+    steps = turns[..., None] if turns.ndim == 2 else jnp.take(turns, rope.axis_of_pair, axis=2)
+    phase = steps.astype(jnp.float32) * jnp.asarray(inverse, jnp.float32)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 

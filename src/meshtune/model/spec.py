@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,11 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.quantize.published.scheme import Scheme
 
+if TYPE_CHECKING:
+    from meshtune.model.vision import VisionSpec
+
 WIDEST = 16  # layers of a pattern
+VISION, PROJECTOR = "vision", "projector"  # the nodes of the tower and of what makes embeddings of its features
 
 
 class Run(NamedTuple):
@@ -121,11 +125,13 @@ class Composite:
 
     `model_type` is the composite's. `tensors` and `modules` are pairs (prefix of a name in the plain text model, prefix
     in the composite), of tensors in the checkpoint's files and of modules as transformers has them in memory.
+    `transposed_experts` says that files have fused experts as [E, in, out], where that differs from one to another.
     """
 
     model_type: str
     tensors: tuple[tuple[str, str], ...]
     modules: tuple[tuple[str, str], ...]
+    transposed_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +149,7 @@ class ModelSpec:
     the matrices of all experts of a layer; names of tensors lack the prefix of the base model ("model."). `composite`
     is the checkpoint that the model is part of, if it is; `mtp_layers` more layers, which predict further tokens,
     follow the model's own in its checkpoint and are not computed; `published` says how the weights are quantised in its
-    files, where they are.
+    files, where they are. `vision` is the tower that reads pictures, where they are read.
     """
 
     family: str
@@ -170,6 +176,7 @@ class ModelSpec:
     composite: Composite | None = None
     mtp_layers: int = 0
     published: Scheme | None = None
+    vision: VisionSpec | None = None
 
     @property
     def layers(self) -> int:
@@ -191,6 +198,7 @@ class ModelSpec:
         """The top-level nodes of parameters that the input of the first layer, or the side inputs, depend on."""
         nodes = {"embed"} | ({"positions"} if self.learned_positions else set())
         nodes |= {self.side.name} if self.side is not None else set()
+        nodes |= {VISION, PROJECTOR} if self.vision is not None else set()
         return frozenset(nodes | ({ENTER} if self.streams is not None else set()))
 
     @property
@@ -216,26 +224,43 @@ class ModelSpec:
         blocks = (block for layer in self.layer_kinds for block in layer.blocks)
         return tuple(dict.fromkeys(blocks))
 
-    def positions(self) -> Iterator[tuple[str, int, LayerSpec, list[int]]]:
-        """Yields (key in params["layers"], repeats, layer spec, the model's layer numbers in scan order).
+    @property
+    def roots(self) -> dict[str, tuple[Stack, ...]]:
+        """The stacks below each root of the tree (see arrays.tree.StackPath): "" are the decoder's."""
+        return {"": self.stacks} | ({} if self.vision is None else {VISION: self.vision.stacks})
+
+    def with_stacks(self, root: str, stacks: tuple[Stack, ...]) -> ModelSpec:
+        """The spec with the layers below a root grouped otherwise."""
+        if root == "":
+            return dataclasses.replace(self, stacks=stacks)
+        assert self.vision is not None
+        return dataclasses.replace(self, vision=dataclasses.replace(self.vision, stacks=stacks))
+
+    def positions(self, root: str = "") -> Iterator[tuple[str, int, LayerSpec, list[int]]]:
+        """Yields (key in params["layers"], repeats, layer spec, the layer numbers in scan order) of the layers below
+        a root.
 
         The key is "s.p": stack s, position p of its pattern. Row r of that stacked subtree is layer numbers[r].
         """
         first = 0
-        for s, stack in enumerate(self.stacks):
+        for s, stack in enumerate(self.roots[root]):
             width = len(stack.pattern)
             for p, layer in enumerate(stack.pattern):
                 yield f"{s}.{p}", stack.repeats, layer, [first + r * width + p for r in range(stack.repeats)]
             first += stack.layers
 
+    def layer_numbers(self) -> dict[tuple[str, str], list[int]]:
+        """The numbers of the layers that are stacked together, by root and key."""
+        return {(root, key): numbers for root in self.roots for key, _, _, numbers in self.positions(root)}
+
 
 def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """Groups layers, at least one, into the stacks to scan. A layer that stores its memory for later ones is a stack by
-    itself."""
-    if len(set(layers)) == 1 and layers[0].stores is None:
+    """Groups layers, at least one, into the stacks to scan. A layer that others read, by a memory that it stores or as
+    a tap, is a stack by itself."""
+    if len(set(layers)) == 1 and not layers[0].is_alone:
         return (Stack((layers[0],), len(layers)),)
     for place, layer in enumerate(layers):
-        if layer.stores is not None:
+        if layer.is_alone:
             parts = layers[:place], [layer], layers[place + 1 :]
             before, after = (stacks_of(part) if part else () for part in (parts[0], parts[2]))
             return (*before, Stack((layer,), 1), *after)
@@ -252,7 +277,7 @@ def abstract_params(spec: ModelSpec) -> Tree:
 
     embed/weight [V, D]; layers/"s.p"/.. of every layer's blocks and norms, with a leading `layers` axis each; norm [D];
     head/weight [V, D] unless tied, or score/weight [1, D] if scored; positions/weight [max_length, D] where they are
-    learned; what `side` has, and streams_in and streams_out of `streams`.
+    learned; what `side` has, and streams_in and streams_out of `streams`; vision/.. and projector/.. of `vision`.
     """
     table = ArraySpec((spec.vocab, spec.embed), "float32", ("vocab", "embed"), role="table")
     tree: Tree = {"embed": {"weight": table}}
@@ -263,10 +288,10 @@ def abstract_params(spec: ModelSpec) -> Tree:
         tree[spec.side.name] = spec.side.params(spec.embed)
     if spec.streams is not None:
         tree[ENTER] = spec.streams.params(spec.embed)
-    tree["layers"] = {
-        key: map_leaves(lambda leaf, repeats=repeats: leaf.stacked(repeats), kind.params(spec.embed))
-        for key, repeats, kind, _ in spec.positions()
-    }
+    if spec.vision is not None:
+        outside, projector = spec.vision.params(spec.embed)
+        tree |= {VISION: outside | {"layers": stacked_params(spec, VISION, spec.vision.width)}, PROJECTOR: projector}
+    tree["layers"] = stacked_params(spec, "", spec.embed)
     if spec.streams is not None:
         tree[LEAVE] = spec.streams.params(spec.embed)
     if norm := spec.norm.params(spec.embed, "embed"):
@@ -280,6 +305,14 @@ def abstract_params(spec: ModelSpec) -> Tree:
             tree["head"]["bias"] = ArraySpec((spec.vocab,), "float32", ("vocab",), "zeros", role="vector")
     # A buffer's small differences would be lost in a narrower dtype.
     return map_leaves(lambda leaf: leaf if leaf.role == "buffer" else dataclasses.replace(leaf, dtype=spec.dtype), tree)
+
+
+def stacked_params(spec: ModelSpec, root: str, embed: int) -> Tree:
+    """The ArraySpecs of all layers below a root, whose stream is `embed` wide, by key."""
+    return {
+        key: map_leaves(lambda leaf, repeats=repeats: leaf.stacked(repeats), kind.params(embed))
+        for key, repeats, kind, _ in spec.positions(root)
+    }
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Tree:

@@ -141,12 +141,9 @@ def _run_stack(
     compute: Compute,
 ) -> tuple[Carry, Tree]:
     """(carry, memories that the layers store) after a stack, whose first layer is the model's number `first`."""
-    width, by_layer = len(stack.pattern), side.get(BY_LAYER, {})
-    by_layer = {
-        name: array[first : first + stack.layers].reshape(stack.repeats, width, *array.shape[1:])
-        for name, array in by_layer.items()
-    }
-    side = {name: array for name, array in side.items() if name != BY_LAYER}
+    width, by_layer = len(stack.pattern), {}
+    if BY_LAYER in side:
+        by_layer, side = _split_by_layer(side, stack, first)
     recompute = compute.remat != "none" or compute.layout is not None or is_any_offloaded(nodes)
 
     def run_pattern(carry: Carry, layers: tuple[Tree, Array, Tree]) -> tuple[Carry, Tree]:
@@ -165,12 +162,28 @@ def _run_stack(
         carry, stored = lax.scan(run_pattern, carry, (nodes, jnp.arange(stack.repeats), by_layer))
         assert not stored, "a layer of a scan would store its memory several times"
         return carry, {}
+    return _unroll(run_pattern, stack.repeats, carry, nodes, by_layer)
+
+
+def _unroll(
+    run_pattern: Callable[..., tuple[Carry, Tree]], repeats: int, carry: Carry, nodes: Tree, by_layer: Tree
+) -> tuple[Carry, Tree]:
+    """Runs the rows of a stack without a scan."""
     memories: Tree = {}
-    for row in range(stack.repeats):
+    for row in range(repeats):
         row_nodes = {key: _node_of(node, row) for key, node in nodes.items()}
         carry, stored = run_pattern(carry, (row_nodes, jnp.int32(row), _node_of(by_layer, row)))
         memories |= stored
     return carry, memories
+
+
+def _split_by_layer(side: Tree, stack: Stack, first: int) -> tuple[Tree, Tree]:
+    """(the side inputs of each layer of a stack [repeats, place in the pattern, ..], those that all layers share)."""
+    by_layer = {
+        name: array[first : first + stack.layers].reshape(stack.repeats, len(stack.pattern), *array.shape[1:])
+        for name, array in side[BY_LAYER].items()
+    }
+    return by_layer, {name: array for name, array in side.items() if name != BY_LAYER}
 
 
 def _node_of(nodes: Tree | tuple[Tree, ...], row: int) -> Tree:

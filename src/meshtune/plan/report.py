@@ -42,6 +42,7 @@ from meshtune.setup.search import (
     rank_candidates,
     workload_of,
 )
+from meshtune.setup.stage import vision_training
 from meshtune.train.report.metrics_log import METRICS, parse_line
 
 CompileStep = Callable[[Recipe, Target], Compiled]
@@ -256,7 +257,7 @@ def report_for(
     if keys:
         ranked = rank_candidates(recipe, target, keys)
     else:
-        ranked = [predict_candidate(recipe, target, workload_of(recipe, target.device.backend))]
+        ranked = [predict_candidate(recipe, target, workload_of(recipe, target.device.backend, target.device.arch))]
     wanted_fits = COMPILED_CANDIDATES if search else 1
     table: list[StepPlan] = []
     for predicted in ranked[: 2 * wanted_fits]:
@@ -290,7 +291,7 @@ def report_for(
         price,
         reserve,
         reason,
-        coverage_decisions(workload.method, workload.spec),
+        coverage_decisions(workload.method, workload.spec, vision_training(workload.recipe)),
     )
 
 

@@ -87,7 +87,7 @@ def serve_plan(
     speed, more devices than can split the model, and an int8 cache of a model that has no keys and values in it.
     """
     device = target.device
-    workload = workload_of(recipe, device.backend)
+    workload = workload_of(recipe, device.backend, device.arch)
     spec = workload.spec
     if min(rows, default=0) < 1 or length < 1:
         raise UserError(f"rows {list(rows)} of {length} tokens", where="--rows, --length", fix="give numbers above 0")

@@ -21,7 +21,7 @@ from meshtune.setup.choices import Decision, mesh_decisions, mesh_of, optimizer_
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.machine import local_target, this_machine
 from meshtune.setup.search import autotune, merge_decisions
-from meshtune.setup.stage import abstract_model
+from meshtune.setup.stage import abstract_model, vision_training
 from meshtune.setup.start import start_of
 from meshtune.train.step.state import abstract_state
 from meshtune.weights.hub import CONFIG, locate
@@ -71,7 +71,10 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     backend = target.device.backend if target else jax.default_backend()
     devices = target.devices if target else jax.device_count()
-    precision, precision_choice = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    config = load_config(source)
+    precision, precision_choice = precision_of(
+        recipe, stored_dtype(source, config), backend, target.device.arch if target else "", config
+    )
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable)
     mesh, reason = mesh_of(recipe, devices, arrays.spec)
@@ -90,7 +93,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
         *_of_state(state.opt_state, layout),
     ]
     name = str(target) if target else f"{devices} x {jax.devices()[0].device_kind}"
-    coverage = coverage_decisions(start.method, arrays.spec)
+    coverage = coverage_decisions(start.method, arrays.spec, vision_training(recipe))
     decisions = merge_decisions(autotuned, [*coverage, precision_choice, *decisions])
     return Sharding(mesh, name, target.device.memory if target else None, shards, decisions, arrays.spec)
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from meshtune.arrays.tree import Tree
 from meshtune.config.sections import RolloutSection
 from meshtune.errors import UserError
-from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation
+from meshtune.generate.request import Generation, Sampling
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshtune.config.load import load_recipe
+from meshtune.config.sections import VisionSection
 from meshtune.errors import UserError
 from meshtune.hooks import WRITE_STATE
 from meshtune.json_text import read_json
@@ -85,12 +87,14 @@ START = "base"  # in a run: the model it started from, where that was made by th
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The directories to load from. `tokenizer` is a directory or hub id; `chat_template` replaces the tokenizer's."""
+    """The directories to load from. `tokenizer` is a directory or hub id; `chat_template` replaces the tokenizer's.
+    `vision` is the section of a run that says how large its pictures were."""
 
     base: Path
     adapter: Path | None
     tokenizer: str
     chat_template: str | None
+    vision: VisionSection | None = None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -133,6 +137,7 @@ def _find(
         if not chosen.exists() and _is_hub_id(os.fspath(adapter)):
             chosen = _pushed_adapter(os.fspath(adapter), None) or chosen
         chosen, state = split_state(chosen)
+        vision = _vision(_recipe(chosen)) if is_run(chosen) else None
         if is_run(chosen):
             chosen = _result(chosen) if state is None else state_result(chosen, state)
         if not (chosen / ADAPTER_CONFIG).is_file():
@@ -144,13 +149,14 @@ def _find(
             )
         check_result(chosen)
         base = _locate(path, revision)
-        return Source(base, chosen, _tokenizer(chosen, base), chat_template)
+        return Source(base, chosen, _tokenizer(chosen, base), chat_template, vision)
     if not directory.exists() and _is_hub_id(os.fspath(path)):
         directory = _pushed_adapter(os.fspath(path), revision) or directory
     directory, state = split_state(directory)
     if is_run(directory):
         result = _result(directory) if state is None else state_result(directory, state)
-        model = _recipe(directory).get("model") or {}
+        recipe = _recipe(directory)
+        model, vision = recipe.get("model") or {}, _vision(recipe)
         adapted = (result / ADAPTER_CONFIG).is_file()
         if start_folder := next(
             (folder / START for folder in (directory, result.parent) if (folder / START).is_dir()), None
@@ -158,9 +164,10 @@ def _find(
             model = model | {"path": str(start_folder), "revision": None}
         base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else _locate(result)
         if (result / TOKENIZER).is_file():  # as it was trained with, chat template included
-            return Source(base, result if adapted else None, str(result), chat_template)
+            return Source(base, result if adapted else None, str(result), chat_template, vision)
         named = model.get("tokenizer") or (base if adapted else model.get("path")) or base
-        return Source(base, result if adapted else None, str(named), chat_template or model.get("chat_template"))
+        template = chat_template or model.get("chat_template")
+        return Source(base, result if adapted else None, str(named), template, vision)
     if (directory / ADAPTER_CONFIG).is_file():
         check_result(directory)
         base = _base(directory, None, None if directory != Path(path).expanduser() else revision)
@@ -209,6 +216,11 @@ def _recipe(run: Path) -> dict[str, Any]:
     from meshtune.config.load import load_recipe
 
     return load_recipe(file).model_dump(mode="json")
+
+
+def _vision(recipe: Mapping[str, Any]) -> VisionSection | None:
+    section = recipe.get("vision")
+    return None if section is None else VisionSection.model_validate(section)
 
 
 def _base(adapter: Path, named: str | None, revision: str | None) -> Path:

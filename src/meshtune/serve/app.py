@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from meshtune.generate.text import chat_template
 from meshtune.serve.chat import prepare_chat
 from meshtune.serve.completions import prepare_completion
 from meshtune.serve.guard import ApiError, Gate, Guard, as_api_error, json_body
-from meshtune.serve.models import ChoiceDelta, ChoiceRequest, Completion, Models, Served, stream_choice
+from meshtune.serve.models import ChoiceDelta, Completion, Models, Served, stream_choices
 from meshtune.serve.schema import (
     ChatMessage,
     ChatRequest,
@@ -224,11 +224,13 @@ class _Api:
         return await self._complete(request, CompletionRequest, prepare_completion)
 
     async def _complete(self, request: Request, kind: type[BaseModel], prepare: Callable[..., Completion]) -> Response:
-        """Answers a request of this kind, as one response or as a stream."""
+        """Answers a request of this kind."""
         body = await json_body(request, self._max_body)
         completion = await self._reading.run(request, self._prepare, kind, prepare, body, _client(request))
-        if completion.request.stream:
-            return await _stream(request, completion)
+        return await (_stream if completion.request.stream else self._answer)(request, completion)
+
+    async def _answer(self, request: Request, completion: Completion) -> Response:
+        """All choices in one response, once they have ended."""
         deltas = await until_gone(request, asyncio.ensure_future(_all_deltas(completion)))
         threads = self._scoring if completion.scores_prompt else self._reading
         choices = [
@@ -242,7 +244,10 @@ class _Api:
         self, kind: type[BaseModel], prepare: Callable[..., Completion], body: dict[str, Any], client: str
     ) -> Completion:
         query = parse_request(kind, body)
-        served = self._models.writer(query.model)
+        served = self._models[query.model]
+        if served.model.engine.spec.scored:
+            message = f"'{query.model}' is a reward model: it scores texts (/v1/score/evaluation)"
+            raise ApiError(400, message, param="model")
         scheduler = served.worker.scheduler
         query.check(scheduler.capacity)
         if scheduler.room == 0:
@@ -283,7 +288,7 @@ class _Api:
 async def _all_deltas(completion: Completion) -> list[list[ChoiceDelta]]:
     """The deltas of every choice, once all have ended."""
     deltas: dict[int, list[ChoiceDelta]] = {choice.index: [] for choice in completion.choices}
-    async with contextlib.aclosing(_deltas(completion)) as stream:
+    async with contextlib.aclosing(stream_choices(completion.served, completion.choices)) as stream:
         async for delta in stream:
             deltas[delta.index].append(delta)
     return list(deltas.values())
@@ -291,7 +296,8 @@ async def _all_deltas(completion: Completion) -> list[list[ChoiceDelta]]:
 
 async def _stream(request: Request, completion: Completion) -> Response:
     """The choices as server-sent events. Errors before the first token are errors of the request itself."""
-    deltas, head, usage = _deltas(completion), completion.head, completion.request.includes_usage
+    deltas, head = stream_choices(completion.served, completion.choices), completion.head
+    usage = completion.request.stream_options.include_usage
     first = await until_gone(request, asyncio.ensure_future(anext(deltas, None)))
 
     def event(choices: list[dict[str, Any]], **fields: Any) -> str:
@@ -317,35 +323,6 @@ async def _stream(request: Request, completion: Completion) -> Response:
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-async def _deltas(completion: Completion) -> AsyncGenerator[ChoiceDelta]:
-    """The deltas of all choices as they come; the choices that are not read to their end are cancelled."""
-    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue()
-
-    async def read(choice: ChoiceRequest) -> None:
-        try:
-            async for delta in stream_choice(completion.served, choice):
-                queue.put_nowait(delta)
-            queue.put_nowait(None)
-        except Exception as problem:  # raised where the deltas are read
-            queue.put_nowait(problem)
-
-    tasks = [asyncio.create_task(read(choice)) for choice in completion.choices]
-    try:
-        running = len(tasks)
-        while running:
-            new = await queue.get()
-            if isinstance(new, Exception):
-                raise new
-            if new is None:
-                running -= 1
-            else:
-                yield new
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _usage(completion: Completion, generated: int) -> dict[str, int]:

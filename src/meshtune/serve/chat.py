@@ -6,16 +6,23 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.calls.formats import HARMONY, AnswerFormat, CallFormat, Tool, ToolCall, new_id
 from meshtune.calls.grammar import Lark, LLGrammar, check_size
 from meshtune.calls.reader import Delta, Reader, answer_reader
-from meshtune.generate.text import Place, chat_text, check_stops, encoded_chat
+from meshtune.data.pictures.files import data_of_uri, read_size
+from meshtune.generate.pictures import PromptPictures, TokenPrompt, split_pictures
+from meshtune.generate.text import Place, chat_text, encoded_chat, picture_prompt
 from meshtune.serve.guard import ApiError
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
-from meshtune.serve.schema import ChatRequest, named_tools, required_tools
+from meshtune.serve.schema import ChatRequest, read_tools
 
+if TYPE_CHECKING:
+    from meshtune.data.pictures.reader import PictureReader
+
+PIXELS = 1 << 25  # of all pictures of a request, before they are scaled
+PICTURE_BYTES = 1 << 31  # of the patches of all requests that run or wait, of one batch
 # What the function that renders a template takes itself.
 _RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "documents"})
 _NO_EFFORT = ("none", "minimal")
@@ -44,19 +51,12 @@ class ChatPrompt:
     tools: Mapping[str, Tool]
     required: Sequence[Tool]
     answer: AnswerFormat
+    pictures: PromptPictures | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the answer is content and nothing else."""
         return self.answer.think is None and self.answer.calls is None
-
-    def reader(self) -> Reader:
-        """A reader of one answer."""
-        return PlainReader() if self.plain else answer_reader(self.answer, self.tools)
-
-    def visible(self, served: Served) -> frozenset[int]:
-        """Special tokens that the answer's reader must see."""
-        return self.answer.visible_ids(served.model.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,27 +103,27 @@ class ChatCompletion:
 
     def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """The choices of a stream's chunks for new text."""
-        messages = [message for part in self._read(delta) for message in self._message_deltas(delta.index, part)]
-        with_tokens = self.request.logprobs and delta.tokens
-        if with_tokens and not messages:
-            messages = [{"content": ""}]
-        chunks = [{"delta": message, "logprobs": None, "finish_reason": None} for message in messages]
-        if with_tokens:
-            chunks[0]["logprobs"] = _log_probabilities(self.served, delta.tokens)
+        messages: list[dict[str, Any]] = []
+        for part in self._read(delta):
+            messages += self._call_deltas(delta.index, part.call) if part.call is not None else [_message_delta(part)]
+        logprobs = None
+        if delta.tokens:
+            messages, logprobs = messages or [{"content": ""}], _log_probabilities(self.served, delta.tokens)
+        deltas: list[tuple[dict[str, Any], str | None]] = [(message, None) for message in messages]
         if delta.finish_reason is not None:
-            reason = _finish_reason(delta, self.calls[delta.index] > 0)
-            chunks.append({"delta": {}, "logprobs": None, "finish_reason": reason})
-        return [{"index": delta.index, **chunk} for chunk in chunks]
+            deltas.append(({}, _finish_reason(delta, self.calls[delta.index] > 0)))
+        return [
+            {"index": delta.index, "delta": message, "logprobs": None if n else logprobs, "finish_reason": reason}
+            for n, (message, reason) in enumerate(deltas)
+        ]
 
     def _read(self, delta: ChoiceDelta) -> list[Delta]:
         reader = self.readers[delta.index]
         return reader.push(delta.text) + (reader.finish() if delta.finish_reason is not None else [])
 
-    def _message_deltas(self, index: int, part: Delta) -> list[dict[str, Any]]:
-        if part.call is None:
-            return [{"content": part.content} if part.content else {"reasoning_content": part.reasoning}]
+    def _call_deltas(self, index: int, tool_call: ToolCall) -> list[dict[str, Any]]:
         number, self.calls[index] = self.calls[index], self.calls[index] + 1
-        call = self._tool_call(part.call)
+        call = self._tool_call(tool_call)
         arguments = call["function"].pop("arguments")
         call["function"]["arguments"] = ""
         return [
@@ -149,16 +149,18 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
         sampling=request.sampling(seed, engine.spec.vocab),
         max_tokens=request.max_completion_tokens or request.max_tokens or max(1, engine.context - len(prompt.ids)),
         stop_ids=stop_ids,
-        alternatives=request.alternatives,
+        alternatives=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
         grammar=answer_grammar(request, prompt, served) if constrained else None,
+        pictures=prompt.pictures,
     )
-    stop, visible = check_stops((*request.stops, *turn_end)), prompt.visible(served)
+    stop = (*request.stops, *turn_end)
+    visible = frozenset() if prompt.plain else prompt.answer.visible_ids(served.model.tokenizer)
     choices = [
         ChoiceRequest(n, engine_request.with_seed_of(n), stop, continued=False, visible=visible)
         for n in range(request.n)
     ]
-    readers = [prompt.reader() for _ in choices]
+    readers = [PlainReader() if prompt.plain else answer_reader(prompt.answer, prompt.tools) for _ in choices]
     return ChatCompletion(request, served, choices, prompt.answer.calls, readers, [0] * request.n)
 
 
@@ -168,21 +170,52 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     Raises ApiError and UserError for tools or options that the template does not know, and messages that it refuses.
     """
     tokenizer = served.model.tokenizer
-    tools = named_tools(request.tools) if request.tools else {}
-    required = [] if request.tool_choice is None else required_tools(request.tool_choice, tools)
-    if request.tool_choice == "none":
-        tools = {}
+    tools, required = read_tools(request) if request.tools or request.tool_choice is not None else ({}, [])
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
-    messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
-    options = _template_options(request, template) if request.has_template_options else {}
-    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options)
+    reader, pictures = served.model.picture_reader, list[bytes]()
+    messages = [message.rendered(f"messages[{n}]", reader is not None) for n, message in enumerate(request.messages)]
+    if reader is not None:
+        messages, pictures = open_pictures(served, reader, messages)
+    has_options = request.chat_template_kwargs or request.reasoning_effort is not None
+    options = _template_options(request, template) if has_options else {}
+    text = chat_text(tokenizer, messages, [tool.definition for tool in tools.values()], options, reader)
     answer = AnswerFormat.of_prompt(template, text)
     if tools:
-        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options))
+        _check_tools_shown(tools, answer.calls, text, chat_text(tokenizer, messages, (), options, reader))
     served.check_text(text, "messages")
     if answer.calls is not HARMONY and not tools:
         answer = dataclasses.replace(answer, calls=None)
-    return ChatPrompt(encoded_chat(tokenizer, text), tools, required, answer)
+    if reader is None:
+        prompt = TokenPrompt(encoded_chat(tokenizer, text))
+    else:
+        prompt = picture_prompt(tokenizer, text, pictures, reader)
+    return ChatPrompt(prompt.ids, tools, required, answer, prompt.pictures)
+
+
+def open_pictures(
+    served: Served, reader: PictureReader, messages: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """(messages as chat templates read them, the files in their data URIs after a look at the headers).
+
+    Raises ApiError for more pixels than a request may have, more tokens than the context, and where the server has no
+    memory for their patches; UserError for a file that is damaged or no picture.
+    """
+    plain, addresses = split_pictures(messages)
+    contents, pixels, tokens, patches = [], 0, 0, 0
+    for n, address in enumerate(addresses):
+        contents.append(data_of_uri(str(address), f"picture {n}"))
+        width, height = read_size(contents[-1], f"picture {n}")
+        layout = reader.layout(width, height)
+        pixels, tokens = pixels + width * height, tokens + len(layout.ids)
+        patches += layout.patches
+    if pixels > PIXELS:
+        raise ApiError(400, f"the pictures have {pixels:,} pixels, and {PIXELS:,} are read at most", param="messages")
+    if tokens >= (context := served.model.engine.context):
+        message = f"the pictures are {tokens} tokens, and the model's context is {context}; send fewer or smaller ones"
+        raise ApiError(400, message, param="messages")
+    if patches and 4 * (patches + served.worker.patches) * reader.pixels > PICTURE_BYTES:
+        raise ApiError(429, "the server holds as many pictures as it can; try again in a while", code="queue_full")
+    return plain, contents
 
 
 def answer_grammar(request: ChatRequest, prompt: ChatPrompt, served: Served) -> LLGrammar | None:
@@ -248,6 +281,10 @@ def _template_options(request: ChatRequest, template: str) -> dict[str, Any]:
         else:
             raise ApiError(400, "the chat template of this model has no reasoning", param="reasoning_effort")
     return options
+
+
+def _message_delta(part: Delta) -> dict[str, Any]:
+    return {"content": part.content} if part.content else {"reasoning_content": part.reasoning}
 
 
 def _finish_reason(delta: ChoiceDelta, called: bool) -> str | None:

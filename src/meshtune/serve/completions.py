@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtune.generate.request import GenerationRequest, Token, check_prompt
-from meshtune.generate.text import Alignment, Detokenizer, Place, check_stops, continuation_ids
+from meshtune.generate.text import Alignment, Detokenizer, Place, continuation_ids
 from meshtune.serve.models import ChoiceDelta, ChoiceRequest, PlacedToken, Served
 from meshtune.serve.schema import CompletionRequest
 
@@ -76,7 +76,7 @@ class TextCompletion:
 
 def prepare_completion(request: CompletionRequest, served: Served, client: str, seed: int) -> TextCompletion:
     """Every prompt of a request, `n` times, each drawn with another seed. Raises ApiError and UserError."""
-    sampling, stops = request.sampling(seed, served.model.spec.vocab), check_stops(request.stops)
+    sampling, stops = request.sampling(seed, served.model.spec.vocab), request.stops
     choices = []
     for number, prompt in enumerate(request.prompt):
         where = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"

@@ -4,6 +4,7 @@ as OpenAI's API has them.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import ipaddress
 import json
@@ -16,7 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request, cookie_parser
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.errors import UserError
@@ -61,12 +64,13 @@ def as_api_error(problem: Exception) -> ApiError:
 DRAIN_SECONDS = 30.0  # for requests under way when the process is asked to end
 
 
+@dataclasses.dataclass
 class Gate:
     """Counts the requests under way, and is closed to new ones when the process is to end."""
 
-    def __init__(self):
-        self.closed, self.under_way = False, 0
-        self._deadline = 0.0
+    closed: bool = False
+    under_way: int = 0
+    _deadline: float = 0.0
 
     def close(self, seconds: float = DRAIN_SECONDS) -> None:
         """Lets no further request in; those under way have these seconds."""
@@ -106,7 +110,8 @@ def parse_json(text: str) -> Any:
     """A JSON value. Raises ValueError for a text that is none, is nested too deeply, or has a name twice."""
     try:
         value = json.loads(text, object_pairs_hook=_object)
-        _check_depth(value)
+        if text.count("[") + text.count("{") >= DEPTH:
+            _check_depth(value)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as problem:
@@ -152,10 +157,12 @@ def _check_depth(value: Any) -> None:
 
 LOG = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)
+PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
 PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"[A-Za-z0-9._~%-]+|[A-Za-z0-9._~%-]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
 
+@dataclasses.dataclass
 class Guard:
     """An ASGI application before another one.
 
@@ -167,64 +174,58 @@ class Guard:
     `cookie_of(token)` in place of the header. Raises UserError for an origin that is none.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        token: str | None,
-        hosts: Collection[str],
-        origins: Collection[str],
-        max_body: int,
-        gate: Gate | None = None,
-        content_types: Collection[str] = (),
-        open_path: Callable[[str], bool] = OPEN_PATHS.__contains__,
-        cookie: str | None = None,
-    ):
-        self._content_types, self._open_path, self._cookie = content_types, open_path, cookie
-        self._app, self._token = app, token
-        self._hosts = {_authority(host) for host in hosts}
-        self._origins = {parse_site(origin) for origin in origins}
-        self._max_body, self._gate = max_body, gate or Gate()
+    app: ASGIApp
+    _: dataclasses.KW_ONLY
+    max_body: int
+    token: str | None = None
+    hosts: Collection[str] = ()
+    origins: Collection[str] = ()
+    gate: Gate | None = None
+    content_types: Collection[str] = ()
+    open_path: Callable[[str], bool] = OPEN_PATHS.__contains__
+    cookie: str | None = None
+
+    def __post_init__(self):
+        self._hosts = {_authority(host) for host in self.hosts}
+        self._origins = {parse_site(origin) for origin in self.origins}
+        self._gate = self.gate or Gate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses a request, or passes it on."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        allowed: dict[str, str] = {}
-        if origin and _origin(origin) in self._origins:
-            allowed = {"access-control-allow-origin": origin, "vary": "Origin"}
+        is_allowed = bool(origin) and _origin(origin) in self._origins
+        allowed = {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
         try:
             self._check(scope, headers)
-        except ApiError as refused:
-            await _respond(send, refused.status, refused.body, allowed)
+        except ApiError as error:
+            await JSONResponse(error.body, error.status, allowed)(scope, receive, send)
             return
-        if scope["method"] == "OPTIONS" and allowed:
-            methods = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
-            await _respond(send, 200, {}, allowed | methods)
+        if allowed and scope["method"] == "OPTIONS":
+            await JSONResponse({}, headers=allowed | PREFLIGHT)(scope, receive, send)
             return
-
         started = False
 
         async def send_with_headers(message: Message) -> None:
             nonlocal started
             started = True
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_encode_headers(allowed)]
+                MutableHeaders(scope=message).update(allowed)
             await send(message)
 
         self._gate.under_way += 1
         try:
-            await self._app(scope, receive, send_with_headers)
+            await self.app(scope, receive, send_with_headers)
         except ClientDisconnect:  # amid its body: there is nobody to answer
             pass
         except Exception as problem:  # raised on, it would cut the connection before the client has read the answer
             LOG.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
                 error = as_api_error(problem)
-                await _respond(send, error.status, error.body, allowed)
+                await JSONResponse(error.body, error.status, allowed)(scope, receive, send)
         finally:
             self._gate.under_way -= 1
 
@@ -234,36 +235,44 @@ class Guard:
             raise ApiError(403, f"the host '{headers.get('host', '')}' is not served here")
         if host is None and headers.get("host"):
             raise ApiError(400, "the header Host is not a name or address with a port")
-        if origin is not None and (site := _origin(origin)) not in self._origins:
-            scheme, *authority = site or ("", None)
-            if host is None or authority != [host[0], PORTS.get(scheme) if host[1] is None else host[1]]:
-                raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
+        if origin is not None and not self._may_call(_origin(origin), host):
+            raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
         if scope["method"] == "OPTIONS":
             return
-        if self._token is not None and not self._open_path(scope["path"]) and not self._has_token(headers):
+        if self.token is not None and not self.open_path(scope["path"]) and not self._has_token(headers):
             raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
-        if self._content_types and scope["method"] not in ("GET", "HEAD"):
-            content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if content_type not in self._content_types:
-                allowed = " or ".join(self._content_types)
-                raise ApiError(415, f"the content type is '{content_type}', and must be {allowed}")
+        if self.content_types and scope["method"] not in ("GET", "HEAD"):
+            self._check_content_type(headers.get("content-type", ""))
         if self._gate.closed:
             raise ApiError(503, "the server is about to end and takes no new requests", code="shutting_down")
         length = headers.get("content-length", "0")
         if not re.fullmatch("[0-9]{1,19}", length):
             raise ApiError(400, "the header content-length is not a number of bytes")
-        if int(length) > self._max_body:
-            raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")
+        if int(length) > self.max_body:
+            raise ApiError(413, f"the body of {length} bytes is more than the {self.max_body} that are read")
+
+    def _may_call(self, site: tuple[str, str, int] | None, host: tuple[str, int | None] | None) -> bool:
+        """Whether pages of a site may call: those of allowed sites, and those of this server."""
+        if site in self._origins:
+            return True
+        scheme, *authority = site or ("", None)
+        return host is not None and authority == [host[0], PORTS.get(scheme) if host[1] is None else host[1]]
+
+    def _check_content_type(self, header: str) -> None:
+        content_type = header.partition(";")[0].strip().lower()
+        if content_type not in self.content_types:
+            allowed = " or ".join(self.content_types)
+            raise ApiError(415, f"the content type is '{content_type}', and must be {allowed}")
 
     def _has_token(self, headers: dict[str, str]) -> bool:
-        assert self._token is not None
+        assert self.token is not None
         bearer = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
-        if hmac.compare_digest(bearer.encode(), self._token.encode()):
+        if hmac.compare_digest(bearer.encode(), self.token.encode()):
             return True
-        if self._cookie is None:
+        if self.cookie is None:
             return False
-        cookie = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
-        return hmac.compare_digest(cookie.encode(), cookie_of(self._token).encode())
+        cookie = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        return hmac.compare_digest(cookie.encode(), cookie_of(self.token).encode())
 
 
 def cookie_of(token: str) -> str:
@@ -305,14 +314,3 @@ def parse_site(text: str) -> tuple[str, str, int]:
             f"'{text}' is not the address of a site", where="--cors-origin", fix="write https://chat.example.com"
         )
     return origin
-
-
-def _encode_headers(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), str(value).encode()) for name, value in headers.items()]
-
-
-async def _respond(send: Send, status: int, body: dict[str, Any], headers: dict[str, Any]) -> None:
-    content = json.dumps(body).encode()
-    all_headers = {"content-type": "application/json", "content-length": len(content), **headers}
-    await send({"type": "http.response.start", "status": status, "headers": _encode_headers(all_headers)})
-    await send({"type": "http.response.body", "body": content})

@@ -20,8 +20,7 @@ import meshtune
 from meshtune.calls.grammar import Grammars
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.config import Sampling
-from meshtune.generate.request import Generation, GenerationRequest, Token
+from meshtune.generate.request import Generation, GenerationRequest, Sampling, Token
 from meshtune.generate.scheduler import Progress, Scheduler
 from meshtune.generate.text import Alignment, Detokenizer, Place, StopStrings, TokenBytes, special_ids, turn_end
 from meshtune.generate.weights import Weights
@@ -61,39 +60,56 @@ class Worker:
             self._changed.notify()
         self._thread.join()
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Progress]:
-        """Yields the progress of a request, step by step, until it ends. One that is not read to its end is cancelled.
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Progress]]:
+        """Yields (number of the request, its progress), step by step, until all have ended or are cancelled. Those that
+        are not read to their end are cancelled.
 
         Raises QueueFull, UserError where the model overflows, and the error that ended the thread.
         """
         if self.ended is not None:
             raise self.ended
         queue: asyncio.Queue[Progress | Exception] = asyncio.Queue()
-        with self._changed:  # so that its first tokens find their reader
-            generation = self.scheduler.submit(request)
-            self._readers[generation] = (asyncio.get_running_loop(), queue)
-            self._changed.notify()
+        numbers: dict[Generation, int] = {}
         try:
-            while True:
+            with self._changed:  # so that the first tokens find their reader
+                for number, request in enumerate(requests):
+                    generation = self.scheduler.submit(request)
+                    numbers[generation] = number
+                    self._readers[generation] = (asyncio.get_running_loop(), queue)
+                self._changed.notify()
+            while numbers.keys() & self._readers.keys():
                 new = await queue.get()
                 if isinstance(new, Exception):
                     raise new
-                if new.finish_reason == "error" and generation.error is not None:
-                    raise generation.error
-                yield new
+                if new.generation not in self._readers:  # it was cancelled meanwhile
+                    continue
+                if new.finish_reason == "error" and new.generation.error is not None:
+                    raise new.generation.error
+                yield numbers[new.generation], new
                 if new.finish_reason is not None:
-                    return
+                    self.cancel(new.generation)
         finally:
-            with self._changed:
-                self._readers.pop(generation, None)
-                if generation.finish_reason is None:
-                    self.scheduler.cancel(generation)
-                self._changed.notify()
+            for generation in numbers:
+                self.cancel(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request that is not read any further, unless it has ended."""
+        with self._changed:
+            if self._readers.pop(generation, None) is not None and generation.finish_reason is None:
+                self.scheduler.cancel(generation)
+            self._changed.notify()
 
     @property
     def failed(self) -> bool:
         """Whether the latest steps have all raised errors, or the thread has ended by one."""
         return self.ended is not None or self._failures >= FAILURES
+
+    @property
+    def patches(self) -> int:
+        """Patches of the pictures of all requests that run or wait."""
+        with self._changed:
+            pictures = {generation.request.pictures for generation in self._readers}
+        return sum(entry.patches for entry in pictures if entry is not None)
 
     @property
     def busy(self) -> bool:
@@ -166,16 +182,13 @@ class Served:
         """Tokens generated since the start."""
         return self.worker.tokens[self.model.engine.adapter]
 
-    @property
-    def fingerprint(self) -> str:
-        """The version, dtype and cache that the numbers of an answer depend on."""
-        cache = self.model.engine.compute.cache
-        return f"meshtune-{VERSION}-{self.model.engine.compute.dtype}{f'-cache-{cache}' if cache else ''}"
-
     def response_head(self, prefix: str, name: str) -> dict[str, Any]:
-        """The fields of a response or a chunk of a stream, but its choices."""
+        """The fields of a response or a chunk of a stream, but its choices. The fingerprint is the version, dtype and
+        cache, which the numbers of an answer depend on."""
+        compute = self.model.engine.compute
+        fingerprint = f"meshtune-{VERSION}-{compute.dtype}{f'-cache-{compute.cache}' if compute.cache else ''}"
         head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.id}
-        return head | {"system_fingerprint": self.fingerprint, "object": name}
+        return head | {"system_fingerprint": fingerprint, "object": name}
 
     @property
     def cache(self) -> str:
@@ -230,11 +243,9 @@ class Served:
     def check_text(self, text: str, param: str) -> None:
         """Raises ApiError for a text that no tokens of the context can hold, before it is tokenised."""
         if len(text) > self.longest_text:
-            context = self.model.engine.context
-            message = (
-                f"a text of {len(text)} characters is longer than the model's context of {context} tokens can hold"
-            )
-            raise ApiError(400, f"{message} (at most {self.longest_text}); shorten it", param=param)
+            message = f"a text of {len(text)} characters is longer than the model's context of"
+            limits = f"{self.model.engine.context} tokens can hold (at most {self.longest_text})"
+            raise ApiError(400, f"{message} {limits}; shorten it", param=param)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """The ids of a text, with `special` tokens at its beginning. Raises ApiError for one that is too long."""
@@ -288,13 +299,6 @@ class Models:
             message = f"the model '{name[:200]}' does not exist; there are: {', '.join(self._served)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._served[name]
-
-    def writer(self, name: str) -> Served:
-        """The model of this id, to write texts. Raises ApiError (404, and 400 for a reward model)."""
-        served = self[name]
-        if served.model.engine.spec.scored:
-            raise ApiError(400, f"'{name}' is a reward model: it scores texts (/v1/score/evaluation)", param="model")
-        return served
 
     @property
     def capacity(self) -> int:
@@ -431,76 +435,68 @@ class Completion(Protocol):
         ...
 
 
-async def stream_choice(served: Served, choice: ChoiceRequest) -> AsyncGenerator[ChoiceDelta]:
-    """The text of a choice as it grows; one that is not read to its end is cancelled."""
-    request = choice.request
-    if request.max_tokens == 0:
-        yield ChoiceDelta(choice.index, "", 0, [], "length")
+async def stream_choices(served: Served, choices: Sequence[ChoiceRequest]) -> AsyncGenerator[ChoiceDelta]:
+    """The texts of choices as they grow; those that are not read to their end are cancelled."""
+    requests, texts = [choice.request for choice in choices], [_open_text(served, choice) for choice in choices]
+    if not requests[0].max_tokens:
+        for choice in choices:
+            yield ChoiceDelta(choice.index, "", 0, [], "length")
         return
-    text = _ChoiceText(served, choice)
-    async with aclosing(served.worker.stream(request)) as steps:
-        async for step in steps:
-            new = [token for token in step.tokens if token.id not in request.stop_ids]
-            shown, reason = text.push(new), step.finish_reason
-            if reason is not None and not text.stopped:
-                shown += text.finish()
-            if text.stopped:
-                reason = "stop"
+    async with aclosing(served.worker.stream(requests)) as steps:
+        async for n, step in steps:
+            new = [token for token in step.tokens if token.id not in requests[n].stop_ids]
+            shown, tokens = texts[n].push(new, ended=step.finish_reason is not None)
+            reason = "stop" if texts[n].stops.found else step.finish_reason
             if shown or new or reason is not None:
-                tokens = text.take_tokens(ended=reason is not None and not text.stopped)
-                yield ChoiceDelta(choice.index, shown, len(new), tokens, reason)
+                yield ChoiceDelta(choices[n].index, shown, len(new), tokens, reason)
             if reason is not None:
-                return
+                served.worker.cancel(step.generation)
+
+
+def _open_text(served: Served, choice: ChoiceRequest) -> _ChoiceText | _PlacedText:
+    prompt = choice.request.prompt if choice.continued else ()
+    decoder, stops = Detokenizer(served.model.tokenizer, prompt, choice.visible), StopStrings(choice.stop)
+    if choice.request.alternatives is None:
+        return _ChoiceText(decoder, stops)
+    hidden = served.special_ids - choice.visible
+    return _PlacedText(Alignment(decoder, served.token_bytes, hidden, choice.continued), stops)
 
 
 class _ChoiceText:
-    """The text of a choice up to a stop string, and its tokens where log-probabilities are requested."""
+    """The text of a choice up to a stop string."""
 
-    def __init__(self, served: Served, choice: ChoiceRequest):
-        prompt = choice.request.prompt if choice.continued else ()
-        self._decoder = Detokenizer(served.model.tokenizer, prompt, choice.visible)
-        self._stop, self._shown = StopStrings(choice.stop), 0
+    def __init__(self, decoder: Detokenizer, stops: StopStrings):
+        self._decoder, self.stops = decoder, stops
+
+    def push(self, tokens: list[Token], ended: bool) -> tuple[str, list[PlacedToken]]:
+        """The text that these tokens complete, and that is no beginning of a stop string; all of it where it has
+        `ended`."""
+        text = self.stops.push(self._decoder.push([token.id for token in tokens]))
+        if ended and not self.stops.found:
+            text += self.stops.push(self._decoder.finish()) + self.stops.finish()
+        return text, []
+
+
+class _PlacedText:
+    """The text of a choice up to a stop string, with its tokens, whose log-probabilities are requested."""
+
+    def __init__(self, alignment: Alignment, stops: StopStrings):
+        self._alignment, self.stops, self._shown = alignment, stops, 0
         self._new: deque[Token] = deque()
         self._placed: deque[PlacedToken] = deque()
-        self._alignment = None
-        if choice.request.alternatives is not None:
-            hidden = served.special_ids - choice.visible
-            self._alignment = Alignment(self._decoder, served.token_bytes, hidden, choice.continued)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has ended it."""
-        return self._stop.found
-
-    def push(self, tokens: list[Token]) -> str:
-        """The text that these tokens complete, and that is no beginning of a stop string."""
-        if self._alignment is None:
-            return self._stop.push(self._decoder.push([token.id for token in tokens]))
+    def push(self, tokens: list[Token], ended: bool) -> tuple[str, list[PlacedToken]]:
+        """The text, and the tokens that begin in the text so far, each once; all of them where the text has ended."""
         self._new += tokens
-        text = ""
-        for token in tokens:
-            part, places = self._alignment.push(token.id)
-            self._place(places)
-            text += part
-        return self._show(self._stop.push(text))
-
-    def finish(self) -> str:
-        """The text that was held back, when no more tokens come."""
-        text, places = (self._decoder.finish(), []) if self._alignment is None else self._alignment.finish()
-        self._place(places)
-        text = self._stop.push(text)
-        return self._show(text + self._stop.finish())
-
-    def take_tokens(self, ended: bool) -> list[PlacedToken]:
-        """The tokens that begin in the text shown so far, each once; all of them where the text has `ended`."""
-        tokens = []
-        while self._placed and (ended or self._placed[0].place.offset < self._shown):
-            tokens.append(self._placed.popleft())
-        return tokens
-
-    def _place(self, places: list[Place]) -> None:
-        self._placed += [PlacedToken(self._new.popleft(), place) for place in places]
-
-    def _show(self, text: str) -> str:
+        text = self.stops.push("".join([self._place(*self._alignment.push(token.id)) for token in tokens]))
+        if ended and not self.stops.found:
+            text += self.stops.push(self._place(*self._alignment.finish())) + self.stops.finish()
         self._shown += len(text)
+        shown, is_whole = [], ended and not self.stops.found
+        while self._placed and (is_whole or self._placed[0].place.offset < self._shown):
+            shown.append(self._placed.popleft())
+        return text, shown
+
+    def _place(self, text: str, places: list[Place]) -> str:
+        self._placed += [PlacedToken(self._new.popleft(), place) for place in places]
         return text

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from meshtune.calls.formats import Tool
 from meshtune.calls.grammar import JSON_OBJECT
-from meshtune.generate.config import Sampling
+from meshtune.generate.request import Sampling
 from meshtune.serve.guard import ApiError, parse_json
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -59,7 +59,14 @@ class EarlierCall(BaseModel):
         return call if self.id is None else {"id": self.id, **call}
 
 
-def named_tools(definitions: list[ToolDefinition]) -> dict[str, Tool]:
+def read_tools(request: ChatRequest) -> tuple[dict[str, Tool], list[Tool]]:
+    """The tools that may be called, by name, and those of which the model must call one. Raises ApiError."""
+    tools = _named_tools(request.tools or [])
+    required = _required_tools(request.tool_choice, tools)
+    return ({} if request.tool_choice == "none" else tools), required
+
+
+def _named_tools(definitions: list[ToolDefinition]) -> dict[str, Tool]:
     """Tools by name. Raises ApiError for one without a proper name, of another kind, or whose name is given twice."""
     tools: dict[str, Tool] = {}
     for n, definition in enumerate(definitions):
@@ -81,7 +88,7 @@ def named_tools(definitions: list[ToolDefinition]) -> dict[str, Tool]:
     return tools
 
 
-def required_tools(choice: Any, tools: Mapping[str, Tool]) -> list[Tool]:
+def _required_tools(choice: Any, tools: Mapping[str, Tool]) -> list[Tool]:
     """The tools that the model must choose from; none where the model decides. Raises ApiError for an unknown
     choice."""
     match choice:
@@ -155,8 +162,6 @@ def _prompts(value: Any) -> Any:
 
 def _biases(value: Any) -> Any:
     """The keys as numbers."""
-    if value is None:
-        return None
     if not isinstance(value, dict) or len(value) > BIASES:
         raise ValueError(f"give an object of at most {BIASES} token ids with what is added to their logits")
     if wrong := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 11)), None):
@@ -175,11 +180,33 @@ HARMLESS = {
 }  # fmt: skip
 
 
+class PictureAddress(BaseModel):
+    """Where a picture is: in a data URI. `detail` is of no effect, for models have a resolution of their own."""
+
+    url: str
+    detail: Text | None = None
+
+
 class ContentPart(BaseModel):
     """A part of a message's content."""
 
     type: Text
     text: str | None = None
+    image_url: PictureAddress | None = None
+
+    def rendered(self, where: str) -> dict[str, Any]:
+        """The part as `generate.pictures` reads it. Raises ApiError for what is neither text nor a picture."""
+        if self.type == "text":
+            return {"type": "text", "text": self.text or ""}
+        if self.type != "image_url":
+            message = f"content of type '{self.type}' is not supported: this model reads text and pictures"
+            raise ApiError(400, f"{message}; of a video give frames as pictures", param=where)
+        if self.image_url is None:
+            raise ApiError(400, "a picture needs image_url: {url: ...}", param=f"{where}.image_url")
+        if self.image_url.url[:5].lower() != "data:":
+            message = "addresses of pictures are never fetched; send the picture itself as a data URI"
+            raise ApiError(400, f"{message} (data:image/png;base64,...)", param=f"{where}.image_url.url")
+        return {"type": "image", "image": self.image_url.url}
 
 
 class ChatMessage(BaseModel):
@@ -190,23 +217,32 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[ContentPart], Field(max_length=PARTS, fail_fast=True)] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=CALLS, fail_fast=True)] | None = None
 
-    def rendered(self, where: str) -> dict[str, Any]:
-        """The message as chat templates read it. Raises ApiError for content that is not text."""
-        content = self.content
+    def rendered(self, where: str, sees: bool = False) -> dict[str, Any]:
+        """The message as chat templates read it; of a model that `sees` it may have pictures. Raises ApiError for other
+        content."""
+        content: Any = self.content
         if isinstance(content, list):
-            if kind := next((part.type for part in content if part.type != "text"), None):
-                raise ApiError(400, f"content of type '{kind}' is not supported: this model reads text", param=where)
-            content = "".join(part.text or "" for part in content)
+            content = _render_parts(content, where) if sees else _join_texts(content, where)
         role = "system" if self.role == "developer" else self.role
-        rendered: dict[str, Any] = {**(self.model_extra or {}), "role": role}
-        if self.tool_calls:
-            if role != "assistant":
-                raise ApiError(400, "the assistant alone calls tools", param=f"{where}.tool_calls")
-            calls = [call.rendered(f"{where}.tool_calls[{n}]") for n, call in enumerate(self.tool_calls)]
-            rendered["tool_calls"], content = calls, content or ""
-        if content is None:
+        calls = self._render_calls(f"{where}.tool_calls") if self.tool_calls else {}
+        if content is None and not calls:
             raise ApiError(400, "a message needs content", param=f"{where}.content")
-        return rendered | {"content": content}
+        return {**(self.model_extra or {}), "role": role, **calls, "content": content or ""}
+
+    def _render_calls(self, where: str) -> dict[str, Any]:
+        if self.role != "assistant":
+            raise ApiError(400, "the assistant alone calls tools", param=where)
+        return {"tool_calls": [call.rendered(f"{where}[{n}]") for n, call in enumerate(self.tool_calls or ())]}
+
+
+def _render_parts(parts: list[ContentPart], where: str) -> list[dict[str, Any]]:
+    return [part.rendered(f"{where}.content[{n}]") for n, part in enumerate(parts)]
+
+
+def _join_texts(parts: list[ContentPart], where: str) -> str:
+    if kind := next((part.type for part in parts if part.type != "text"), None):
+        raise ApiError(400, f"content of type '{kind}' is not supported: this model reads text", param=where)
+    return "".join(part.text or "" for part in parts)
 
 
 class StreamOptions(BaseModel):
@@ -215,42 +251,38 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool = False
 
 
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
 class CompletionFields(BaseModel):
-    """The fields that both kinds of request share."""
+    """The fields that both kinds of request share, with OpenAI's defaults."""
 
     model_config = ConfigDict(extra="allow")
     model: Text
     n: _integer(1, 64) = 1
     max_tokens: _integer(0) | None = None
-    temperature: _number(0, 100) | None = None
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    top_k: _integer(-1) | None = None
-    min_p: _number(0, 1) | None = None
-    presence_penalty: _number(-2, 2) | None = None
-    frequency_penalty: _number(-2, 2) | None = None
-    repetition_penalty: _number(0.01, 100) | None = None
-    logit_bias: Annotated[dict[int, _number(-100, 100)] | None, BeforeValidator(_biases)] = None
+    temperature: _number(0, 100) = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
+    top_k: _integer(-1) = 0
+    min_p: _number(0, 1) = 0.0
+    presence_penalty: _number(-2, 2) = 0.0
+    frequency_penalty: _number(-2, 2) = 0.0
+    repetition_penalty: _number(0.01, 100) = 1.0
+    logit_bias: Annotated[dict[int, _number(-100, 100)], BeforeValidator(_biases)] = Field(default_factory=dict)
     seed: _integer(-(2**63), 2**63 - 1) | None = None
     stop: Text | Annotated[list[Text], Field(max_length=STOPS, fail_fast=True)] | None = None
     stream: StrictBool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, drawn_seed: int, vocab: int) -> Sampling:
-        """How tokens are drawn: OpenAI's defaults (temperature 1), `drawn_seed` where no seed is given."""
-        unknown = next((token for token in self.logit_bias or {} if token >= vocab), None)
+        """How tokens are drawn, with `drawn_seed` where none is given. Raises ApiError for the bias of a token that is
+        outside the vocabulary."""
+        unknown = next((token for token in self.logit_bias if token >= vocab), None)
         if unknown is not None:
             raise ApiError(400, f"token id {unknown} is outside the vocabulary of {vocab}", param="logit_bias")
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=self.top_p or 1.0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            seed=(drawn_seed if self.seed is None else self.seed) % 2**31,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-        )
+        seed = (drawn_seed if self.seed is None else self.seed) % 2**31
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return Sampling(top_k=max(0, self.top_k), seed=seed, logit_bias=tuple(self.logit_bias.items()), **numbers)
 
     def check_number(self, prompts: int, capacity: int | None) -> None:
         """Raises ApiError for more answers than a server takes at once."""
@@ -264,11 +296,6 @@ class CompletionFields(BaseModel):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class JsonSchema(BaseModel):
@@ -316,16 +343,6 @@ class ChatRequest(CompletionFields):
         self.check_number(1, capacity)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-
-    @property
-    def has_template_options(self) -> bool:
-        """Whether variables of the chat template are given."""
-        return bool(self.chat_template_kwargs) or self.reasoning_effort is not None
-
-    @property
-    def alternatives(self) -> int | None:
-        """Likeliest tokens to report with each one; None: no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(CompletionFields):
@@ -385,10 +402,14 @@ def parse_request(kind: type[BaseModel], body: Any) -> Any:
     try:
         request = kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        parts = [str(part)[:100] for part in first["loc"][:3] if not _BRANCH.fullmatch(str(part))]
-        field, message = ".".join(parts), first["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{field}: {message}", param=field) from problem
+        raise _first_error(problem) from problem
     if unknown := sorted((request.model_extra or {}).keys() - HARMLESS):
         raise ApiError(400, f"'{unknown[0][:100]}' is not known here", param=unknown[0][:100])
     return request
+
+
+def _first_error(problem: ValidationError) -> ApiError:
+    first = problem.errors(include_url=False, include_input=False)[0]
+    parts = [str(part)[:100] for part in first["loc"][:3] if not _BRANCH.fullmatch(str(part))]
+    field, message = ".".join(parts), first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{field}: {message}", param=field)

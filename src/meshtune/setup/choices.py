@@ -5,14 +5,17 @@ the chosen kernels.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
 from meshtune.cache import cache_folder
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.families import float16_obstacle
 from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.kernels.attention.self_check import self_check
+from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.model.compute import Compute, Precision, RematName
@@ -143,24 +146,54 @@ class Decision:
         return "bold yellow" if self.name == WARNING else "bold"
 
 
-def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Decision]:
-    """Resolves the dtypes of a run for weights stored in dtype `stored`, on `backend` (default: JAX's default)."""
-    requested = recipe.compute.precision
-    backend = backend or jax.default_backend()
-    name = requested if requested != "auto" else ("float32" if backend == "cpu" else "mixed")
-    auto = Translatable("auto: {value} on {backend}", value=name, backend=backend)
-    reason = Translatable("asked for") if requested != "auto" else auto
+def precision_of(
+    recipe: Recipe, stored: str, platform: str = "", arch: str = "", config: Mapping[str, object] | None = None
+) -> tuple[Precision, Decision]:
+    """Resolves the dtypes of a run for weights stored in dtype `stored` of the model with this config.json, on a
+    platform (default: JAX's backend) and architecture (default: its first device's).
+
+    Raises: UserError for float16 with a model that is known to overflow in it.
+    """
+    requested, obstacle = recipe.compute.precision, float16_obstacle(config or {})
+    platform = platform or jax.default_backend()
+    if requested == "float16" and obstacle is not None:
+        raise UserError(
+            f"the activations of {(config or {}).get('model_type')} overflow in float16: {obstacle}",
+            where="compute.precision",
+            fix="use mixed where the device has bfloat16 (NVIDIA from Ampere on), else float32, which takes twice the "
+            "memory for activations and is several times slower on such cards",
+        )
+    name, reason = requested, Translatable("asked for")
+    if requested == "auto":
+        name, reason = _automatic_precision(platform, chip_of(platform, arch), obstacle)
     match name:
         case "float32":
             precision = Precision(name, "float32", "float32", "float32", "float32")
         case "bfloat16":
             precision = Precision(name, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
+        case "float16":
+            frozen = "float16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
+            precision = Precision(name, frozen, "float32", "float16", "float32")
         case _:
             # Weights that may be trained keep their stored precision. Weights that are only multiplied with bf16
             # activations do not need more than bf16.
             frozen = "bfloat16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
             precision = Precision(name, frozen, "float32", "bfloat16", "float32")
     return precision, Decision("precision", name, reason)
+
+
+def _automatic_precision(platform: str, chip: Chip, obstacle: str | None) -> tuple[str, str]:
+    """(the precision for a chip, the reason); `obstacle` is why the model cannot be computed in float16."""
+    if platform == "cpu":
+        return "float32", Translatable("auto: {value} on {backend}", value="float32", backend=platform)
+    if chip.has_bfloat16:
+        return "mixed", Translatable("auto: {value} on {backend}", value="mixed", backend=platform)
+    if obstacle is None:
+        return "float16", Translatable("auto: {chip} has no bfloat16", chip=chip)
+    text = (
+        "auto: {chip} has no bfloat16, and float16 overflows ({obstacle}); twice the memory for activations, and slower"
+    )
+    return "float32", Translatable(text, chip=chip, obstacle=obstacle)
 
 
 def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:

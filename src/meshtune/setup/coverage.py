@@ -13,7 +13,7 @@ import jax
 from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.model_modules import ModelModules
 from meshtune.adapters.targets import Module
-from meshtune.adapters.training_method import Method
+from meshtune.adapters.training_method import Method, VisionTraining
 from meshtune.arrays.tree import flatten, layer_site
 from meshtune.families import tensors
 from meshtune.families.experts import has_experts
@@ -35,20 +35,21 @@ BLOCKS = {
     "mlp": Translatable("dense networks"),
 }
 SHARED = Translatable("shared experts")
+VISION_PARTS = {"tower": Translatable("the vision tower"), "projector": Translatable("the projector")}
 ROUTERS, GATES = Translatable("routers"), Translatable("gates of shared experts")
 NORMS, REMAINDER = Translatable("norms"), Translatable("others")
 
 
-def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
+def coverage_decisions(method: Method, spec: ModelSpec, vision: VisionTraining | None = None) -> list[Decision]:
     """Describes which modules have adapters and which are trained, and warns of a load-balancing loss that reaches no
-    router.
+    router. `vision` is what is trained of a model that sees.
 
     Returns [] for a dense model without adapters. Raises UserError for a method that the model cannot have.
     """
-    if method.adapters is None and not has_experts(spec):
+    if method.adapters is None and not has_experts(spec) and vision is None:
         return []
     among = ModelModules.of(spec)
-    selection, decisions = method.choose(among), []
+    selection, decisions = among.choose(method, vision), []
     trained = {name: among.by_name[name] for name in selection.trained}
     frozen = _frozen_parts(among.by_name, {*selection.adapted, *trained}) if has_experts(spec) else None
     if config := method.adapters:
@@ -108,6 +109,8 @@ def _counted_experts(modules: list[Module]) -> list[str]:
 
 
 def _counted_part(part: str, count: int) -> str:
+    if part in VISION_PARTS.values():
+        return Translatable("{count} modules of {part}", count=count, part=part)
     if part in (ROUTERS, GATES, NORMS, REMAINDER):
         return Translatable("{count} {part}", count=count, part=part)
     if part in (SHARED, *BLOCKS.values()):
@@ -117,6 +120,8 @@ def _counted_part(part: str, count: int) -> str:
 
 def _part(module: Module) -> str:
     """The part of the model that a module belongs to; of modules outside the layers their own name."""
+    if module.part != "language":
+        return VISION_PARTS[module.part]
     if module.layer is None:
         return module.name.rpartition(".")[2]
     if _routes(module):

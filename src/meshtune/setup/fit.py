@@ -136,7 +136,9 @@ def _can_fit(recipe: Recipe, machine: Target) -> bool:
     """Whether the leanest configurations fit: layers recomputed, small micro-batches, offloading where allowed."""
     keys = open_keys(recipe, search=True)
     quantise = QUANTIZE in keys and recipe.method.adapters is not None
-    workload = workload_of(apply_overrides(recipe, {QUANTIZE: "nf4"}) if quantise else recipe, machine.device.backend)
+    workload = workload_of(
+        apply_overrides(recipe, {QUANTIZE: "nf4"}) if quantise else recipe, machine.device.backend, machine.device.arch
+    )
     layout = layout_on(MeshConfig(fsdp=1), workload.spec)
     roles = ("frozen", "full", "adapter") if OFFLOAD in keys else ("frozen", "full", "adapter", "optimizer")
     persistent = sum(array.local_bytes(layout) for array in workload.persistent if array.role in roles)
@@ -168,7 +170,11 @@ def _best_alternative(start: PredictedCandidate, alternatives: Sequence[Override
         recipe = apply_overrides(start.recipe, overrides)
         try:
             quantised = QUANTIZE in overrides
-            workload = workload_of(recipe, target.device.backend) if quantised else start.candidate.workload
+            workload = (
+                workload_of(recipe, target.device.backend, target.device.arch)
+                if quantised
+                else start.candidate.workload
+            )
             predicted = predict_candidate(recipe, target, workload, {**start.overrides, **overrides})
         except UserError as error:
             reason = error.what
@@ -387,7 +393,10 @@ class MemoryCheck:
             recipe = apply_overrides(recipe, {MICRO: recipe.train.batch_size})
         try:
             return predict_candidate(
-                recipe, target or self.target, workload_of(recipe, self.target.device.backend), length=self.length
+                recipe,
+                target or self.target,
+                workload_of(recipe, self.target.device.backend, self.target.device.arch),
+                length=self.length,
             )
         except UserError:
             return None

@@ -22,7 +22,7 @@ from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
 from meshtune.setup.coverage import coverage_decisions, quantize_decisions
 from meshtune.setup.machine import Machine, ProcessDevices, check_devices
-from meshtune.setup.stage import abstract_model
+from meshtune.setup.stage import abstract_model, vision_training
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
@@ -94,7 +94,8 @@ def resolve_run(
     mesh that is impossible.
     """
     source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
-    precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
+    config = load_config(source)
+    precision, decision = precision_of(recipe, stored_dtype(source, config), machine.platform, machine.chip, config)
     start = start_of(recipe, source, precision.frozen)
     _check_length(recipe.data.max_length, start.spec)
     quantize = quantization_of(recipe, start.spec)
@@ -108,7 +109,7 @@ def resolve_run(
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
-    coverage = coverage_decisions(start.method, arrays.spec)
+    coverage = coverage_decisions(start.method, arrays.spec, vision_training(recipe))
     if CRITIC in arrays.trainable:
         coverage.append(
             Decision("critic", "trained with the model", "its own adapters or weights, no part of the result")

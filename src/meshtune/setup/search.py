@@ -147,7 +147,7 @@ def rank_candidates(
     errors: list[UserError] = []
     for quantised in FORMATS if QUANTIZE in keys else (None,):
         variant = apply_overrides(recipe, {QUANTIZE: quantised}) if quantised else recipe
-        workload = workload_of(variant, target.device.backend)
+        workload = workload_of(variant, target.device.backend, target.device.arch)
         for overrides, candidate in _combinations(variant, target, keys):
             if quantised:
                 overrides = {**overrides, QUANTIZE: quantised}
@@ -183,13 +183,14 @@ def _rank(predicted: PredictedCandidate) -> tuple[float, ...]:
     return 1, predicted.device_bytes, *simplicity
 
 
-def workload_of(recipe: Recipe, backend: str) -> Workload:
-    """Resolves a recipe for a JAX backend from the model's config, and counts its arrays.
+def workload_of(recipe: Recipe, backend: str, arch: str = "") -> Workload:
+    """Resolves a recipe for a JAX backend and architecture from the model's config, and counts its arrays.
 
     Raises: UserError for an invalid model or method.
     """
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
-    precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    config = load_config(source)
+    precision, _ = precision_of(recipe, stored_dtype(source, config), backend, arch, config)
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
     if recipe.teacher is not None:

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 
 from meshtune.adapters.method import PreparedModel, abstract
-from meshtune.adapters.training_method import Method
+from meshtune.adapters.training_method import Method, VisionTraining
 from meshtune.arrays.batch import BATCH_ARRAYS, TOKEN_ARRAYS
 from meshtune.config.recipe import Recipe
+from meshtune.costs.workload import planned_patches
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
@@ -44,8 +45,14 @@ def abstract_model(
 
     Trained arrays have `dtype`. Raises: UserError as adapters.method.abstract does.
     """
-    model = abstract(method, spec, dtype, quantize)
+    model = abstract(method, spec, dtype, quantize, vision_training(recipe))
     return abstract_critic(model, dtype) if STAGES[recipe.stage.kind].has_critic else model
+
+
+def vision_training(recipe: Recipe) -> VisionTraining | None:
+    """What is trained of a model that sees beside what the method says; None for text."""
+    vision = recipe.vision
+    return None if vision is None else VisionTraining(tuple(vision.train), vision.freeze_language)
 
 
 def evaluation_objective_of(recipe: Recipe, teacher: ModelSpec | None = None) -> Objective:
@@ -74,10 +81,10 @@ ShapeAndDtype = tuple[tuple[int, ...], np.dtype]
 
 
 def batch_arrays(
-    recipe: Recipe, method: Method, shape: tuple[int, int, int], *, shared_prompts: bool = False
+    recipe: Recipe, method: Method, spec: ModelSpec, shape: tuple[int, int, int], *, shared_prompts: bool = False
 ) -> dict[str, ShapeAndDtype]:
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as it is known without data:
-    the number of units a row has room for is a guess, which changes next to nothing."""
+    the number of units a row has room for is a guess, which changes next to nothing, and so is that of patches."""
     (micro_batches, rows, length), stage, names = shape, STAGES[recipe.stage.kind], list(TOKEN_ARRAYS)
     if recipe.rollout is not None:
         names = online_arrays(recipe, shared=shared_prompts)
@@ -90,8 +97,17 @@ def batch_arrays(
             names.append("reference")
     units = max(1, length // (stage.unit_segments * PLANNED_LENGTH)) if recipe.data.packing else 1
     sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
+    if spec.vision is not None:
+        names += picture_arrays(spec)
+        sizes |= {"patches": planned_patches(recipe, spec, length), "pixels": spec.vision.pixels, "grid": 4, "axes": 3}
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
+
+
+def picture_arrays(spec: ModelSpec) -> list[str]:
+    """The arrays that a batch with pictures has in addition."""
+    sections = any(rope.sections for rope in spec.ropes)
+    return ["patches", "patch_segments", "patch_grid", "visual", *(["mrope_positions"] if sections else [])]
 
 
 def scoring_passes(recipe: Recipe) -> int:

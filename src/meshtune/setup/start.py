@@ -61,7 +61,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
         method = _with_rows(method, tokens, tuple(range(before, rows)))
     if blocks:
         config = expanded_config(config, blocks)
-    spec = spec_of(config, source, dtype)
+    spec = spec_of(config, source, dtype, vision=recipe.vision is not None)
     if section.adapter is not None:
         assert method.adapters is not None, "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))

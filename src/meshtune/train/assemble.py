@@ -38,7 +38,7 @@ from meshtune.optim.optimizer import Optimizer, Schedule
 from meshtune.setup.choices import optimizer_of
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.run import Run
-from meshtune.setup.stage import batch_arrays, draws, objective_of
+from meshtune.setup.stage import batch_arrays, draws, objective_of, vision_training
 from meshtune.train.run_setup import PreparedRun
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state, init_state
@@ -84,7 +84,8 @@ def state_like(run: Run, optimizer: Optimizer) -> TrainState:
             fix="leave optimizer out of compute.offload, or use adamw, whose state can wait in the host's memory",
         )
     arrays = run.arrays
-    return abstract_state(arrays.trainable, optimizer, run.layout, run.offload, arrays.buffers)
+    dtype = run.precision.compute
+    return abstract_state(arrays.trainable, optimizer, run.layout, run.offload, arrays.buffers, dtype)
 
 
 def frozen_like(run: Run) -> Tree:
@@ -121,11 +122,12 @@ def batch_like(run: Run, shape: tuple[int, int, int], *, shared_prompts: bool = 
     Its shardings are those of mesh.placement.place_batch.
     """
     layout = run.layout
+    arrays = batch_arrays(run.recipe, run.method, run.spec, shape, shared_prompts=shared_prompts)
     return {
         name: jax.ShapeDtypeStruct(
             size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name, len(size)), size)
         )
-        for name, (size, dtype) in batch_arrays(run.recipe, run.method, shape, shared_prompts=shared_prompts).items()
+        for name, (size, dtype) in arrays.items()
     }
 
 
@@ -162,7 +164,7 @@ def load_run(run: PreparedRun) -> tuple[LoadedRun, TrainState]:
         trainable = offload_arrays(model.trainable, like.trainable)
         waiting = {name: node for name, node in frozen_like(run).items() if name != TEACHER}
         model = dataclasses.replace(model, trainable=trainable, frozen=offload_arrays(model.frozen, waiting))
-    state = init_state(model.trainable, optimizer, like, model.buffers)
+    state = init_state(model.trainable, optimizer, like, model.buffers, run.precision.compute)
     frozen = model.frozen
     if run.teacher is not None:
         frozen = frozen | {TEACHER: _load_teacher(run, run.teacher)}
@@ -228,7 +230,8 @@ def _load_policy(
         return Original(load_weight(run.source, run.spec, path, run.layout), sizes.get(path))
 
     key = jax.random.fold_in(jax.random.key(run.recipe.seed), 0)
-    return prepare(run.method, run.spec, params, key, run.precision.trainable, run.layout, original)
+    vision = vision_training(run.recipe)
+    return prepare(run.method, run.spec, params, key, run.precision.trainable, run.layout, original, vision=vision)
 
 
 def _load_base(run: Run, console: Console, job: Job, group: int, waiting: Sequence[str]) -> Tree:

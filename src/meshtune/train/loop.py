@@ -374,7 +374,7 @@ class _Loop:
         values = jax.device_get(metrics)
         decision = self.stop_flag.decision()
         self.stop = self.stop or decision.signal
-        if not bool(values["finite"]):
+        if not bool(values["finite"]) and values.get("loss_scale", 0.0) < 1:
             raise _not_finite(self.task, batch, values, self.checkpoints)
         finished = time.perf_counter()
         seconds, self.clock = finished - self.clock, finished
@@ -388,7 +388,7 @@ class _Loop:
                 epoch=self.task.epoch_at(step),
                 loss=self.last_loss,
                 grad_norm=float(values["grad_norm"]),
-                learning_rate=self.task.learning_rate(batch.step),
+                learning_rate=self.task.learning_rate(max(0, batch.step - int(values.get("skipped_updates", 0)))),
                 metrics={
                     **batch.metrics,
                     **{name: float(value) for name, value in values.items() if name not in reported},
@@ -448,6 +448,8 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
     loss, norm = float(values["loss"]), float(values["grad_norm"])
     value = f"the loss is {loss}" if not np.isfinite(loss) else f"the gradient's norm is {norm}"
+    if "loss_scale" in values:
+        value = f"float16 overflows at any scale of the loss down to 1: {value}"
     which = ", ".join(str(number + 1) for number in bad)
     named = list(dict.fromkeys(str(origin) for number in bad for row in batch.origins[number] for origin in row))
     unnamed = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""

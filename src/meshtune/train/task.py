@@ -36,7 +36,7 @@ from meshtune.train.evaluation.evaluate import (
 from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, Task
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
-from meshtune.train.step.state import TrainState, result_params
+from meshtune.train.step.state import Metrics, TrainState, result_params
 
 rollout_source = LazyFunction("meshtune.train.online:rollout_source")
 evaluate_online = LazyFunction("meshtune.train.online:evaluate_online")
@@ -55,7 +55,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)
         first = loader.batch(0).arrays if record.step < run.total_steps else {}
     if record.step < run.total_steps:
-        step = _compile(run, step, state, place(first))
+        step = _compiled_steps(run, step, state, place(first))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
     early = recipe.eval
     return Task(
@@ -118,6 +118,25 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
     return place
 
 
+def _compiled_steps(
+    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, first: Batch
+) -> Callable[[TrainState, Tree, Batch, np.int32], tuple[TrainState, Metrics]]:
+    """The step, compiled for batches like `first`, and for others when they come: with or without pictures."""
+    compiled = {_shapes(first): _compile(run, step, state, first)}
+
+    def apply(state: TrainState, frozen: Tree, batch: Batch, seed: np.int32) -> tuple[TrainState, Metrics]:
+        shapes = _shapes(batch)
+        if shapes not in compiled:
+            compiled[shapes] = _compile(run, step, state, batch)
+        return compiled[shapes](state, frozen, batch, seed)
+
+    return apply
+
+
+def _shapes(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, array.shape) for name, array in sorted(batch.items()))
+
+
 def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
     started = time.monotonic()
     with run.console.status("compiling the training step"):
@@ -165,9 +184,14 @@ def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | No
     options = run.recipe.sample
     if not options.prompts:
         return None
+    from meshtune.data.prepare import open_reader
+    from meshtune.generate.pictures import load_parts, prompt_words
     from meshtune.generate.text import sample
 
-    chat = run.data.report.template is not None
+    chat, recipe, prompts, reader = run.data.report.template is not None, run.recipe, options.prompts, None
+    if recipe.vision is not None:
+        reader = open_reader(recipe, run.tokenizer)
+        prompts = [load_parts(reader, prompt, recipe.vision.media_dir or "", "sample.prompts") for prompt in prompts]
 
     def answer(trainable: Tree) -> Iterator[tuple[str, str]]:
         texts = sample(
@@ -175,13 +199,14 @@ def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | No
             run.model.spec,
             run.compute,
             run.tokenizer,
-            options.prompts,
+            prompts,
             chat=chat,
             system=run.recipe.data.system if chat else None,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             seed=run.recipe.seed,
+            reader=reader,
         )
-        return zip(options.prompts, texts, strict=True)
+        return zip(map(prompt_words, options.prompts), texts, strict=True)
 
     return answer

@@ -52,6 +52,19 @@ def check_finite(block: np.ndarray, name: str, file: Path) -> None:
         )
 
 
+def check_float16(block: np.ndarray, name: str, file: Path) -> None:
+    """Raises UserError, naming the tensor and its file, where a block of it has a number that float16 cannot hold."""
+    if block.dtype == np.float16 or block.dtype.kind in "iub":
+        return
+    largest = float(np.max(np.abs(block.astype(np.float32) if block.dtype.itemsize < 4 else block), initial=0.0))
+    if largest > LARGEST["float16"]:
+        raise UserError(
+            f"tensor '{name}' has numbers up to {largest:.4g}, beyond float16's range of {LARGEST['float16']:.4g}",
+            where=str(file),
+            fix="set compute.precision=float32 (mixed where the device has bfloat16)",
+        )
+
+
 def tensors_not_finite(directory: Path) -> dict[str, Path]:
     """Reads every weight of a model directory; the tensors with numbers that are not finite, and their files.
 

@@ -20,7 +20,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import as_stored, model_spec, tensors
-from meshtune.families.composite import HEAD, tensor_name, text_config
+from meshtune.families.composite import HEAD, is_composite, tensor_name, text_config
 from meshtune.families.quantised import quantised_leaves
 from meshtune.families.tensors import TensorMap
 from meshtune.json_text import read_json
@@ -149,24 +149,26 @@ def load_config(directory: Path) -> dict[str, object]:
     return read_json(file)
 
 
-def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dict[str, object]]:
-    """(spec, config) of a model directory.
+def load_spec(
+    directory: Path, dtype: str | None = None, *, vision: bool = False
+) -> tuple[ModelSpec, dict[str, object]]:
+    """(spec, config) of a model directory; with `vision` of its tower too, which is else passed through.
 
     `dtype` is the dtype that the weights are loaded in; default: the config's, else that of most stored bytes.
-    Raises UserError for a bad config or an unsupported model.
+    Raises UserError for a bad config or an unsupported model, and for one without a tower where `vision` asks for one.
     """
     directory = Path(directory)
     config = load_config(directory)
-    return spec_of(config, directory, dtype or stored_dtype(directory, config)), config
+    return spec_of(config, directory, dtype or stored_dtype(directory, config), vision=vision), config
 
 
-def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec:
+def spec_of(config: Mapping[str, Any], directory: Path, dtype: str, *, vision: bool = False) -> ModelSpec:
     """The spec of a config for the weights in `directory`, where there are any: their names say how a composite's text
     model is laid out, whether it has a separate head, and how experts are stored. Raises UserError for a bad config
     or an unsupported model, and for experts that are there twice.
     """
-    names = tensor_names(directory) if config.get("text_config") else frozenset[str]()
-    spec = model_spec(dict(config), dtype, str(directory / "config.json"), names)
+    names = tensor_names(directory) if is_composite(config) else frozenset[str]()
+    spec = model_spec(dict(config), dtype, str(directory / "config.json"), names, vision)
     if spec.composite is not None and spec.tied and tensor_name(spec, HEAD) in names:
         infos, entry = (
             model_tensors(directory, spec.published),
@@ -178,7 +180,21 @@ def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec
     if not any(directory.glob("*.safetensors")):
         return spec
     spec = as_stored(spec, lambda: model_tensors(directory, spec.published), str(directory))
+    if spec.composite is not None and spec.fused_experts:
+        spec = _with_experts_as_stored(spec, model_tensors(directory, spec.published))
     return spec if spec.published is None else as_in_files(spec, model_tensors(directory, spec.published))
+
+
+def _with_experts_as_stored(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
+    """The spec with fused experts transposed, where only so they have the shapes of the files."""
+    assert spec.composite is not None
+    transposed = dataclasses.replace(spec, composite=dataclasses.replace(spec.composite, transposed_experts=True))
+
+    def fits(spec: ModelSpec) -> bool:
+        entries = (entry for entry in tensors(spec) if entry.array.role == "experts" and entry.name in infos)
+        return all(infos[entry.name].shape == entry.view.tensor for entry in entries)
+
+    return transposed if not fits(spec) and fits(transposed) else spec
 
 
 def _equal_in_samples(first: TensorInfo, second: TensorInfo) -> bool:

@@ -68,6 +68,10 @@ def notes(source: Path, spec: ModelSpec) -> list[tuple[str, str]]:
         return []
     count = sum(math.prod(shape) for shape in {entry.name: entry.view.tensor for entry in tensors(spec)}.values())
     model = spec.family if spec.composite is None else f"text model of {spec.composite.model_type}"
+    if spec.vision is not None:
+        model = f"{spec.composite.model_type if spec.composite else spec.family} with its vision tower"
+        if not infos:
+            return [(model, f"{count:,} parameters")]
     names = list_parts(parts(infos, spec)) or "all other parts"
     return [(model, f"{count:,} parameters; not tuned and passed through: {names}")]
 

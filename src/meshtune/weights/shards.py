@@ -28,7 +28,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, host_sharding
 from meshtune.quantize.scales import twice_quantised
 from meshtune.quantize.weight import QuantisedWeight, encode_blocks
-from meshtune.weights.finite import check_finite
+from meshtune.weights.finite import check_finite, check_float16
 from meshtune.weights.read_plan import Block, Box, Cut, Device, boxes, read_plan
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
 from meshtune.weights.tensor_reader import BroadcastReader, TensorReader
@@ -363,8 +363,11 @@ class _Tensor:
         return DTYPES[self.info.dtype]
 
     def check(self, numbers: np.ndarray) -> None:
-        """Raises UserError where a block that was read has a number that is not finite."""
+        """Raises UserError where a block that was read has a number that is not finite, or beyond float16's range where
+        the model holds that."""
         check_finite(numbers, self.entries[0].name, self.info.file)
+        if any(entry.array.dtype == "float16" for entry in self.entries):
+            check_float16(numbers, self.entries[0].name, self.info.file)
 
     def nbytes(self, block: Block) -> int:
         return int(np.prod(block.shape, dtype=np.int64)) * self.dtype.itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,29 @@ class Verified:
     tolerance: float
 
 
+def probe_pictures(spec: ModelSpec, shape: tuple[int, int] = PROBE_SHAPE) -> dict[str, np.ndarray]:
+    """The arrays of pictures for rows of this shape, of a model that sees: a picture of random patches in each row,
+    whose features take the place of the first tokens."""
+    if (vision := spec.vision) is None:
+        return {}
+    rows, merge = shape[0], vision.merge
+    side = 4 * merge if vision.tile is None else math.isqrt(vision.tile)
+    places = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), axis=-1)
+    places = places.reshape(side // merge, merge, side // merge, merge, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+    grid = np.concatenate([places, np.full_like(places, side)], axis=1).astype(np.int32)
+    patches = np.random.default_rng(1).normal(size=(rows, side**2, vision.pixels)).astype(np.float32)
+    index = np.zeros(shape, np.int32)
+    count = min(side**2 // merge**2, shape[1] // 2)
+    index[:, :count] = np.arange(1, count + 1)
+    index[:, count] = -1 if vision.newline else 0
+    return {
+        "patches": patches,
+        "patch_segments": np.ones((rows, side**2), np.int32),
+        "patch_grid": np.broadcast_to(grid, (rows, *grid.shape)),
+        "visual": index,
+    }
+
+
 def probe(spec: ModelSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
     """tokens, positions, segment_ids [2, 48] of the fixed batch that exports are verified with."""
     tokens = np.random.default_rng(0).integers(0, spec.vocab, PROBE_SHAPE)
@@ -101,7 +125,8 @@ def _logits(
     spec = dataclasses.replace(spec, stacks=tuple(Stack((kind,), 1) for kind in spec.layer_kinds), dtype="float32")
     compute = COMPUTE if layout is None else dataclasses.replace(COMPUTE, attention="auto", layout=layout)
     names = ("tokens", "positions", "segment_ids")
-    batch = place_batch(dict(zip(names, map(np.asarray, probe(spec)), strict=True)), layout)
+    batch = dict(zip(names, map(np.asarray, probe(spec)), strict=True)) | probe_pictures(spec)
+    batch = place_batch(batch, layout)
     rows, x, side = _enter(embedding(), batch, spec, compute)
     for index, (kind, node) in enumerate(layers):
         x, stored = _step(x, node, rows, side, np.int32(index), kind, compute)
@@ -154,7 +179,7 @@ def verify_export(
     processes each compares the files that another one wrote. Raises ExportError.
     """
     with raise_collectively(job, "verify: config"):
-        written, _ = load_spec(dest, dtype)
+        written, _ = load_spec(dest, dtype, vision=spec.vision is not None)
         if (changed := _spec_difference(without_balancing(spec), without_balancing(written))) is not None:
             raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
         infos = model_tensors(dest, written.published)
@@ -165,7 +190,7 @@ def verify_export(
             raise ExportError(f"tensor '{changed}' differs from that in the source", where=str(dest))
     if expected is None:
         expected = probe_logits(params, spec, layout)
-    got = written_logits(dest, layout)
+    got = written_logits(dest, layout, vision=spec.vision is not None)
     with raise_collectively(job, "verify: logits"):
         difference = relative_difference(expected, got)
         if difference <= TOLERANCE[dtype]:
@@ -237,15 +262,19 @@ def _tensor_message(name: str, start: int, trained: np.ndarray, stored: np.ndarr
     return f"{message}: first at row {row}, by up to {distance:.3g}"
 
 
-def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:
-    """float32 logits of the probe from a model directory's files, one layer at a time, each laid out on the mesh."""
-    spec, _ = load_spec(directory)
+def written_logits(
+    directory: Path, layout: Layout | None = None, *, vision: bool = False
+) -> Float[np.ndarray, "B T V"]:
+    """float32 logits of the probe from a model directory's files, one layer at a time, each laid out on the mesh; with
+    `vision` of a probe with pictures."""
+    spec, _ = load_spec(directory, vision=vision)
     infos, table = model_tensors(directory, spec.published), table_of(spec)
     in_layer: dict[tuple[str, int], list[TensorMap]] = {}
     before: list[TensorMap] = []
     after: list[TensorMap] = []
     for entry in table:
-        if (place := stack_path(entry.path)) is not None:
+        place = stack_path(entry.path)
+        if place is not None and place.root == "":
             in_layer.setdefault((place.key, entry.index[0]), []).append(entry)
         else:
             (before if entry.path.partition("/")[0] in spec.before else after).append(entry)
@@ -262,12 +291,23 @@ def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.nd
 
 
 def _read(table: list[TensorMap], infos: dict[str, TensorInfo], layout: Layout | None) -> Tree:
-    """Some tensors as a tree, in the file's dtype, without the axis of layers: a leaf is one layer's."""
+    """Some tensors as a tree, in the file's dtype: of a layer of the decoder without the axis of layers, those of a
+    tower with all of its layers."""
     leaves: dict[str, list[TensorMap]] = {}
     for entry in table:
         leaves.setdefault(entry.path, []).append(entry)
     with TensorReader() as reader:
-        return unflatten({path: _place_layer(reader, entries, infos, layout) for path, entries in leaves.items()})
+        return unflatten({path: _place_leaf(reader, entries, infos, layout) for path, entries in leaves.items()})
+
+
+def _place_leaf(
+    reader: TensorReader, entries: list[TensorMap], infos: dict[str, TensorInfo], layout: Layout | None
+) -> jax.Array:
+    place = stack_path(entries[0].path)
+    if place is None or place.root == "":
+        return _place_layer(reader, entries, infos, layout)
+    rows = [[entry for entry in entries if entry.index[0] == row] for row in range(entries[0].array.shape[0])]
+    return jnp.stack([_place_layer(reader, row, infos, layout) for row in rows])
 
 
 def _place_layer(

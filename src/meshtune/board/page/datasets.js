@@ -2,6 +2,7 @@
 
 import { h, svg } from './dom.js';
 import { number } from './format.js';
+import { pictureView } from './talk/pictures.js';
 import { t } from './text.js';
 
 // A document's text. What is trained on is a <mark>, underlined too, so that it is told apart without colours.
@@ -14,6 +15,7 @@ export function documentView(example) {
   }
   return h('details', { class: 'document', open: true },
     h('summary', {}, h('code', {}, example.origin), ' ', h('span', { class: 'quiet' }, t('data.tokens', { n: example.tokens, count: number(example.tokens, 9) }))),
+    example.pictures?.length > 0 && h('div', { class: 'pictures' }, example.pictures.map(pictureView)),
     h('p', { class: 'tokens' }, runs.map(({ text, weight }) => (weight
       ? h('mark', { class: 'trained', title: weight === 1 ? t('data.trained') : `${t('data.trained')} × ${weight}` }, text)
       : h('span', { class: 'prompt' }, text)))));

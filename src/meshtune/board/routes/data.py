@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board.answers import Answer, body_of
+from meshtune.board.archives import ZIP, receive_archive
 from meshtune.board.recipe_text import content_of
 from meshtune.board.routes.recipe import text_of
 from meshtune.board.state import BoardState
@@ -25,7 +26,9 @@ def data_routes(state: BoardState) -> list[BaseRoute]:
         return Answer({"files": await run_in_threadpool(data_files, workspace)})
 
     async def upload(request: Request) -> Response:
-        path = await receive(workspace, request.query_params.get("name", ""), request.stream())
+        name = request.query_params.get("name", "")
+        take = receive_archive if name.lower().endswith(ZIP) else receive
+        path = await take(workspace, name, request.stream())
         return Answer({"path": workspace.shown(path), "bytes": path.stat().st_size}, 201)
 
     def checked(text: str) -> str:

@@ -423,9 +423,8 @@ def _schedule(draft: Draft) -> None:
 def _precision(draft: Draft) -> None:
     bf16 = draft.given.get("bf16", "auto")
     if draft.get("fp16") or draft.get("float16"):
-        note = "bfloat16 in place of float16, which needs no scaled loss"
         key = "fp16" if draft.get("fp16") else "float16"
-        draft.put("compute.precision", "mixed", key, note=note, differs=True)
+        draft.put("compute.precision", "float16", key)
     elif draft.get("bfloat16"):
         draft.put("compute.precision", "bfloat16", "bfloat16")
     elif draft.get("float32") or bf16 in (False, "false"):

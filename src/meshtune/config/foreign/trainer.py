@@ -148,8 +148,7 @@ def length(draft: Draft, epochs: str, steps: str = "max_steps") -> None:
 
 def _precision(draft: Draft) -> None:
     if draft.get("fp16"):
-        note = "bfloat16 in place of float16, which needs no scaled loss: a little coarser, never overflowing"
-        draft.put("compute.precision", "mixed", "fp16", note=note, differs=True)
+        draft.put("compute.precision", "float16", "fp16")
     elif draft.get("bf16") is not None:
         draft.put("compute.precision", "mixed" if draft.get("bf16") else "float32", "bf16")
 

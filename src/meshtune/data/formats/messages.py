@@ -1,7 +1,8 @@
 """Formats of conversations: OpenAI's messages, ShareGPT's turns, Hermes' and xLAM's function calls.
 
-Content is text or a list of text parts; LLaMA-Factory's parts ({"type": "text", "reasoning" or "tool_call", "value":
-...}) and its `loss_weight` are understood too. Keys beyond these are kept in `Message.extra` for the chat template.
+Content is text or a list of parts, text and pictures; LLaMA-Factory's parts ({"type": "text", "reasoning" or
+"tool_call", "value": ...}) and its `loss_weight` are understood too. Keys beyond these are kept in `Message.extra` for
+the chat template.
 
 `function_call` turns are an assistant's tool calls (JSON text of one call or a list, after a <think> block or none),
 `observation` turns the tools' results. The speakers user, assistant and tool are also understood, unless a tag renames
@@ -21,7 +22,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 
-from meshtune.data.conversation import Conversation, JsonObject, Message, Origin, Role
+from meshtune.data.conversation import Conversation, JsonObject, Message, Origin, PlacedPicture, Role
 from meshtune.data.dialect import split_reasoning
 from meshtune.data.formats.record import (
     CONTEXT,
@@ -32,6 +33,7 @@ from meshtune.data.formats.record import (
     RecordFormat,
     check_text,
     check_turn,
+    check_turns,
     describe,
     field_error,
     has_fields,
@@ -48,6 +50,7 @@ from meshtune.data.formats.record import (
 )
 from meshtune.data.formats.tools import call_id, parse_tool_call, parse_tools, tools_of_text, with_tool_use
 from meshtune.errors import UserError, nearest
+from meshtune.lazy import LazyFunction
 
 MESSAGE_ROLES: dict[str, Role] = {
     "system": "system",
@@ -58,7 +61,12 @@ MESSAGE_ROLES: dict[str, Role] = {
     "function": "tool",
 }
 KNOWN_KEYS = {"role", "content", "tool_calls", "function_call", *WEIGHTS, *SWITCHES}
-MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
+PICTURE_PARTS = ("image", "image_url", "input_image")
+part_picture = LazyFunction("meshtune.data.formats.pictures:part_picture")
+# Parts that are refused -> what to do instead.
+MEDIA_PARTS = dict.fromkeys(("video", "video_url"), "give frames of it as pictures, in parts of type image_url")
+MEDIA_PARTS |= dict.fromkeys(("audio", "audio_url", "input_audio"), "write what is heard in it as text, or remove it")
+MEDIA_PARTS |= {"file": "give its pages as pictures, in parts of type image_url, or as text"}
 
 
 def detect_messages(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
@@ -74,12 +82,20 @@ def convert_messages(
     field = fields["messages"] or "messages"
     messages = read_messages(list_field(record, field, origin, "messages"), origin, field)
     messages = with_system(messages, record, fields, origin)
+    has_tools = any(record.get(name) is not None for key in ("tools", "functions") if (name := fields[key]))
+    tools = _read_tools(record, fields, origin) if has_tools else ()
+    if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+        messages = with_tool_use(messages, tools, origin, field, good=good)
+    else:
+        check_turns(messages, origin, field)
+    return Conversation(tuple(messages), origin, tools, read_variables(record, fields, origin))
+
+
+def _read_tools(record: Record, fields: FieldNames, origin: Origin) -> tuple[Mapping[str, object], ...]:
     tools, functions = (parse_tools(record, fields[key], origin) for key in ("tools", "functions"))
     if tools and functions:
         raise _two_lists_error(origin, fields["functions"] or "functions")
-    tools = tools or functions
-    turns = with_tool_use(messages, tools, origin, field, good=good)
-    return Conversation(turns, origin, tools, read_variables(record, fields, origin))
+    return tools or functions
 
 
 def _two_lists_error(origin: Origin, field: str) -> UserError:
@@ -101,21 +117,23 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     if "tool_call_id" in turn:
         call_id(turn, "tool_call_id", origin, field)
     calls = _calls(turn, origin, field) if turn.get("tool_calls") or turn.get("function_call") else []
-    content = turn.get("content")
+    content, pictures = turn.get("content"), list[PlacedPicture]()
     if isinstance(content, list):
-        content = _parts(content, origin, f"{field}.content", calls, extra)
+        in_answer = role == "assistant"
+        content = _parts(content, origin, f"{field}.content", calls, extra, None if in_answer else pictures)
     if role == "tool" and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     if calls and role != "assistant":
         problem = f"tool calls in a message of {turn['role']}"
         raise field_error(problem, origin, f"{field}.tool_calls", "only an assistant calls tools")
-    if not content and not calls:
+    if not content and not calls and not pictures:
         _check_content(turn, role, content, extra, origin, field)
     if content is None and calls:
         content = ""
-    required = role == "user" or (role == "assistant" and not calls)
+    required = not pictures and (role == "user" or (role == "assistant" and not calls))
     content = check_text(content, origin, f"{field}.content", required=required)
-    return Message(role, content, weight_field(turn, origin, field), tuple(calls), tuple(extra.items()))
+    weight = weight_field(turn, origin, field)
+    return Message(role, content, weight, tuple(calls), tuple(extra.items()), tuple(pictures))
 
 
 def _check_content(
@@ -169,9 +187,15 @@ def _calls(turn: Mapping[str, object], origin: Origin, field: str) -> list[dict[
 
 
 def _parts(
-    parts: list[object], origin: Origin, field: str, calls: list[dict[str, object]], extra: dict[str, object]
+    parts: list[object],
+    origin: Origin,
+    field: str,
+    calls: list[dict[str, object]],
+    extra: dict[str, object],
+    pictures: list[PlacedPicture] | None,
 ) -> str | None:
-    """The text of a list of content parts. Reasoning is added to `extra`, tool calls to `calls`."""
+    """The text of a list of content parts. Reasoning is added to `extra`, tool calls to `calls`, and pictures to
+    `pictures`, of which an answer has none (None)."""
     texts, reasoning = [], []
     for index, part in enumerate(parts):
         item = f"{field}[{index}]"
@@ -179,9 +203,17 @@ def _parts(
             raise field_error(f"not a text part: {describe(part)}", origin, item, 'write {"type": "text", "text": ...}')
         part_type = part["type"]
         value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
+        if part_type in PICTURE_PARTS and pictures is None:
+            problem = f"a part of type '{part_type}' in an answer: models answer in words"
+            raise field_error(problem, origin, item, "move it into a turn of the user, or remove it")
+        if part_type in PICTURE_PARTS:
+            assert pictures is not None
+            offset = sum(map(len, texts))
+            pictures.append(PlacedPicture(offset, part_picture(part, origin, item)))
+            continue
         if part_type in MEDIA_PARTS:
-            problem = f"a part of type '{part_type}'"
-            raise field_error(problem, origin, item, "only text can be trained on: remove images, audio and video")
+            problem = f"a part of type '{part_type}', and only text and pictures can be trained on"
+            raise field_error(problem, origin, item, MEDIA_PARTS[part_type])
         if part_type in ("text", "input_text", "output_text"):
             texts.append(check_text(value, origin, item, required=False))
         elif part_type == "reasoning":
@@ -192,7 +224,7 @@ def _parts(
             raise field_error(f"not a text part: {describe(part)}", origin, item, 'write {"type": "text", "text": ...}')
     if reasoning:
         extra["reasoning_content"] = "\n".join(reasoning)
-    return "".join(texts) if texts or not calls else None
+    return "".join(texts) if texts or pictures or not calls else None
 
 
 MESSAGES = RecordFormat(
@@ -321,9 +353,13 @@ def _turn(
         return Message("assistant", "", weight, _turn_calls(calls, origin, content_field), extra), name
     if tag == "observation_tag" and isinstance(content, dict | list):
         content = json.dumps(content, ensure_ascii=False)
+    pictures = list[PlacedPicture]()
+    if isinstance(content, list) and tag == "user_tag":
+        content = _parts(content, origin, content_field, [], {}, pictures)
     # A tool may return nothing, and an empty system prompt keeps a template from inserting its own.
-    content = check_text(content, origin, content_field, required=tag in ("user_tag", "assistant_tag"))
-    return Message(SPEAKER_ROLES[tag], content, weight), name
+    required = tag in ("user_tag", "assistant_tag") and not pictures
+    content = check_text(content, origin, content_field, required=required)
+    return Message(SPEAKER_ROLES[tag], content, weight, pictures=tuple(pictures)), name
 
 
 def _turn_calls(content: object, origin: Origin, field: str) -> tuple[JsonObject, ...]:

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from meshtune.data.conversation import JsonObject, Message, Origin, Sample
+from meshtune.data.conversation import JsonObject, Message, Origin, Pair, Sample
 from meshtune.data.dialect import REASONING_KEYS
 from meshtune.errors import UserError, nearest
 
@@ -269,8 +269,9 @@ def _expected_roles(previous: Message | None, calls_in_text: bool) -> tuple[str,
     return ("tool",) if previous.tool_calls else ("user", "tool") if calls_in_text else ("user",)
 
 
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-_NO_MEDIA = "only text can be trained on"
+PICTURES = ("images", "image")
+MEDIA = (*PICTURES, "videos", "video", "audios", "audio")
+_NO_MEDIA = "only text and pictures can be trained on, such as frames of a video"
 _NO_TOKENS = "a mask of tokens does not fit the tokens that are made here"
 _PREFERENCE = "it is an example of a bad answer"
 
@@ -285,7 +286,8 @@ FIELDS: dict[str, str] = {
     "chat_template_kwargs": "it sets variables of the chat template",
     # LLaMA-Factory, ms-swift (docs, Customization/Custom-dataset) and TRL (vision data sets: image, images).
     **dict.fromkeys(MEDIA, _NO_MEDIA),
-    "objects": _NO_MEDIA,  # ms-swift's boxes within images
+    **dict.fromkeys(PICTURES, "it holds pictures"),
+    "objects": "boxes within pictures cannot be trained on",  # ms-swift's
     # Alpaca's earlier turns in LLaMA-Factory and ms-swift.
     "history": "it holds earlier turns",
     # KTO's: TRL's unpaired preference, ms-swift; LLaMA-Factory's kto_tag.
@@ -347,10 +349,28 @@ def read_record(
     Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields` says
     that it is not to be read; and as the format does.
     """
+    read = {*fields.values(), picture_field(record, fields)}
     for name in record.keys() & (OF_PROMPTS if form.has_columns else FIELDS.keys()):
-        if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
+        if name not in read and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
             raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
     return form.convert(record, fields, tags, origin)
+
+
+def picture_field(record: Record, fields: FieldNames) -> str | None:
+    """The field of a record that lists its pictures, or holds its only one; None where it has none."""
+    name = fields.get("images")
+    if name == "images" and name not in record:
+        name = "image"
+    return name if name in record else None
+
+
+def has_pictures(sample: Sample, record: Record, fields: FieldNames) -> bool:
+    """Whether a record has pictures: a list of them, or parts of its sample's turns."""
+    field = picture_field(record, fields)
+    if field is not None and not is_blank(record[field]):
+        return True
+    documents = (sample.chosen, sample.rejected) if isinstance(sample, Pair) else (getattr(sample, "document", sample),)
+    return any(message.pictures for document in documents for message in getattr(document, "messages", ()))
 
 
 def _is_left_out(name: str, form: RecordFormat, fields: FieldNames) -> bool:
@@ -437,7 +457,7 @@ def unread_fields(names: frozenset[str] | set[str], fields: FieldNames) -> list[
     return sorted([*(names - {name for name in fields.values() if name is not None}), *margin])
 
 
-CONTEXT = {"system": "system", "chat_template_kwargs": "chat_template_kwargs"}
+CONTEXT = {"system": "system", "chat_template_kwargs": "chat_template_kwargs", "images": "images"}
 # Parameters of apply_chat_template that are no variables of a template.
 _RESERVED = ("tools", "messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message")
 _RESERVED += ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")

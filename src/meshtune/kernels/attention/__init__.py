@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -100,27 +102,24 @@ def attention(
     kv_positions: Int[Array, "B S"],
     q_segments: Int[Array, "B T"],
     kv_segments: Int[Array, "B S"],
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    backend: str = "auto",
-    aligned: bool = False,
-    sharding: AttentionSharding | None = None,
-    platform: str = "",
-    chip: str = "",
-    packed: bool = True,
     slopes: Float[Array, "H"] | None = None,
     sinks: Float[Array, "H"] | None = None,
     q_parents: Int[Array, "B T"] | None = None,
+    q_reach: Int[Array, "B T"] | None = None,
     caches: StackedCaches | None = None,
+    backend: str = "auto",
+    sharding: AttentionSharding | None = None,
+    platform: str = "",
+    chip: str = "",
+    **options: Any,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows. A token that sees nothing gives 0, and no gradient.
 
     Token i sees token j if and only if they share a segment other than 0 (padding) or kv_segments[j] is q_parents[i]
-    (other than 0), q_positions[i] >= kv_positions[j] (unless `causal` is False), and, with a window, q_positions[i] -
-    kv_positions[j] < window. Query head n reads key head n // (H // K). Scores are float32 (float64 for float64
-    inputs); the result has q's dtype.
+    (other than 0), q_positions[i], or q_reach[i] which is not less, >= kv_positions[j] (unless `causal` is False), and,
+    with a window, q_positions[i] - kv_positions[j] < window. `options` are fields of AttentionRequest: scale, and
+    perhaps window, softcap, causal, aligned, packed. Query head n reads key head n // (H // K). Scores are float32
+    (float64 for float64 inputs); the result has q's dtype.
 
     `softcap` squashes scaled scores by tanh. With `slopes` the score of head n loses slopes[n] for each position from
     query back to key (ALiBi); they get no gradient. `sinks` are scores in every token's softmax that have no value.
@@ -134,31 +133,20 @@ def attention(
     S, K = k.shape[1:3]
     assert k.shape == v.shape == (B, S, K, h), f"keys {k.shape}, values {v.shape} for queries {q.shape}"
     assert H % K == 0, f"{H} heads are not a multiple of {K} key heads"
-    assert not aligned or (T == S and causal), f"aligned rows of {T} queries and {S} keys"
-    assert causal or (window is None and slopes is None), "windows and biases are distances to earlier tokens"
-    request = AttentionRequest(
-        batch=B,
-        q_length=T,
-        kv_length=S,
-        heads=H,
-        kv_heads=K,
-        head_dim=h,
-        dtype=str(q.dtype),
-        platform=platform or (jax.default_backend() if sharding is None else sharding.platform),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        aligned=aligned,
-        chip=chip or ("" if sharding is None else sharding.chip),
-        packed=packed,
-        alibi=slopes is not None,
-        sinks=sinks is not None,
-        causal=causal,
-        parents=q_parents is not None,
-    )
-    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks, q_parents)
+    platform = platform or (jax.default_backend() if sharding is None else sharding.platform)
+    options |= {"platform": platform, "chip": chip or ("" if sharding is None else sharding.chip)}
+    options |= {"alibi": slopes is not None, "sinks": sinks is not None, "parents": q_parents is not None}
+    options |= {"reaches": q_reach is not None}
+    request = AttentionRequest(B, T, S, H, K, h, str(q.dtype), **options)
+    assert not request.aligned or (T == S and request.causal), f"aligned rows of {T} queries and {S} keys"
+    assert q_reach is None or not request.aligned, "rows whose tokens see later ones are not aligned"
+    has_distances = request.window is not None or slopes is not None
+    assert request.causal or not has_distances, "windows and biases are distances to earlier tokens"
+    tokens = q_positions, kv_positions, q_segments, kv_segments
+    inputs = AttentionInputs(q, k, v, *tokens, slopes, sinks, q_parents, q_reach)
     if sharding is None or sharding.mesh.size == 1:
-        if caches is not None and backend == "auto" and decode_refusal(request) is None:
+        is_served = caches is not None and caches.k.dtype == q.dtype and decode_refusal(request) is None
+        if caches is not None and is_served and backend == "auto":
             return decode(inputs, request, caches)
         return choose_backend(request, backend)[0].run(inputs, request)
     sharding = sharding.fit(request)

@@ -29,7 +29,7 @@ class AttentionRequest:
     inputs have slopes, `sinks` that they have sinks. On a mesh all sizes are those of one device, and `ring` is the
     number of devices that a row is sharded over (1: each device has whole rows of keys). `causal=False` lets a token
     see the later ones of its segment too; it has no window and no biases by distance. `parents` says that the inputs
-    have the segments that queries' segments continue.
+    have the segments that queries' segments continue, `reaches` that they have the last position that each query sees.
     """
 
     batch: int
@@ -51,6 +51,7 @@ class AttentionRequest:
     sinks: bool = False
     causal: bool = True
     parents: bool = False
+    reaches: bool = False
 
 
 class AttentionInputs(NamedTuple):
@@ -60,6 +61,8 @@ class AttentionInputs(NamedTuple):
     `sinks` [H] are scores that take part in every softmax and have no value. None without sinks.
     `q_parents` int32 [B,T] are the segments that queries' segments continue (0: none), whose tokens come before them in
     the row: queries see their tokens too. None where no segment continues another.
+    `q_reach` int32 [B,T] are the last positions that queries see, their own or later: tokens of a picture see each
+    other both ways. None where that is their own.
     """
 
     q: jax.Array
@@ -72,6 +75,7 @@ class AttentionInputs(NamedTuple):
     slopes: jax.Array | None = None
     sinks: jax.Array | None = None
     q_parents: jax.Array | None = None
+    q_reach: jax.Array | None = None
 
 
 class StackedCaches(NamedTuple):
@@ -85,6 +89,7 @@ class StackedCaches(NamedTuple):
 NO_SINKS = Translatable("its kernels have no sinks")
 NO_ALIBI = Translatable("its kernels have no biases by distance (ALiBi)")
 NO_PARENTS = Translatable("its kernels show a token its own segment only, not the prompt that it continues")
+NO_REACHES = Translatable("its kernels hide the later tokens of a picture from the earlier ones")
 ONLY_CAUSAL = Translatable("its kernels hide later tokens from earlier ones")
 
 
@@ -154,16 +159,18 @@ def visible(
     kv_segments: Int[Array, "B S"],
     request: AttentionRequest,
     q_parents: Int[Array, "B T"] | None = None,
+    q_reach: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B T S"]:
     """True where a query sees a key: in the same segment (other than 0, padding) or in the one that it continues, not
-    later unless the request has no causality, and within its window."""
+    later than itself or what it reaches unless the request has no causality, and within its window."""
     distance = q_positions[:, :, None] - kv_positions[:, None, :]
     same_segment = (q_segments[:, :, None] == kv_segments[:, None, :]) & (q_segments != 0)[:, :, None]
     if q_parents is not None:
         same_segment |= (q_parents[:, :, None] == kv_segments[:, None, :]) & (q_parents != 0)[:, :, None]
     if not request.causal:
         return same_segment
-    earlier = same_segment & (distance >= 0)
+    reached = distance >= 0 if q_reach is None else kv_positions[:, None, :] <= q_reach[:, :, None]
+    earlier = same_segment & reached
     return earlier if request.window is None else earlier & (distance < request.window)
 
 
@@ -320,7 +327,8 @@ class AttentionSharding:
         """Maps `function` over devices: its arguments are the fields of AttentionInputs, then arrays with the specs
         `extra_in_specs`."""
         queries, keys, tokens = self.specs
-        in_specs = (queries, keys, keys, *[tokens] * 4, self.of_heads, self.of_heads, tokens, *extra_in_specs)
+        in_specs = (queries, keys, keys, *[tokens] * 4, self.of_heads, self.of_heads, tokens, tokens)
+        in_specs += extra_in_specs
         # Results that are replicated are computed identically on several devices, which the check cannot verify through
         # loops whose carries start from constants.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -13,12 +13,13 @@ Tree = TypeVar("Tree")
 
 
 class TokenBlocks(NamedTuple):
-    """Positions and segments of the queries or of the keys, and the segments that those of queries continue, if any, in
-    blocks: int32 [n, B, tokens of a block]."""
+    """Positions and segments of the queries or of the keys, and the segments that those of queries continue and the
+    last positions that they see, if any, in blocks: int32 [n, B, tokens of a block]."""
 
     positions: jax.Array
     segments: jax.Array
     parents: jax.Array | None = None
+    reach: jax.Array | None = None
 
 
 class Visits(NamedTuple):
@@ -64,7 +65,8 @@ def block_sizes(request: AttentionRequest) -> tuple[int, int]:
 
 
 def q_token_blocks(request: AttentionRequest, inputs: AttentionInputs) -> TokenBlocks:
-    return token_blocks(block_sizes(request)[0], inputs.q_positions, inputs.q_segments, inputs.q_parents)
+    block = block_sizes(request)[0]
+    return token_blocks(block, inputs.q_positions, inputs.q_segments, inputs.q_parents, inputs.q_reach)
 
 
 def kv_token_blocks(request: AttentionRequest, inputs: AttentionInputs) -> TokenBlocks:
@@ -72,14 +74,18 @@ def kv_token_blocks(request: AttentionRequest, inputs: AttentionInputs) -> Token
 
 
 def token_blocks(
-    block: int, positions: jax.Array, segments: jax.Array, parents: jax.Array | None = None
+    block: int,
+    positions: jax.Array,
+    segments: jax.Array,
+    parents: jax.Array | None = None,
+    reach: jax.Array | None = None,
 ) -> TokenBlocks:
     """From int32 [B,T]; the last block is padded with segment 0."""
 
     def in_blocks(x: jax.Array) -> jax.Array:
         return _pad_to_block(x, block).reshape(x.shape[0], -1, block).swapaxes(0, 1)
 
-    return jax.tree.map(in_blocks, TokenBlocks(positions, segments, parents))
+    return jax.tree.map(in_blocks, TokenBlocks(positions, segments, parents, reach))
 
 
 def inputs_mask(request: AttentionRequest, inputs: AttentionInputs) -> BlockMask:
@@ -132,7 +138,9 @@ def visible_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None, 
 
 def visible_own_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None, causal: bool = True) -> jax.Array:
     """`visible_blocks` as far as tokens see their own segment."""
-    q_low, q_high, q_first, q_last, _, q_maximum = (bound[:, None] for bound in _token_ranges(*queries[:2]))
+    last = queries.positions if queries.reach is None else queries.reach
+    q_first = _token_ranges(*queries[:2])[2][:, None]
+    q_low, q_high, _, q_last, _, q_maximum = (bound[:, None] for bound in _token_ranges(last, queries.segments))
     kv_low, kv_high, kv_first, kv_last, kv_minimum, _ = (bound[None] for bound in _token_ranges(*keys[:2]))
     visible = (q_low <= kv_high) & (kv_low <= q_high)
     if not causal:

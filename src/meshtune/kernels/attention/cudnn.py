@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from meshtune.kernels.attention.backend import (
     NO_PARENTS,
+    NO_REACHES,
     NO_SINKS,
     ONLY_CAUSAL,
     AttentionInputs,
@@ -45,6 +46,8 @@ def supports(request: AttentionRequest) -> str | None:
         return Translatable("its bias is as large as all scores, so it would hold them (ALiBi)")
     if request.sinks:
         return NO_SINKS
+    if request.reaches:
+        return NO_REACHES
     if request.parents:
         return NO_PARENTS
     return _jax_refusal(request)

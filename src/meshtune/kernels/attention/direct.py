@@ -39,6 +39,14 @@ def suits(request: AttentionRequest) -> str | None:
     return None
 
 
+def _add_sinks(
+    sinks: jax.Array, maximum: jax.Array, weights: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The weights and their total where every softmax has one more score, without a value."""
+    larger = jnp.maximum(maximum, jax.lax.stop_gradient(sinks))
+    return weights * jnp.exp(maximum - larger), total * jnp.exp(maximum - larger) + jnp.exp(sinks - larger)
+
+
 def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     """Softmax attention with float32 scores, differentiated by JAX. [B,T,H,h] in q's dtype."""
     B, T, H, h = inputs.q.shape
@@ -56,7 +64,8 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
         slopes = jnp.repeat(inputs.slopes.reshape(K, G), T, axis=1)
         scores = alibi_biased(scores, slopes, positions, inputs.kv_positions)
     parents = None if inputs.q_parents is None else jnp.tile(inputs.q_parents, G)
-    is_visible = visible(positions, inputs.kv_positions, segments, inputs.kv_segments, request, parents)
+    reach = None if inputs.q_reach is None else jnp.tile(inputs.q_reach, G)
+    is_visible = visible(positions, inputs.kv_positions, segments, inputs.kv_segments, request, parents, reach)
     scores = jnp.where(is_visible[:, None], scores, MASKED)
     # The maximum only shifts the exponents: its gradient is zero, and need not be computed.
     maximum = jnp.maximum(jax.lax.stop_gradient(scores.max(-1, keepdims=True)), LOWEST)
@@ -64,17 +73,10 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     total = weights.sum(-1, keepdims=True)
     if inputs.sinks is not None:
         sinks = jnp.repeat(inputs.sinks.astype(sum_dtype).reshape(K, G), T, axis=1)[..., None]
-        larger = jnp.maximum(maximum, jax.lax.stop_gradient(sinks))
-        weights = weights * jnp.exp(maximum - larger)
-        total = total * jnp.exp(maximum - larger) + jnp.exp(sinks - larger)
+        weights, total = _add_sinks(sinks, maximum, weights, total)
     # Rows that see nothing have a total of 0 and give 0. Dividing after the matmul touches h values per row, not S.
-    out = jnp.einsum(
-        "bkrs,bksh->bkrh",
-        weights.astype(v.dtype),
-        v,
-        precision=matmul_precision(v.dtype),
-        preferred_element_type=sum_dtype,
-    )
+    weights, precision = weights.astype(v.dtype), matmul_precision(v.dtype)
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v, precision=precision, preferred_element_type=sum_dtype)
     out = out / jnp.where(total == 0.0, 1.0, total)
     return out.reshape(B, K, G, T, h).transpose(0, 3, 1, 2, 4).reshape(B, T, H, h).astype(inputs.q.dtype)
 

@@ -223,7 +223,7 @@ def _row_sum(request: AttentionRequest, weights: jax.Array) -> jax.Array:
 def _visible(request: AttentionRequest, queries: TokenBlocks, keys: TokenBlocks) -> jax.Array:
     """Which query sees which key in one block of scores: bool [B,1,R,s]."""
     tokens = queries.positions, keys.positions, queries.segments, keys.segments
-    return visible(*tokens, request, queries.parents)[:, None]
+    return visible(*tokens, request, queries.parents, queries.reach)[:, None]
 
 
 def in_blocks(

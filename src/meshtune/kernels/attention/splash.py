@@ -16,6 +16,7 @@ import numpy as np
 from meshtune.kernels.attention.backend import (
     NO_ALIBI,
     NO_PARENTS,
+    NO_REACHES,
     NO_SINKS,
     ONLY_CAUSAL,
     AttentionInputs,
@@ -42,6 +43,8 @@ def supports(request: AttentionRequest) -> str | None:
         return NO_ALIBI
     if request.sinks:
         return NO_SINKS
+    if request.reaches:
+        return NO_REACHES
     if request.parents:
         return NO_PARENTS
     if request.dtype != "bfloat16":

@@ -13,7 +13,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import online_softmax
-from meshtune.kernels.attention.backend import NO_ALIBI, ONLY_CAUSAL, AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.backend import (
+    NO_ALIBI,
+    NO_REACHES,
+    ONLY_CAUSAL,
+    AttentionInputs,
+    AttentionRequest,
+    Backend,
+)
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.chips import chip_of, without_triton
 from meshtune.lazy import LazyFunction
@@ -34,6 +41,8 @@ def supports(request: AttentionRequest) -> str | None:
         return refusal
     if not request.causal:
         return ONLY_CAUSAL
+    if request.reaches:
+        return NO_REACHES
     if request.alibi:
         return NO_ALIBI
     if request.dtype not in DTYPES:

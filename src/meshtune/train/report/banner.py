@@ -151,7 +151,7 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
     if recipe.rollout is not None:  # how many of its rows are filled depends on the completions
         return Prediction(peak, resident, seconds, mfu, str(target))
     try:
-        workload = workload_of(recipe, target.device.backend)
+        workload = workload_of(recipe, target.device.backend, target.device.arch)
         candidate = candidate_of(_fill_open_keys(recipe, layout), target, workload, length=length)
         collectives = collectives_of(compiled.as_text() or "", target.devices)
         dtype, trips = workload.precision.compute, candidate.loss_chunks

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from meshtune.arrays.tree import Tree, merge
+from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.model.block import Sums
 from meshtune.model.compute import Compute, compiler_options, streaming_options
@@ -21,6 +24,8 @@ from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
 from meshtune.objectives.answers import Batch, LossSums, Objective, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer, add_updates
+from meshtune.train.step.loss_scale import DTYPE as FLOAT16
+from meshtune.train.step.loss_scale import next_loss_scale
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
 
 # Steps of some optimizers, and of arrays in the host's memory.
@@ -50,8 +55,12 @@ def mean_gradient(
     batch: Batch,
     rng: Array | None,
     place: Callable[[Tree], Tree],
+    scale: Array | None = None,
 ) -> Gradient:
     """The gradient of the mean loss with respect to `trained`; `all_params(trained)` adds the frozen parameters.
+
+    With a `scale` the backward pass of each micro-batch is of `scale` times its share of the mean loss, as if all had
+    the same weight, and its float32 gradient is multiplied back.
 
     Every array of the batch is [A, B, T], of A micro-batches. `place` lays a gradient out over the mesh. The layers'
     loss is a function of their sums over all micro-batches, which is not linear: where there are several, a forward
@@ -62,21 +71,27 @@ def mean_gradient(
         key = None if rng is None else jax.random.fold_in(rng, index)
         return objective(all_params(trained), spec, compute, micro, key)
 
-    has_sums, by_sums = bool(no_sums(spec.stacks)), None
-    if has_sums and batch["tokens"].shape[0] > 1:
-        by_sums = _gradient_by_sums(lambda *micro: loss_sums_of(trained, *micro), spec, batch)
+    has_sums, loss_of = bool(no_sums(spec.stacks)), operator.attrgetter("loss")
+    if has_sums:
+        loss_of = _loss_with_layers(functools.partial(loss_sums_of, trained), spec, batch)
 
     def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
         loss_sums = loss_sums_of(trained, index, micro)
-        if by_sums is not None:
-            return loss_sums.loss + sum(
-                jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items()
-            ), loss_sums
-        return (with_layers(spec, loss_sums) if has_sums else loss_sums).loss, loss_sums
+        total = loss_of(loss_sums)
+        return (total if scale is None else total * factor(loss_sums)), loss_sums
+
+    def factor(loss_sums: LossSums) -> Array:
+        """What the loss of a micro-batch is multiplied by for its backward pass."""
+        assert scale is not None
+        count = batch["tokens"].shape[0]
+        return scale / (count * jnp.maximum(jax.lax.stop_gradient(loss_sums.weight), 1.0))
 
     def micro_batch(index: Array, micro: Batch) -> tuple[LossSums, Tree, Array]:
         (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
         gradient = place(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        if scale is not None:
+            back = 1.0 / factor(loss_sums)
+            gradient = jax.tree.map(lambda g: g * back, gradient)
         return loss_sums, gradient, jnp.isfinite(loss_sums.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
@@ -99,19 +114,37 @@ def _accumulate(
         return loss_sums, gradient, finite[None]
 
     def add(carry: tuple[LossSums, Tree], x: tuple[Array, Batch]) -> tuple[tuple[LossSums, Tree], Array]:
-        def compute() -> tuple[tuple[LossSums, Tree], Array]:
-            loss_sums, gradient, finite = micro_batch(*x)
-            return jax.tree.map(jnp.add, carry, (loss_sums, gradient)), finite
+        loss_sums, gradient, finite = micro_batch(*x)
+        return jax.tree.map(jnp.add, carry, (loss_sums, gradient)), finite
 
-        if "completion" not in batch:
-            return compute()
-        # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
-        return lax.cond(jnp.any(x[1]["segment_ids"] > 0), compute, lambda: (carry, jnp.bool_(True)))
-
+    # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
+    add = _skip_empty_rows(add) if "completion" in batch else add
     shapes = jax.eval_shape(micro_batch, indices[0], first)[:2]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (loss_sums, gradient), finite = lax.scan(add, zeros, (indices, batch))
     return loss_sums, gradient, finite
+
+
+def _skip_empty_rows(add: Callable[[Any, Any], tuple[Any, Array]]) -> Callable[[Any, Any], tuple[Any, Array]]:
+    """Adds nothing for a micro-batch (its index, its arrays) of padding."""
+
+    def add_rows(carry: Any, x: Any) -> tuple[Any, Array]:
+        has_tokens = jnp.any(x[1]["segment_ids"] > 0)
+        return lax.cond(has_tokens, lambda: add(carry, x), lambda: (carry, jnp.bool_(True)))
+
+    return add_rows
+
+
+def _loss_with_layers(
+    loss_sums_of: Callable[[Array, Batch], LossSums], spec: ModelSpec, batch: Batch
+) -> Callable[[LossSums], Array]:
+    """The loss of a micro-batch with the layers' part, whose derivative is that by the sums of all micro-batches."""
+    by_sums = _gradient_by_sums(loss_sums_of, spec, batch) if batch["tokens"].shape[0] > 1 else None
+    if by_sums is None:
+        return lambda loss_sums: with_layers(spec, loss_sums).loss
+    return lambda loss_sums: (
+        loss_sums.loss + sum(jnp.sum(by_sums[name] * value) for name, value in loss_sums.layers.items())
+    )
 
 
 def _gradient_by_sums(loss_sums_of: Callable[[Array, Batch], LossSums], spec: ModelSpec, batch: Batch) -> Sums | None:
@@ -152,12 +185,19 @@ class SummedStep(Protocol):
 
 
 def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
-    """The step of a state with buffers: frozen in its forward and backward passes, and adjusted after its update."""
+    """The step of a state with buffers, frozen in its forward and backward passes, and with a scale of the loss.
+
+    Both are adjusted after its update."""
 
     def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         buffers = state.buffers
         state = dataclasses.replace(state, buffers={})
         after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
+        if state.loss_scale:
+            scale = next_loss_scale(state.loss_scale, metrics["finite"])
+            metrics |= {"loss_scale": scale["scale"], "skipped_updates": scale["skipped"]}
+            # The batch of an update that is skipped is used up.
+            after = dataclasses.replace(after, step=state.step + 1, loss_scale=scale)
         if buffers:
             new = adjust_buffers(spec, buffers, sums)
             buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
@@ -191,6 +231,14 @@ def make_train_step(
     assert compute.remat != "none" or "residual" not in compute.offload, "remat none keeps more than the residual"
     options = {} if compute.dtype == "float32" else compiler_options(compute.platform) or {}
     if optimizer.in_backward:
+        if compute.dtype == FLOAT16:
+            raise UserError(
+                "an update in the backward pass consumes the gradients of the last layers before those of the first "
+                "can overflow in float16, and a skipped update must change nothing",
+                where="optimizer.in_backward, compute.precision",
+                fix="set optimizer.in_backward=false (optimizer.name=adamw8bit or galore also takes less memory), or "
+                "compute.precision=float32",
+            )
         assert max_grad_norm is None, "the norm of all gradients is not known before the first is consumed"
         step = layerwise_step(objective, spec, compute, optimizer, abstract, dropout)
         options = {**options, **streaming_options(compute)}
@@ -199,7 +247,7 @@ def make_train_step(
     step = with_buffers(spec, step)
     if layout is None or abstract is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options or None)
-    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers)
+    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers, compute.dtype)
     out = jax.tree.map(lambda leaf: leaf.sharding, like), layout.replicated
     return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
 
@@ -233,20 +281,24 @@ def _accumulated_step(
         trained, params = state.trainable, lambda trained: merge(trained, frozen)
         if optimizer.blocks is not None:
             trained, params = active_block(optimizer.blocks, state.trainable, frozen, state.opt_state)
-        mean = mean_gradient(objective, spec, compute, trained, params, batch, rng, placed)
-        gradient, norm, finite, metrics, sums = mean
+        scale = state.loss_scale.get("scale")
+        gradient, norm, finite, metrics, sums = mean_gradient(
+            objective, spec, compute, trained, params, batch, rng, placed, scale
+        )
         if max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
             shrink = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
+        if optimizer.blocks is not None or is_any_offloaded(state.opt_state):
+            return _update_parts(optimizer, gradient, state, finite), metrics, sums
+        extra = {"curvature": lambda: hessian(state, params, batch, seed)} if optimizer.needs_hessian else {}
+        return _update_state(optimizer, gradient, state, finite, **extra), metrics, sums
 
-        def hessian() -> Tree:
-            """The curvature along the trained parameters, from the first micro-batch."""
-            first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
-            return placed(curvature(state.trainable, params, spec, compute, first, key))
-
-        return _update_state(optimizer, gradient, state, finite, hessian), metrics, sums
+    def hessian(state: TrainState, params: Callable[[Tree], Tree], batch: Batch, seed: Int[Array, ""]) -> Tree:
+        """The curvature along the trained parameters, from the first micro-batch."""
+        first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
+        return placed(curvature(state.trainable, params, spec, compute, first, key))
 
     return step
 
@@ -261,18 +313,16 @@ def _placement(compute: Compute, optimizer: Optimizer, abstract: Tree | None) ->
     return lambda gradient: jax.tree.map(lax.with_sharding_constraint, gradient, shardings)
 
 
-def _update_state(
-    optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array, hessian: Callable[[], Tree]
-) -> TrainState:
-    """The state after the update where `finite` says so, else unchanged."""
-    if optimizer.blocks is not None or is_any_offloaded(state.opt_state):
-        update = (
-            (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.update
-        )
-        trainable, opt_state = update(gradient, state.opt_state, state.trainable, finite)
-        return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
-    extra = {"curvature": hessian} if optimizer.needs_hessian else {}
+def _update_parts(optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array) -> TrainState:
+    """`_update_state` of the active layer, or by rows of arrays that are in the host's memory."""
+    update = (lambda *args: updated_by_rows(optimizer, *args)) if optimizer.blocks is None else optimizer.blocks.update
+    trainable, opt_state = update(gradient, state.opt_state, state.trainable, finite)
+    return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
+
+
+def _update_state(optimizer: Optimizer, gradient: Tree, state: TrainState, finite: Array, **extra: Any) -> TrainState:
+    """The state after the update where `finite` says so, else unchanged. `extra` are arguments of the update."""
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
     trainable = add_updates(state.trainable, updates, state.step, optimizer.stacked, optimizer.rounding)
-    new = TrainState(state.step + 1, trainable, opt_state)
+    new = TrainState(state.step + 1, trainable, opt_state, loss_scale=state.loss_scale)
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)

@@ -17,6 +17,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, is_offloaded, offload_abstract
 from meshtune.objectives.answers import without_critic
 from meshtune.optim.optimizer import Optimizer, State
+from meshtune.train.step.loss_scale import abstract_loss_scale, initial_loss_scale
 
 Metrics = dict[str, Array]
 
@@ -24,13 +25,14 @@ Metrics = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The number of updates so far, the trained leaves, the optimizer's state, and the buffers that each update adjusts
-    without a gradient (model.buffers)."""
+    """The number of updates so far, the trained leaves, the optimizer's state, the buffers that each update adjusts
+    without a gradient (model.buffers), and the scale of the loss where products are float16 (loss_scale.LossScale)."""
 
     step: Int[Array, ""]
     trainable: Tree
     opt_state: State
     buffers: Tree = dataclasses.field(default_factory=dict)
+    loss_scale: Tree = dataclasses.field(default_factory=dict)
 
 
 def abstract_state(
@@ -39,13 +41,18 @@ def abstract_state(
     layout: Layout | None = None,
     offload: Collection[str] = (),
     buffers: Tree | None = None,
+    dtype: str = "float32",
 ) -> TrainState:
     """The state of trainable ArraySpecs and `buffers`, as ShapeDtypeStructs; with a layout, each with its sharding.
+
+    `dtype` is that of activations.
 
     With "optimizer" in `offload` the optimizer's state lies in the host's memory; with "weights", and an optimizer that
     updates layer by layer, the trained weights do.
     """
-    state = TrainState(ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract), buffers or {})  # pyright: ignore[reportArgumentType]
+    state = TrainState(
+        ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract), buffers or {}, abstract_loss_scale(dtype)
+    )  # pyright: ignore[reportArgumentType]
 
     def shape_of(array: ArraySpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
@@ -64,9 +71,14 @@ def result_params(optimizer: Optimizer, state: TrainState) -> Tree:
 
 
 def init_state(
-    trainable: Tree, optimizer: Optimizer, like: TrainState | None = None, buffers: Tree | None = None
+    trainable: Tree,
+    optimizer: Optimizer,
+    like: TrainState | None = None,
+    buffers: Tree | None = None,
+    dtype: str = "float32",
 ) -> TrainState:
-    """The state before the first update; the optimizer's state lies as in `like`, an `abstract_state`."""
+    """The state before the first update with activations in `dtype`; the optimizer's state lies as in `like`, an
+    `abstract_state`."""
     init = optimizer.init
     if like is not None and any(is_offloaded(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
         init = functools.partial(_init_by_leaf, init, like=like.opt_state)
@@ -74,7 +86,10 @@ def init_state(
         init = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
     zero = np.zeros((), np.int32)
     step = jnp.asarray(zero) if like is None else jax.device_put(zero, like.step.sharding)
-    return TrainState(step, trainable, init(trainable), buffers or {})
+    scale = jax.tree.map(jnp.asarray, initial_loss_scale(dtype))
+    if like is not None:
+        scale = jax.tree.map(lambda array, leaf: jax.device_put(array, leaf.sharding), scale, like.loss_scale)
+    return TrainState(step, trainable, init(trainable), buffers or {}, scale)
 
 
 def _init_by_leaf(init: Callable[[Tree], State], trainable: Tree, like: State) -> State:

@@ -1,6 +1,7 @@
 // A conversation with one or several models: what was said to all of them, and what each answered.
 //
-// turns: [{role: 'user' | 'tool', text, answers: {SPEAKER: {text, thinking, calls, finish, ...}}}]; a speaker is JOB and id.
+// turns: [{role: 'user' | 'tool', text, pictures: [data URI], answers: {SPEAKER: {text, thinking, calls, finish, ...}}}]; a
+// speaker is JOB and id.
 
 import { t } from '../text.js';
 
@@ -14,13 +15,18 @@ export function messages(system, turns, speaker) {
     if (turn.role === 'tool' && calls.length) {
       list.push(...calls.map((call) => ({ role: 'tool', tool_call_id: call.id, content: turn.text })));
     } else {
-      list.push({ role: 'user', content: turn.text });
+      list.push({ role: 'user', content: content(turn) });
     }
     const answer = turn.answers[speaker];
     calls = answer?.calls ?? [];
     if (answer && !answer.error && (answer.text || calls.length)) list.push(spoken(answer));
   }
   return list;
+}
+
+function content({ text, pictures }) {
+  if (!pictures?.length) return text;
+  return [...pictures.map((url) => ({ type: 'image_url', image_url: { url } })), { type: 'text', text }];
 }
 
 function spoken({ text, calls }) {

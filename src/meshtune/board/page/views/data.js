@@ -15,7 +15,7 @@ const MIXINGS = ['concat', 'interleave_under', 'interleave_over'];
 const PAGE = String(Math.random());
 const QUESTION_AND_ANSWER = [['alpaca', 'instruction', 'output'], ['prompt_completion', 'prompt', 'completion']];
 const [UPDATES, BATCH] = [4, 16]; // an epoch has at least so many updates; the batch where a recipe names none
-const TYPES = '.json,.jsonl,.csv,.tsv,.txt';
+const TYPES = '.json,.jsonl,.csv,.tsv,.txt,.zip';
 
 export function show(place) {
   let values = {};

@@ -7,6 +7,7 @@ import { answerView } from '../talk/answer.js';
 import { messages, save, saved, toolsOf } from '../talk/conversation.js';
 import { sends } from '../talk/keys.js';
 import { idOf, jobOf, modelPanel, nameOf } from '../talk/models.js';
+import { attachments, pictureView } from '../talk/pictures.js';
 import { snippets } from '../talk/snippets.js';
 import { ask } from '../talk/stream.js';
 import { problems } from '../widgets.js';
@@ -36,7 +37,8 @@ export function show(place, [wanted]) {
     if (!sends(event)) return;
     event.preventDefault();
     send();
-  } });
+  }, onpaste: (event) => pictures.receive(event) });
+  const pictures = attachments(() => prompt.focus());
   const role = h('select', { id: 'role' }, ['user', 'tool'].map((value) => h('option', { value }, t(`talk.${value}`))));
   const sendButton = h('button', { type: 'button', class: 'primary', onclick: () => send() }, t('talk.send'));
   const stopButton = h('button', { type: 'button', hidden: true, onclick: () => stop() }, t('talk.stop'));
@@ -46,8 +48,9 @@ export function show(place, [wanted]) {
   const speakers = new Map(); // the elements in which answers that are written now stand
 
   fill(place, h('h1', {}, t('talk.title')), panel.element, settings.element, list,
-    h('form', { class: 'composer card', onsubmit: (event) => { event.preventDefault(); send(); } },
-      h('label', { for: 'prompt', class: 'hidden' }, t('talk.prompt')), prompt,
+    h('form', { class: 'composer card', onsubmit: (event) => { event.preventDefault(); send(); },
+      ondragover: (event) => event.preventDefault(), ondrop: (event) => pictures.receive(event) },
+      h('label', { for: 'prompt', class: 'hidden' }, t('talk.prompt')), prompt, pictures.element,
       h('div', { class: 'row' }, sendButton, stopButton, clear, h('label', { class: 'hidden', for: 'role' }, t('talk.role')), role,
         h('span', { class: 'quiet hint' }, t('talk.hint')))), programs);
   prompt.placeholder = t('talk.prompt');
@@ -77,7 +80,8 @@ export function show(place, [wanted]) {
   }
 
   function promptView(turn, index) {
-    return h('div', { class: 'asked' }, h('p', { class: 'answer' }, turn.text),
+    return h('div', { class: 'asked' }, turn.pictures?.length > 0 && h('div', { class: 'pictures' }, turn.pictures.map(pictureView)),
+      h('p', { class: 'answer' }, turn.text),
       h('button', { type: 'button', class: 'small plain', onclick: () => edit(index) }, t('talk.edit')));
   }
 
@@ -94,6 +98,7 @@ export function show(place, [wanted]) {
   function edit(index) {
     stop();
     prompt.value = state.turns[index].text;
+    pictures.put(state.turns[index].pictures ?? []);
     state.turns = state.turns.slice(0, index);
     draw();
     prompt.focus();
@@ -111,7 +116,7 @@ export function show(place, [wanted]) {
     if (!text || !chosen.size || writing.size) return;
     const body = settings.request();
     if (!body) return;
-    const turn = { role: role.value, text, answers: {} };
+    const turn = { role: role.value, text, pictures: pictures.take(), answers: {} };
     state.turns.push(turn);
     prompt.value = '';
     for (const speaker of chosen) answer(turn, speaker, body);

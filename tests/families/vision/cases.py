@@ -1,0 +1,291 @@
+"""Tiny models that see, one a family, with the picture processors of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.modeling_llava_next import unpad_image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from families.case import Case
+from families.vision.sights import IMAGE, Sight, VisionCase, cut_tiles
+
+SEES = transformers.AutoModelForImageTextToText
+
+
+def tiled(pixels: np.ndarray, side: int, merge: int, inputs: dict[str, torch.Tensor]) -> Sight:
+    """A picture of equal tiles [N, C, H, W], whose features follow one another."""
+    patches, tiles, grid = cut_tiles(list(pixels), side, merge)
+    count = len(patches) // merge**2
+    return Sight(inputs, patches, tiles, grid, [IMAGE] * count, list(range(1, count + 1)))
+
+
+INTERNVL_PIXELS = GotOcr2ImageProcessorPil(
+    size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4
+)
+
+
+def read_internvl(image: Image.Image) -> Sight:
+    pixels = np.stack(INTERNVL_PIXELS(image)["pixel_values"])
+    return tiled(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)})
+
+
+INTERNVIT = {
+    "model_type": "internvl_vision",
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "image_size": [28, 28],
+    "patch_size": [7, 7],
+    "attention_bias": True,
+    "use_mean_pooling": False,
+    "initializer_range": 0.2,
+}
+INTERNVL = VisionCase(
+    Case(
+        "internvl",
+        "internvl",
+        text="qwen2",
+        outside={"vision_config": INTERNVIT, "image_token_id": IMAGE, "tie_word_embeddings": False},
+        auto_class=SEES,
+    ),
+    read_internvl,
+    merge=2,
+)
+# InternVL 3's other tower: norms of queries and keys over all heads, root mean square norms, no norm at the end.
+INTERNVL_6B = VisionCase(
+    Case(
+        "internvl_6b",
+        "internvl",
+        text="llama",
+        outside={
+            "vision_config": INTERNVIT
+            | {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": True},
+            "image_token_id": IMAGE,
+            "tie_word_embeddings": True,
+        },
+        auto_class=SEES,
+        variant=True,
+    ),
+    read_internvl,
+    merge=2,
+)
+
+
+SMOLVLM_PIXELS = SmolVLMImageProcessorPil(
+    size={"longest_edge": 60}, max_image_size={"longest_edge": 30}, do_image_splitting=True
+)
+MARKS = (91, 92)  # ids of words around the tiles
+
+
+def read_smolvlm(image: Image.Image) -> Sight:
+    """Words stand between the features of the tiles."""
+    pixels = SMOLVLM_PIXELS([[image]])["pixel_values"][0]
+    sight = tiled(np.stack(pixels), 5, 3, {"pixel_values": torch.tensor(np.stack(pixels))[:, None]})
+    each = len(sight.tokens) // len(pixels)
+    tokens, visual = list[int](), list[int]()
+    for tile in range(len(pixels)):
+        tokens += [MARKS[0], *[IMAGE] * each]
+        visual += [0, *range(tile * each + 1, (tile + 1) * each + 1)]
+    return dataclasses.replace(sight, tokens=[*tokens, MARKS[1]], visual=[*visual, 0])
+
+
+def smolvlm(kind: str) -> VisionCase:
+    vision = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "image_size": 30,
+        "patch_size": 5,
+        "initializer_range": 0.2,
+    }
+    outside = {"vision_config": vision, "image_token_id": IMAGE, "scale_factor": 3, "tie_word_embeddings": False}
+    case = Case(kind, kind, text="llama", outside=outside, auto_class=SEES, variant=kind == "idefics3")
+    return VisionCase(case, read_smolvlm, merge=3)
+
+
+QWEN_PIXELS = Qwen2VLImageProcessorPil(patch_size=6, merge_size=2, min_pixels=24**2, max_pixels=60**2)
+QWEN_MARKS = (91, 92)  # the ids of <|vision_start|> and <|vision_end|>
+
+
+def read_qwen(image: Image.Image) -> Sight:
+    """Patches of any number; the processor gives them in our order, with two frames [P, (C, T, side, side)]."""
+    inputs = QWEN_PIXELS(image)
+    pixels, (frames, rows, columns) = np.asarray(inputs["pixel_values"]), inputs["image_grid_thw"][0]
+    assert frames == 1
+    patches = pixels.reshape(len(pixels), 3, 2, -1)
+    assert np.array_equal(patches[:, :, 0], patches[:, :, 1])
+    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
+    places = places.reshape(rows // 2, 2, columns // 2, 2, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+    grid = np.concatenate([places, np.broadcast_to((rows, columns), places.shape)], axis=1)
+    count = len(pixels) // 4
+    turns = np.stack(np.meshgrid([0], np.arange(rows // 2), np.arange(columns // 2), indexing="ij"), axis=-1)
+    return Sight(
+        {"pixel_values": torch.tensor(pixels), "image_grid_thw": torch.tensor(np.array([[1, rows, columns]]))},
+        patches[:, :, 0].reshape(len(pixels), -1),
+        np.ones(len(pixels), np.int32),
+        grid.astype(np.int32),
+        [IMAGE] * count,
+        list(range(1, count + 1)),
+        turns.reshape(-1, 3),
+    )
+
+
+def qwen(kind: str, text: str, vision: dict[str, Any], sections: list[int], **config: Any) -> VisionCase:
+    tower = {
+        "depth": 2,
+        "num_heads": 4,
+        "patch_size": 6,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": 0.2,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+    outside = {
+        "vision_config": tower | vision,
+        "image_token_id": IMAGE,
+        "video_token_id": 94,
+        "vision_start_token_id": QWEN_MARKS[0],
+        "vision_end_token_id": QWEN_MARKS[1],
+        "tie_word_embeddings": False,
+    }
+    case = Case(kind, kind, {"rope_parameters": rope, **config}, text=text, outside=outside, auto_class=SEES)
+    return VisionCase(case, read_qwen, merge=2)
+
+
+QWEN2_VL = qwen("qwen2_vl", "qwen2_vl_text", {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}, [1, 2, 1])
+QWEN2_5_VL = qwen(
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    {
+        "depth": 3,
+        "hidden_size": 32,
+        "out_hidden_size": 32,
+        "intermediate_size": 40,
+        "window_size": 24,
+        "fullatt_block_indexes": [1],
+    },
+    [1, 2, 1],
+)
+DEEPSTACK = {
+    "depth": 4,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "intermediate_size": 40,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+QWEN3_VL = qwen("qwen3_vl", "qwen3_vl_text", DEEPSTACK, [4, 2, 2], head_dim=16)
+QWEN3_VL_MOE = qwen(
+    "qwen3_vl_moe",
+    "qwen3_vl_moe_text",
+    DEEPSTACK,
+    [4, 2, 2],
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    decoder_sparse_step=2,
+)
+
+GEMMA_PIXELS = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def read_gemma(image: Image.Image) -> Sight:
+    pixels = np.stack(GEMMA_PIXELS(image)["pixel_values"])
+    return dataclasses.replace(tiled(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)}), mutual=True)
+
+
+ENCODER = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "image_size": 28,
+    "patch_size": 7,
+}
+GEMMA3 = VisionCase(
+    Case(
+        "gemma3",
+        "gemma3",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "initializer_range": 0.2,
+        },
+        text="gemma3_text",
+        outside={
+            "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False} | ENCODER,
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+        },
+        auto_class=SEES,
+    ),
+    read_gemma,
+    merge=2,
+)
+
+LLAVA_PIXELS = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+NEXT_PIXELS = LlavaNextImageProcessorPil(
+    size={"shortest_edge": 28},
+    crop_size={"height": 28, "width": 28},
+    image_grid_pinpoints=(PINPOINTS := [[28, 56], [56, 28], [56, 56]]),
+)
+
+
+def read_llava(image: Image.Image) -> Sight:
+    pixels = np.stack(LLAVA_PIXELS(image)["pixel_values"])
+    return tiled(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)})
+
+
+def read_llava_next(image: Image.Image) -> Sight:
+    """The whole picture in one tile, then its tiles row by row without what was padded, each row with an end."""
+    inputs = NEXT_PIXELS(image)
+    pixels, size = np.stack(inputs["pixel_values"][0]), np.array(inputs["image_sizes"])
+    sight = tiled(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)[None], "image_sizes": torch.tensor(size)})
+    across, down = (n // 28 for n in select_best_resolution(size[0].tolist(), PINPOINTS)[::-1])
+    assert len(pixels) == 1 + across * down
+    numbers = 17 + np.arange(16 * across * down).reshape(down, across, 4, 4).transpose(0, 2, 1, 3)
+    numbers = unpad_image(torch.tensor(numbers.reshape(1, 4 * down, 4 * across)), torch.tensor(size[0]))[0].numpy()
+    rows = np.concatenate([numbers, np.full((len(numbers), 1), -1)], axis=1).reshape(-1).tolist()
+    visual = [*range(1, 17), *rows]
+    return dataclasses.replace(sight, tokens=[IMAGE] * len(visual), visual=visual)
+
+
+def llava(kind: str, read: Callable[[Image.Image], Sight], **fields: Any) -> VisionCase:
+    vision = {"model_type": "clip_vision_model", "projection_dim": 24} | ENCODER | {"num_hidden_layers": 3}
+    outside = {"vision_config": vision, "image_token_index": IMAGE, "tie_word_embeddings": False, **fields}
+    return VisionCase(Case(kind, kind, text="llama", outside=outside, auto_class=SEES), read)
+
+
+LLAVA = llava("llava", read_llava)
+LLAVA_NEXT = llava("llava_next", read_llava_next, image_grid_pinpoints=PINPOINTS)
+CASES = (
+    INTERNVL,
+    INTERNVL_6B,
+    smolvlm("smolvlm"),
+    smolvlm("idefics3"),
+    QWEN2_VL,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    GEMMA3,
+    LLAVA,
+    LLAVA_NEXT,
+)

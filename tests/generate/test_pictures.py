@@ -1,0 +1,202 @@
+"""Answers about pictures: those of transformers' greedy generation, whatever else is in the batch; float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import types
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from families.case import torch_model
+from families.vision.cases import CASES
+from families.vision.sights import Document, Sight, VisionCase, ids_of, load, picture, torch_inputs, turns_of, words
+from generate.test_meshes import on_four_devices
+from meshtune.data.pictures.positions import reach_positions
+from meshtune.errors import UserError
+from meshtune.generate import programs
+from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import LoadedPicture, PatchArrays, PromptPicture, PromptPictures
+from meshtune.generate.request import Generation, GenerationRequest
+from meshtune.model.compute import Compute
+from seeing_model import save_seeing_model
+
+NEW = 7  # tokens of an answer
+
+FAST = {("internvl", 7), ("qwen3_vl", 4096), ("gemma3", 7)}  # the others compile for minutes
+
+
+def prompt_pictures(case: VisionCase, document: Document) -> PromptPictures | None:
+    """The pictures of a document as a request has them."""
+    placed, start = [], 0
+    for part in document:
+        if isinstance(part, Sight):
+            arrays = PatchArrays(part.patches, part.tiles.astype(np.int32), part.grid)
+            layout = types.SimpleNamespace(
+                visual=np.asarray(part.visual, np.int32),
+                features=len(part.patches) // case.merge**2,
+                patches=len(part.patches),
+            )
+            digest = hashlib.sha256(part.patches.tobytes()).hexdigest()
+            placed.append(PromptPicture(start, LoadedPicture(digest, (0, 0), layout, lambda arrays=arrays: arrays)))  # pyright: ignore[reportArgumentType]
+        start += len(part.tokens) if isinstance(part, Sight) else len(part)
+    if not placed:
+        return None
+    pictures = PromptPictures(tuple(placed))
+    if all(part.turns is not None for part in document if isinstance(part, Sight)):
+        turns = turns_of(document)
+        offset = int(turns[-1].max()) + 1 - start
+        pictures = dataclasses.replace(pictures, rope_positions=turns.astype(np.int32), offset=offset)
+    if any(part.mutual for part in document if isinstance(part, Sight)):
+        pictures = dataclasses.replace(pictures, reach=reach_positions(pictures.index(0, 0, start)))
+    return pictures
+
+
+def request(engine: Engine, case: VisionCase, document: Document) -> GenerationRequest:
+    return engine.request(ids_of(document), max_tokens=NEW, stop_ids=[], pictures=prompt_pictures(case, document))
+
+
+def expected(case: VisionCase, document: Document) -> list[int]:
+    """The greedy answer of transformers, which no token ends."""
+    inputs, model = torch_inputs(document), torch_model(case.case)
+    mask = torch.ones_like(inputs["input_ids"])
+    model.generation_config.eos_token_id = None
+    out = model.generate(**inputs, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def answers(engine: Engine, case: VisionCase, documents: list[Document], rows: int) -> list[list[int]]:
+    scheduler = engine.scheduler(rows=rows)
+    generations: list[Generation] = []
+    for document in documents:  # let in one after another, while others decode
+        generations.append(scheduler.submit(request(engine, case, document)))
+        scheduler.step(2)
+    while not scheduler.idle:
+        scheduler.step()
+    assert not scheduler._caches.features, "features of pictures that were read are freed"
+    return [generation.ids for generation in generations]
+
+
+def tokens_read(monkeypatch) -> list[int]:
+    """The number of prompt tokens that each later call reads."""
+    counts: list[int] = []
+
+    def count(*args, original=programs.read, **options):
+        counts.append(int(np.sum(args[3])))
+        return original(*args, **options)
+
+    monkeypatch.setattr(programs, "read", count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("case", "budget"),
+    [
+        pytest.param(
+            case, budget, id=f"{case.name}-{budget}", marks=[] if (case.name, budget) in FAST else [pytest.mark.slow]
+        )
+        for case in CASES
+        for budget in (4096, 7)
+    ],
+)
+def test_answers_equal_transformers(case: VisionCase, budget: int, monkeypatch):
+    """Requests of two pictures of different sizes, of one and of none share a batch; prompts are read whole, and in
+    pieces that end inside of pictures."""
+    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS", budget)
+    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS_IDLE", budget)
+    wide, tall = case.read(picture(60, 30, 1)), case.read(picture(40, 50, 2))
+    documents: list[Document] = [
+        [words(5, 3), wide, words(4, 4), tall, words(6, 5)],
+        [words(17, 6)],
+        [tall, words(3, 7)],
+        [words(5, 3), tall, words(4, 4)],
+    ]
+    spec, params = load(case)
+    engine = Engine(params, dataclasses.replace(spec, max_length=256), Compute())  # LLaVA-NeXT's pictures are long
+    assert answers(engine, case, documents, rows=3) == [expected(case, document) for document in documents]
+
+
+def test_two_pictures_after_the_same_words_never_share_a_prefix(monkeypatch):
+    """What was read of one picture serves requests with the same one, and none with another."""
+    case = CASES[0]
+    spec, params = load(case)
+    engine, counts = Engine(params, spec, Compute()), tokens_read(monkeypatch)
+    cat, dog = case.read(picture(60, 30, 1)), case.read(picture(60, 30, 2))
+    assert cat.tokens == dog.tokens
+    before, after = words(20, 3), words(9, 4)
+    texts: list[Document] = [[before, cat, after], [before, dog, after]]
+    length = len(ids_of(texts[0])) - 1  # the last token is decoded
+    encoded: list[int] = []
+    monkeypatch.setattr(
+        programs,
+        "encode",
+        lambda *args, original=programs.encode, **options: encoded.append(1) or original(*args, **options),
+    )
+    golden = [expected(case, text) for text in texts]
+    assert golden[0] != golden[1]
+    for order, read, pictures in (
+        ([0, 0], length, 1),
+        ([1, 0, 1, 0], 2 * length - 20, 2),
+    ):
+        counts.clear()
+        encoded.clear()
+        scheduler = engine.scheduler(rows=4)
+        generations = [scheduler.submit(request(engine, case, texts[number])) for number in order]
+        while not scheduler.idle:
+            scheduler.step()
+        assert [generation.ids for generation in generations] == [golden[number] for number in order]
+        assert (sum(counts), len(encoded)) == (read, pictures)
+
+
+def test_replaced_parameters_see_pictures_anew():
+    """A request under way reads its picture again by the new tower."""
+    case = CASES[0]
+    spec, params = load(case)
+    document: Document = [words(5, 3), case.read(picture(60, 30, 1)), words(4, 4)]
+    engine, other = Engine(params, spec, Compute()), Engine(doubled(params), spec, Compute())
+    scheduler = engine.scheduler(rows=1)
+    generation = scheduler.submit(request(engine, case, document))
+    scheduler.step(3)
+    old = list(generation.ids)
+    engine.replace_params(doubled(params))
+    while not scheduler.idle:
+        scheduler.step()
+    pictures = prompt_pictures(case, document)
+    rest = other.request([*ids_of(document), *old], max_tokens=NEW - len(old), stop_ids=[], pictures=pictures)
+    scheduler = other.scheduler(rows=1)
+    continued = scheduler.submit(rest)
+    while not scheduler.idle:
+        scheduler.step()
+    assert generation.ids == old + continued.ids
+    assert continued.ids != expected(case, document)[len(old) :]
+
+
+def doubled(params: dict) -> dict:
+    """The parameters with another projector."""
+    projector = {name: {key: 2 * leaf for key, leaf in node.items()} for name, node in params["projector"].items()}
+    return params | {"projector": projector}
+
+
+def test_a_prompt_that_ends_with_a_picture_is_refused():
+    case = CASES[0]
+    spec, params = load(case)
+    with pytest.raises(UserError, match="ends with a picture"):
+        request(Engine(params, spec, Compute()), case, [words(3, 1), case.read(picture(60, 30, 1))])
+
+
+@pytest.mark.slow
+def test_adapters_over_one_base_and_meshes_see_the_same(shared, tmp_path):
+    """Adapters of peft in the decoder, and in the tower; on four devices, in a process of their own."""
+    base = save_seeing_model(tmp_path / "base", shared)
+    targets = {"reads": r".*language_model.*v_proj", "looks": r".*vision_tower.*v_proj"}
+    for seed, (name, modules) in enumerate(targets.items()):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+        config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=modules, init_lora_weights=False)
+        peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapters" / name)
+    on_four_devices(pathlib.Path(__file__).with_name("picture_cases.py"), base, tmp_path / "adapters")

@@ -1,0 +1,123 @@
+"""Runs that read pictures, from files to a result that transformers and peft open."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from pictures_to_see import write_model, write_records
+from safetensors.numpy import load_file
+
+import command
+import meshtune
+from meshtune.train.report.metrics_log import read
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> dict[str, object]:
+    """The sections of a recipe for a tiny model and its pictures."""
+    folder = tmp_path_factory.mktemp("seeing")
+    data = write_records(folder / "data")
+    return {
+        "model": str(write_model(folder / "model")),
+        "data": {"train": str(data), "max_length": 64},
+        "vision": {"train": ["projector"]},
+        "method": {"kind": "lora", "rank": 4},
+        "train": {"steps": 6, "batch_size": 4},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
+        "checkpoint": {"every": 3},
+    }
+
+
+def losses(output: pathlib.Path) -> list[float]:
+    return [row["loss"] for row in read(output / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def test_lora_and_a_projector_learn_and_open_in_peft(seeing, tmp_path):
+    whole = tmp_path / "whole"
+    meshtune.train(seeing | {"output": str(whole)})
+    values = losses(whole)
+    assert values[-1] < 0.95 * values[0]
+    parts = tmp_path / "parts"
+    meshtune.train(seeing | {"output": str(parts), "train": {"steps": 6, "batch_size": 4, "micro_batch": 2}})
+    np.testing.assert_allclose(losses(parts), values, rtol=1e-4)
+    written = load_file(whole / "adapter" / "adapter_model.safetensors")
+    assert any("multi_modal_projector" in name for name in written)
+    assert not any("vision_tower" in name for name in written)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(seeing["model"])
+    loaded = peft.PeftModel.from_pretrained(model, str(whole / "adapter"))
+    trained = dict(loaded.named_parameters())
+    for name, array in written.items():
+        if "multi_modal_projector" in name:
+            (theirs,) = [
+                value
+                for other, value in trained.items()
+                if "modules_to_save" in other
+                and other.replace(".modules_to_save.default", "").endswith(name.removeprefix("base_model.model."))
+            ]
+            np.testing.assert_array_equal(theirs.detach().numpy(), array)
+
+
+def test_full_tuning_of_everything_exports_a_model_that_transformers_opens(seeing, tmp_path):
+    output = tmp_path / "run"
+    sections = {"method": "full", "vision": {"train": ["projector", "tower"]}, "output": str(output)}
+    meshtune.train(seeing | sections)
+    assert losses(output)[-1] < losses(output)[0]
+    before, after = (
+        load_file(pathlib.Path(path) / "model.safetensors") for path in (seeing["model"], output / "model")
+    )
+    assert before.keys() == after.keys()
+    assert all(not np.array_equal(before[name], after[name]) for name in before)
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(output / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    answer = model.generate(torch.ones((1, 3), dtype=torch.long), max_new_tokens=2)
+    assert answer.shape[0] == 1
+
+
+def test_a_frozen_language_model_stays_what_it_was(seeing, tmp_path):
+    output = tmp_path / "run"
+    sections = {"method": "full", "vision": {"train": ["projector"], "freeze_language": True}, "output": str(output)}
+    meshtune.train(seeing | sections)
+    before, after = (
+        load_file(pathlib.Path(path) / "model.safetensors") for path in (seeing["model"], output / "model")
+    )
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {name for name in before if "projector" in name}
+
+
+def test_pairs_with_pictures_are_learned(seeing, tmp_path):
+    data = write_records(tmp_path / "pairs", pairs=True)
+    sections = {"data": {"train": str(data), "max_length": 64}, "stage": "dpo", "output": str(tmp_path / "run")}
+    meshtune.train(seeing | sections)
+    assert losses(tmp_path / "run")[-1] < 0.9 * np.log(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["stage=grpo", "rollout={max_tokens: 8}", "rewards=[a.py:b]"], "vision is not possible with stage grpo"),
+        (["mesh={cp: 2}"], "a picture is on one device"),
+        (["vision={train: [eyes]}"], "vision.train"),
+        (["vision=null"], "vision"),
+    ],
+)
+def test_what_pictures_do_not_go_with_is_named(seeing, tmp_path, changes, problem):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(seeing | {"output": str(tmp_path / "run")}))
+    done = command.run("train", recipe, *changes)
+    assert done.returncode != 0
+    assert problem in done.stderr, done.stderr
+
+
+def test_a_text_model_refuses_the_section(seeing, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(seeing | {"output": str(tmp_path / "run")}))
+    done = command.run("train", recipe, f"model={meshtune.quickstart.MODEL}")
+    assert done.returncode != 0
+    assert "vision" in done.stderr
