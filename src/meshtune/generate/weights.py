@@ -25,6 +25,7 @@ from meshtune.adapters.adapter_set import MultiLoRA, adapter_count, select
 from meshtune.adapters.lora import LoRA
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.costs.decoding import COPIED_SHARE, LEAST_COPIED
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.pictures import PatchArrays
@@ -38,8 +39,6 @@ from meshtune.quantize.weight import QuantisedWeight
 if TYPE_CHECKING:
     from meshtune.generate.driver import Driver
 
-LEAST_BYTES = 64 << 20  # of weights: smaller ones stay in the processor's caches, where neither matters
-MEMORY_SHARE = 0.25  # of the machine's memory, which the second copy of the weights may take
 PRODUCTS = (LoRA, MultiLoRA)  # adapters that add to the weight's product, and do not read the weight themselves
 
 
@@ -156,7 +155,7 @@ def decodes_from_copy(params: Tree, compute: Compute) -> bool:
         return False
     size = sum(leaf.nbytes for leaf in leaves)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return LEAST_BYTES <= size <= MEMORY_SHARE * memory
+    return LEAST_COPIED <= size <= COPIED_SHARE * memory
 
 
 def decode_layout(params: Tree, spec: ModelSpec) -> Tree:

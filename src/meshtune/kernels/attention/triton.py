@@ -30,6 +30,8 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 forward = LazyFunction("meshtune.kernels.attention.triton_kernels:forward")
 backward = LazyFunction("meshtune.kernels.attention.triton_kernels:backward")
 padded_delta = LazyFunction("meshtune.kernels.attention.triton_kernels:padded_delta")
+decode = LazyFunction("meshtune.kernels.attention.triton_decode:run")
+BLOCK = 64  # slots of a cache that `decode` reads at once
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -53,6 +55,19 @@ def supports(request: AttentionRequest) -> str | None:
 def suits(request: AttentionRequest) -> str | None:
     if request.dtype == "float32":
         return Translatable("exact float32 products do not use the GPU's matrix units in Triton")
+    return None
+
+
+def decode_refusal(request: AttentionRequest) -> str | None:
+    """The reason why `decode` does not serve a request over caches, or None."""
+    if refusal := supports(request) or suits(request):
+        return refusal
+    if request.q_length != 1:
+        return Translatable("{queries} tokens a row: its kernel is for one", queries=request.q_length)
+    if request.head_dim & (request.head_dim - 1):
+        return Translatable("head dimension {size} is no power of two", size=request.head_dim)
+    if request.kv_length % BLOCK:
+        return Translatable("{slots} slots are no multiple of {size}", slots=request.kv_length, size=BLOCK)
     return None
 
 
