@@ -320,7 +320,8 @@ class Scheduler:
     ):
         self._weights, self._version = weights, weights.version
         self._spec = spec
-        self._most_rows, self._most_waiting = rows, queue
+        self._most_rows = rows
+        self.capacity = None if queue is None else rows + queue  # requests that it takes at once; None: any number
         self._lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._cancelled: list[Generation] = []
@@ -347,11 +348,6 @@ class Scheduler:
         """Ends a generation before its next step, for reasons that only its reader sees."""
         with self._lock:
             self._cancelled.append(generation)
-
-    @property
-    def capacity(self) -> int | None:
-        """Requests that it takes at once, at most; None: any number."""
-        return None if self._most_waiting is None else self._most_rows + self._most_waiting
 
     @property
     def room(self) -> int | None:

@@ -244,7 +244,10 @@ class _Api:
         self, kind: type[BaseModel], prepare: Callable[..., Completion], body: dict[str, Any], client: str
     ) -> Completion:
         query = parse_request(kind, body)
-        served = self._models.writer(query.model)
+        served = self._models[query.model]
+        if served.model.engine.spec.scored:
+            message = f"'{query.model}' is a reward model: it scores texts (/v1/score/evaluation)"
+            raise ApiError(400, message, param="model")
         scheduler = served.worker.scheduler
         query.check(scheduler.capacity)
         if scheduler.room == 0:

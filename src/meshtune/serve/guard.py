@@ -64,12 +64,13 @@ def as_api_error(problem: Exception) -> ApiError:
 DRAIN_SECONDS = 30.0  # for requests under way when the process is asked to end
 
 
+@dataclasses.dataclass
 class Gate:
     """Counts the requests under way, and is closed to new ones when the process is to end."""
 
-    def __init__(self):
-        self.closed, self.under_way = False, 0
-        self._deadline = 0.0
+    closed: bool = False
+    under_way: int = 0
+    _deadline: float = 0.0
 
     def close(self, seconds: float = DRAIN_SECONDS) -> None:
         """Lets no further request in; those under way have these seconds."""

@@ -293,13 +293,6 @@ class Models:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._served[name]
 
-    def writer(self, name: str) -> Served:
-        """The model of this id, to write texts. Raises ApiError (404, and 400 for a reward model)."""
-        served = self[name]
-        if served.model.engine.spec.scored:
-            raise ApiError(400, f"'{name}' is a reward model: it scores texts (/v1/score/evaluation)", param="model")
-        return served
-
     @property
     def capacity(self) -> int:
         """Requests that are taken at once, at most."""
@@ -489,12 +482,11 @@ class _PlacedText:
         """The text, and the tokens that begin in the text so far, each once; all of them where the text has ended."""
         self._new += tokens
         text = self.stops.push("".join([self._place(*self._alignment.push(token.id)) for token in tokens]))
-        if ended := ended and not self.stops.found:
+        if ended and not self.stops.found:
             text += self.stops.push(self._place(*self._alignment.finish())) + self.stops.finish()
-            ended = not self.stops.found
         self._shown += len(text)
-        shown = []
-        while self._placed and (ended or self._placed[0].place.offset < self._shown):
+        shown, is_whole = [], ended and not self.stops.found
+        while self._placed and (is_whole or self._placed[0].place.offset < self._shown):
             shown.append(self._placed.popleft())
         return text, shown
 
