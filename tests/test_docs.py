@@ -165,3 +165,13 @@ def test_links_lead_to_files_and_headings(page):
         elif anchor and anchor not in {slug(h) for h in re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)}:
             wrong.append(f"{target}#{anchor}")
     assert wrong == []
+
+
+def test_the_code_that_internals_shows_is_the_code():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/internals.md").read_text(encoding="utf-8"), re.DOTALL)
+    source = {
+        line.strip() for path in (ROOT / "src").rglob("*.py") for line in path.read_text(encoding="utf-8").splitlines()
+    }
+    shown = [line.strip() for block in blocks for line in block.splitlines()]
+    assert len(shown) > 15
+    assert [line for line in shown if line not in source] == []

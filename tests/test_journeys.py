@@ -32,7 +32,7 @@ class Journey(NamedTuple):
     lines: int
 
 
-LIMITS = {"forward": Journey(20, 90, 1100), "lora_step": Journey(24, 105, 1110), "data": Journey(27, 201, 1825)}
+LIMITS = {"forward": Journey(20, 90, 1000), "lora_step": Journey(23, 106, 1022), "data": Journey(26, 199, 1790)}
 
 
 def trace(script: str) -> Journey:

@@ -58,6 +58,7 @@ def check_gradient(gradient: Tree, model: transformers.PreTrainedModel) -> None:
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     try:
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.data.copy_(parameter.grad)
         expected = flatten(same_weights(model)[1])
     finally:
