@@ -34,7 +34,6 @@ from meshtune.config.foreign.models import (
     put_targets,
     put_vision,
 )
-from meshtune.config.foreign.trainer import stops, stream
 
 NAME = "axolotl"
 ADAPTERS = "lora dora loftq"
@@ -283,7 +282,7 @@ def train(draft: Draft) -> None:
     _plugins(draft)
     _batch(draft)
     trainer.length(draft, "num_epochs")
-    _stream(draft)
+    axolotl_data.put_streaming(draft)
     trainer.optimizer_name(draft, "optimizer")
     _schedule(draft)
     trainer.moments(draft, ("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps"))
@@ -366,18 +365,6 @@ def _stage(draft: Draft) -> str:
         else:
             draft.put("stage.loss", losses[0], "dpo_loss_type", *(["rl"] if rl == "ipo" else []))
     return kind
-
-
-def _stream(draft: Draft) -> None:
-    key = "pretraining_dataset" if draft.get("pretraining_dataset") is not None else "streaming"
-    if draft.get("rl") is not None or not draft.get(key):  # axolotl reads the data of rl before training
-        return
-    if draft.get("val_set_size"):
-        stops(draft, "val_set_size", "give test_datasets")
-    if key == "streaming" and draft.get("sample_packing") and len(draft.get("datasets") or []) > 1:
-        stops(draft, "datasets", "give one data set, or turn sample_packing off")
-    buffers = ("streaming_multipack_buffer_size", "pretrain_multipack_buffer_size")
-    stream(draft, key, *(("streaming",) if draft.get("streaming") and key != "streaming" else ()), *buffers)
 
 
 def _plugins(draft: Draft) -> None:

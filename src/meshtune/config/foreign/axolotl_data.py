@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from meshtune.config.foreign.draft import Draft, UnfitValueError, entries, text
-from meshtune.config.foreign.trainer import AXOLOTL, TOKENIZERS_OWN, template
+from meshtune.config.foreign.trainer import AXOLOTL, TOKENIZERS_OWN, stops, stream, template
 
 # Keys of a data set that a type of prompt reads here, and those that change nothing here.
 READ = frozenset(
@@ -424,3 +424,16 @@ def _order(draft: Draft, streamed: bool) -> None:
         draft.put(
             "data.shuffle", False, "curriculum_sampling", "shuffle_merged_datasets", note=note, differs=bool(note)
         )
+
+
+def put_streaming(draft: Draft) -> None:
+    """Translates data that are read while training."""
+    key = "pretraining_dataset" if draft.get("pretraining_dataset") is not None else "streaming"
+    if draft.get("rl") is not None or not draft.get(key):  # axolotl reads the data of rl before training
+        return
+    if draft.get("val_set_size"):
+        stops(draft, "val_set_size", "give test_datasets")
+    if key == "streaming" and draft.get("sample_packing") and len(draft.get("datasets") or []) > 1:
+        stops(draft, "datasets", "give one data set, or turn sample_packing off")
+    buffers = ("streaming_multipack_buffer_size", "pretrain_multipack_buffer_size")
+    stream(draft, key, *(("streaming",) if draft.get("streaming") and key != "streaming" else ()), *buffers)

@@ -119,7 +119,7 @@ class PictureFiles:
     Pictures that are in the data themselves are written to `cache`, once each."""
 
     cache: str
-    media_dir: str | None = None
+    media_dir: str | None
 
     def open(self, address: str | bytes, folder: str | None, where: str) -> Picture:
         """The picture at an address, or of some bytes, after a check of its header. `folder` is that of the data, None
