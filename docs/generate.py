@@ -25,8 +25,8 @@ from meshtune.config.sections import METHODS
 from meshtune.data.formats import DOCUMENT_FORMATS
 from meshtune.data.sources import READERS
 from meshtune.families import FAMILIES
-from meshtune.families.wrappers import WRAPPERS
 from meshtune.families.family import GROUPS
+from meshtune.families.wrappers import WRAPPERS
 from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS

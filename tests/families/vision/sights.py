@@ -182,13 +182,19 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     sights = [part for part in document if isinstance(part, Sight)]
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids_of(document)])}
     for name in sights[0].inputs if sights else ():
-        inputs[name] = torch.cat([sight.inputs[name] for sight in sights])
+        inputs[name] = torch.cat(_of_one_size([sight.inputs[name] for sight in sights]))
     kinds = (inputs["input_ids"] == IMAGE).int()
     if sights and sights[0].turns is not None:  # by which transformers tells pictures apart, to number the positions
         inputs["mm_token_type_ids"] = kinds
     if sights and sights[0].mutual:
         inputs["token_type_ids"] = kinds
     return inputs
+
+
+def _of_one_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Filled up with zeros along the second dimension, as processors fill up the tiles of pictures that have fewer."""
+    most = max(tensor.shape[1] for tensor in tensors)
+    return [torch.cat([t, t.new_zeros((len(t), most - t.shape[1], *t.shape[2:]))], dim=1) for t in tensors]
 
 
 def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[list[np.ndarray], torch.Tensor]:
