@@ -347,11 +347,11 @@ def test_a_changed_picture_is_another_data_set_and_is_noticed_while_training(mod
 
 def test_pictures_are_scaled_before_the_models_own_resize(model, folder):
     reader = reader_of(model("qwen2_vl"), max_pixels=100 * 50)
-    assert reader.scaled(200, 100) == (100, 50)
+    assert reader.scale(200, 100) == (100, 50)
     assert reader.layout(200, 100).patches == reader.layout(100, 50).patches
     image = picture(200, 100)
     assert np.array_equal(reader.patches(image)[0], reader.patches(image.resize((100, 50)))[0])
-    assert reader_of(model("qwen2_vl"), min_pixels=400 * 100).scaled(200, 50) == (400, 100)
+    assert reader_of(model("qwen2_vl"), min_pixels=400 * 100).scale(200, 50) == (400, 100)
     for family in ("internvl", "smolvlm"):
         assert len(reader_of(model(family), crops=1).layout(200, 100).tiles) == 1
         assert len(reader_of(model(family)).layout(200, 100).tiles) > 1

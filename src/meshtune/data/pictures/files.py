@@ -125,9 +125,9 @@ class PictureFiles:
         """The picture at an address, or of some bytes, after a check of its header. `folder` is that of the data, None
         for data of a hub. Raises UserError, naming `where`."""
         if isinstance(address, bytes):
-            return self._keep(address, where)
+            return self._store(address, where)
         if address[:5].lower() == "data:":
-            return self._keep(data_of_uri(address, where), where)
+            return self._store(data_of_uri(address, where), where)
         if _ADDRESS.match(address):
             problem = f"the picture is an address, which is never fetched: {address[:80]}"
             fix = "download it, and write its path below the folder of the data (or vision.media_dir)"
@@ -158,7 +158,7 @@ class PictureFiles:
             raise UserError(problem, where=where, fix="set vision.media_dir to a folder that holds all pictures")
         return pathlib.Path(path)
 
-    def _keep(self, data: bytes, where: str) -> Picture:
+    def _store(self, data: bytes, where: str) -> Picture:
         """The picture of some bytes, as a file of the cache."""
         width, height = read_size(data, where)
         digest = picture_digest(data)
@@ -214,11 +214,11 @@ def load_picture(picture: Picture, where: str) -> Image:
     try:
         data = read_file(pathlib.Path(picture.path), where)
     except OSError as problem:
-        what = f"the picture cannot be read any more: {problem.strerror or problem}: {picture.path}"
-        raise UserError(what, where=where, fix="put it back; pictures are read while training") from problem
+        message = f"the picture cannot be read any more: {problem.strerror or problem}: {picture.path}"
+        raise UserError(message, where=where, fix="put it back; pictures are read while training") from problem
     if picture_digest(data) != picture.digest:
-        what = f"the picture has changed since the data were prepared: {picture.path}"
-        raise UserError(what, where=where, fix="put it back, or start a new run, which prepares the data again")
+        message = f"the picture has changed since the data were prepared: {picture.path}"
+        raise UserError(message, where=where, fix="put it back, or start a new run, which prepares the data again")
     return decode_picture(data, f"{where}, {picture.path}")
 
 
@@ -227,7 +227,7 @@ def open_pictures(sample: Sample, files: PictureFiles | None, folder: str | None
     for pictures where `files` is None, since the recipe reads text only."""
     if files is None:
         return map_documents(sample, _check_no_pictures)
-    return map_documents(sample, lambda document: _opened(document, files, folder))
+    return map_documents(sample, lambda document: _open_document(document, files, folder))
 
 
 def _check_no_pictures(document: Document) -> Document:
@@ -241,7 +241,7 @@ def _check_no_pictures(document: Document) -> Document:
     return document
 
 
-def _opened(document: Document, files: PictureFiles, folder: str | None) -> Document:
+def _open_document(document: Document, files: PictureFiles, folder: str | None) -> Document:
     if not isinstance(document, Conversation):
         return document
     check_no_mark(document)
