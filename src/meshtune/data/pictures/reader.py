@@ -90,9 +90,9 @@ class PictureReader:
 
     `placeholder` is the text that stands for a picture in rendered conversations, `placeholder_id` its token;
     `reserved` are all texts that only pictures have. `surroundings` are texts that go before and after the placeholder,
-    `frame` the tokens of the chat template around a picture that are cut off with it. `mrope` and `reach` say which further arrays
-    the model reads. `processor` is the image processor's class, `settings` its options as JSON. `areas` are the
-    recipe's max_pixels and min_pixels.
+    `frame` the tokens of the chat template around a picture that are cut off with it. `mrope` and `reach` say which
+    further arrays the model reads. `processor` is the image processor's class, `settings` its options as JSON. `areas`
+    are the recipe's max_pixels and min_pixels.
     """
 
     family: Family

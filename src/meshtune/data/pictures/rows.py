@@ -51,7 +51,7 @@ class RowPictures:
 
         Raises UserError, naming the record, for a picture that is damaged, was changed or is gone.
         """
-        placed = [list(_row_pictures(examples)) for examples in rows]
+        placed = [list(_pictures_of(examples)) for examples in rows]
         needed = max((sum(self._patches(item) for *_, item in row) for row in placed), default=0)
         if needed == 0:
             return {}
@@ -101,7 +101,7 @@ class RowPictures:
         return arrays
 
 
-def _row_pictures(examples: Sequence[Example]) -> Iterator[tuple[Example, int, DocumentPicture]]:
+def _pictures_of(examples: Sequence[Example]) -> Iterator[tuple[Example, int, DocumentPicture]]:
     """Each picture of a row with its example, and the first position of that."""
     begin = 0
     for example in examples:
