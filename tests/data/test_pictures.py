@@ -322,6 +322,18 @@ def test_pairs_have_their_pictures_on_both_sides(model, folder):
     )
 
 
+def test_companions_of_labelled_answers_have_the_pictures_of_their_prompt(model, folder):
+    directory = model("internvl")
+    records = [chat(name, answer=f"a {name}") | {"label": name == "a.png"} for name in ("a.png", "b.png")]
+    store = prepare(directory, records, folder, stage="kto").train.store
+    pictures = [read_pictures(store[document].extra) for document in range(4)]
+    assert [[item.picture.size for item in items] for items in pictures] == [[(56, 56)]] * 2 + [[(150, 60)]] * 2
+    reader = reader_of(directory)
+    for document, (item,) in enumerate(pictures):
+        layout = reader.layout(*item.picture.size)
+        assert store[document].ids[item.start : item.start + len(layout.ids)].tolist() == layout.ids.tolist()
+
+
 def test_a_registry_of_llama_factory_names_pictures(model, folder):
     (folder / "data.json").write_text(json.dumps([chat("a.png")]))
     columns = {"messages": "messages", "images": "images"}
@@ -380,6 +392,13 @@ def test_files_are_decoded_as_transformers_does(tmp_path, image, kind, options):
     expected, decoded = load_image(str(tmp_path / "file")), decode_picture(data, "here")
     assert np.array_equal(decoded, expected)
     assert read_size(data, "here") == decoded.size == (((20, 30)) if "exif" in options else (30, 20))
+
+
+def test_filler_between_the_segments_of_a_jpeg_is_no_damage():
+    data = file_of(picture(30, 20), "JPEG")
+    assert read_size(data[:2] + b"\xff\xff" + data[2:], "here") == (30, 20)
+    with pytest.raises(UserError, match="truncated"):
+        read_size(data[:2] + b"\xff\xff" + data[2:-2], "here")
 
 
 def bomb():

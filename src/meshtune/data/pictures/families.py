@@ -148,6 +148,10 @@ def _side(size: Mapping[str, Any], where: str) -> int:
     return int(sides.pop())
 
 
+def _square(side: int) -> tuple[int, int]:
+    return side, side
+
+
 @dataclasses.dataclass(frozen=True)
 class InternVL:
     """Tiles in the grid that is nearest to the aspect, and a thumbnail after several (InternVLProcessor)."""
@@ -178,7 +182,7 @@ class InternVL:
             tiles = columns * rows + (columns * rows > 1)
         count = tiles * self.tile_patches // self.merge**2
         ids = [self.start, *[self.context] * count, self.end]
-        return ids, [0, *range(1, count + 1), 0], [(self.side // self.patch,) * 2] * tiles
+        return ids, [0, *range(1, count + 1), 0], [_square(self.side // self.patch)] * tiles
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
         """The tiles of a picture."""
@@ -257,7 +261,7 @@ class Idefics3:
         write("fake")
         write("global", rows * columns)
         write("fake")
-        return ids, visual, [(self.side // self.patch,) * 2] * (rows * columns + 1)
+        return ids, visual, [_square(self.side // self.patch)] * (rows * columns + 1)
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
         """The tiles of a picture."""
@@ -362,7 +366,7 @@ class OneTile:
         """The layout of a picture of any size."""
         count = self.tile_patches // self.merge**2
         visual = [*[0] * len(self.before), *range(1, count + 1), *[0] * len(self.after)]
-        return [*self.before, *[self.image] * count, *self.after], visual, [(self.side // self.patch,) * 2]
+        return [*self.before, *[self.image] * count, *self.after], visual, [_square(self.side // self.patch)]
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
         """The picture."""
@@ -445,7 +449,7 @@ def _llava_next(files: ModelFiles, vision: VisionSection) -> PictureReader:
     where = str(files.directory / "preprocessor_config.json")
     side = _side(files.settings.get("crop_size") or files.settings.get("size") or {"shortest_edge": 224}, where)
     default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    resolutions = [tuple(size) for size in files.settings.get("image_grid_pinpoints") or default]
+    resolutions = [(int(height), int(width)) for height, width in files.settings.get("image_grid_pinpoints") or default]
     if vision.crops is not None:
         few = [size for size in resolutions if size[0] * size[1] <= vision.crops * side**2]
         resolutions = few or [(side, side)]

@@ -104,13 +104,14 @@ def decode_picture(data: bytes, where: str) -> Image:
 def _is_complete(data: bytes, kind: str) -> bool:
     """Whether a file has its last block: damage in between shows when it is decoded."""
     if kind == "PNG":
-        return b"IEND" in data[-4096:]
+        return b"IEND" in data
     if kind == "WEBP":
         return len(data) >= 8 + int.from_bytes(data[4:8], "little")
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF and data[position + 1] != 0xDA:  # to the samples
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return data.find(b"\xff\xd9", position) >= 0
+        is_filler = data[position + 1] == 0xFF
+        position += 1 if is_filler else 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return data.find(b"\xff\xd9", position if position < len(data) else 2) >= 0
 
 
 @dataclasses.dataclass(frozen=True)
