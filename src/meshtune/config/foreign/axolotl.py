@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.config.foreign import axolotl_data, online, trainer
+from meshtune.config.foreign import axolotl_data, models, online, trainer
 from meshtune.config.foreign.draft import (
     ABSENT,
     ONE_TEXT,
@@ -26,14 +26,7 @@ from meshtune.config.foreign.draft import (
     sources,
     text,
 )
-from meshtune.config.foreign.models import (
-    NotExpandableError,
-    check_model,
-    is_expression,
-    names_of,
-    put_targets,
-    put_vision,
-)
+from meshtune.config.foreign.models import NotExpandableError, check_model, is_expression, names_of, put_targets
 from meshtune.config.foreign.trainer import stops, stream
 
 NAME = "axolotl"
@@ -59,13 +52,8 @@ MODEL: Table = {
     "unfrozen_parameters": part("method.modules", names),
     "model_quantization_config": part("quantize", text),
     "model_quantization_config_kwargs": part("quantize", mapping),
-    **refused_keys(
-        "pictures are prepared as the model's preprocessor_config.json says",
-        "leave it out, or write vision: {max_pixels: ...} into the recipe",
-        "image_size processor_kwargs",
-    ),
+    **dict.fromkeys(("image_size", "processor_kwargs"), models.PIXELS),
     "role_boundaries": refused("masks follow from the chat template here", "leave it out"),
-    "processor_type": refused("the processor is the model's own", "use AutoProcessor", ("AutoProcessor",)),
     "freeze_mm_modules": part("vision.train", flag, False),
     "use_onebitllms": refused("there are no ternary weights here", "leave it out"),
     "rope_scaling": refused("the positions of a model are those of its config.json", "set them there", ()),
@@ -225,7 +213,7 @@ WITHOUT_EFFECT = idle(
     generation_temperature generation_top_k generation_top_p gptq gptq_disable_exllama gptq_groupsize gptq_model_v1
     gpu_memory_limit gradient_checkpointing gradient_checkpointing_kwargs gradio_max_new_tokens gradio_server_name
     gradio_server_port gradio_share gradio_temperature gradio_title greater_is_better grokfast_lamb heads_k_stride
-    hf_mlflow_log_artifacts hf_use_auth_token hub_revision hub_strategy image_resize_algorithm include_tkps
+    hf_mlflow_log_artifacts hf_use_auth_token hub_revision hub_strategy image_resize_algorithm include_tkps processor_type
     include_tokens_per_second is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_preprocess
     is_qwen_derived_model jagged_restart_anneal_steps jagged_restart_warmup_steps kd_alpha kd_beta kd_ce_alpha
     kd_normalize_topk kd_online_server kd_online_server_base_url kd_online_timeout kd_online_topk kd_temperature
@@ -274,9 +262,7 @@ def train(draft: Draft) -> None:
     _model(draft)
     kind = _stage(draft)
     _method(draft)
-    put_vision(draft, "base_model")
-    if draft.get("freeze_mm_modules") and draft.value("vision.train"):
-        draft.put("vision.train", [], "freeze_mm_modules")
+    models.put_vision(draft, "base_model", "freeze_mm_modules")
     _quantize(draft)
     validation = axolotl_data.data(draft, kind)
     draft.apply()

@@ -116,11 +116,11 @@ def _is_complete(data: bytes, kind: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PictureFiles:
-    """Opens the pictures of records. Relative addresses are below `media_dir`, by default the folder of the data.
-    Pictures that are in the data themselves are written to `cache`, once each."""
+    """Opens the pictures of records. Relative addresses are below `base` (vision.media_dir), by default the folder of
+    the data. Pictures that are in the data themselves are written to `cache`, once each."""
 
     cache: str
-    media_dir: str | None = None
+    base: str | None = None
 
     def open(self, address: str | bytes, folder: str | None, where: str) -> Picture:
         """The picture at an address, or of some bytes, after a check of its header. `folder` is that of the data, None
@@ -148,7 +148,7 @@ class PictureFiles:
 
     def _confine(self, address: str, folder: str | None, where: str) -> pathlib.Path:
         """The absolute path of an address below the folder of pictures."""
-        base = self.media_dir or folder
+        base = self.base or folder
         if base is None:
             fix = "set vision.media_dir to the folder that paths of pictures are below"
             raise UserError(f"the picture is a path, and the data have no folder: {address[:80]}", where=where, fix=fix)
