@@ -213,7 +213,7 @@ WITHOUT_EFFECT = idle(
     generation_temperature generation_top_k generation_top_p gptq gptq_disable_exllama gptq_groupsize gptq_model_v1
     gpu_memory_limit gradient_checkpointing gradient_checkpointing_kwargs gradio_max_new_tokens gradio_server_name
     gradio_server_port gradio_share gradio_temperature gradio_title greater_is_better grokfast_lamb heads_k_stride
-    hf_mlflow_log_artifacts hf_use_auth_token hub_revision hub_strategy image_resize_algorithm include_tkps processor_type
+    hf_mlflow_log_artifacts hf_use_auth_token hub_revision hub_strategy image_resize_algorithm include_tkps
     include_tokens_per_second is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_preprocess
     is_qwen_derived_model jagged_restart_anneal_steps jagged_restart_warmup_steps kd_alpha kd_beta kd_ce_alpha
     kd_normalize_topk kd_online_server kd_online_server_base_url kd_online_timeout kd_online_topk kd_temperature
@@ -247,7 +247,7 @@ WITHOUT_EFFECT = idle(
     torch_dtype torch_empty_cache_steps torchdistx_path total_num_tokens total_supervised_tokens trackio_run_name
     trackio_space_id trust_remote_code type_of_model use_dsv4_kernels use_glm_dsa_kernels use_kernels
     use_otel_metrics use_ray use_scattermoe use_sonicmoe vllm wandb_entity wandb_log_model wandb_mode wandb_name
-    wandb_run_id wandb_watch world_size xformers_attention"""
+    wandb_run_id wandb_watch world_size xformers_attention processor_type"""
 )
 
 SHARDED = ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size")
