@@ -322,6 +322,18 @@ def test_pairs_have_their_pictures_on_both_sides(model, folder):
     )
 
 
+def test_companions_of_labelled_answers_have_the_pictures_of_their_prompt(model, folder):
+    directory = model("internvl")
+    records = [chat(name, answer=f"a {name}") | {"label": name == "a.png"} for name in ("a.png", "b.png")]
+    store = prepare(directory, records, folder, stage="kto").train.store
+    pictures = [read_pictures(store[document].extra) for document in range(4)]
+    assert [[item.picture.size for item in items] for items in pictures] == [[(56, 56)]] * 2 + [[(150, 60)]] * 2
+    reader = reader_of(directory)
+    for document, (item,) in enumerate(pictures):
+        layout = reader.layout(*item.picture.size)
+        assert store[document].ids[item.start : item.start + len(layout.ids)].tolist() == layout.ids.tolist()
+
+
 def test_a_registry_of_llama_factory_names_pictures(model, folder):
     (folder / "data.json").write_text(json.dumps([chat("a.png")]))
     columns = {"messages": "messages", "images": "images"}
@@ -347,11 +359,11 @@ def test_a_changed_picture_is_another_data_set_and_is_noticed_while_training(mod
 
 def test_pictures_are_scaled_before_the_models_own_resize(model, folder):
     reader = reader_of(model("qwen2_vl"), max_pixels=100 * 50)
-    assert reader.scaled(200, 100) == (100, 50)
+    assert reader.scale(200, 100) == (100, 50)
     assert reader.layout(200, 100).patches == reader.layout(100, 50).patches
     image = picture(200, 100)
     assert np.array_equal(reader.patches(image)[0], reader.patches(image.resize((100, 50)))[0])
-    assert reader_of(model("qwen2_vl"), min_pixels=400 * 100).scaled(200, 50) == (400, 100)
+    assert reader_of(model("qwen2_vl"), min_pixels=400 * 100).scale(200, 50) == (400, 100)
     for family in ("internvl", "smolvlm"):
         assert len(reader_of(model(family), crops=1).layout(200, 100).tiles) == 1
         assert len(reader_of(model(family)).layout(200, 100).tiles) > 1
@@ -380,6 +392,13 @@ def test_files_are_decoded_as_transformers_does(tmp_path, image, kind, options):
     expected, decoded = load_image(str(tmp_path / "file")), decode_picture(data, "here")
     assert np.array_equal(decoded, expected)
     assert read_size(data, "here") == decoded.size == (((20, 30)) if "exif" in options else (30, 20))
+
+
+def test_filler_between_the_segments_of_a_jpeg_is_no_damage():
+    data = file_of(picture(30, 20), "JPEG")
+    assert read_size(data[:2] + b"\xff\xff" + data[2:], "here") == (30, 20)
+    with pytest.raises(UserError, match="truncated"):
+        read_size(data[:2] + b"\xff\xff" + data[2:-2], "here")
 
 
 def bomb():

@@ -154,7 +154,7 @@ def read_records(source: SourceSection, *, system: str | None = None, limit: int
     """
     if limit is not None:
         source = source.model_copy(update={"cap": min(limit, source.cap or limit)})
-    files = PictureFiles(str(cache_folder() / "pictures"), None)
+    files = PictureFiles(str(cache_folder() / "pictures"))
     documents = load_documents(DataSection(train=[source], packing=False), seed=0, pictures=files).train
     records = [record_of(number, document) for number, document in enumerate(documents.with_system(system))]
     for record in records:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.config.foreign import axolotl_data, online, trainer
+from meshtune.config.foreign import axolotl_data, models, online, trainer
 from meshtune.config.foreign.draft import (
     ABSENT,
     ONE_TEXT,
@@ -26,14 +26,7 @@ from meshtune.config.foreign.draft import (
     sources,
     text,
 )
-from meshtune.config.foreign.models import (
-    NotExpandableError,
-    check_model,
-    is_expression,
-    names_of,
-    put_targets,
-    put_vision,
-)
+from meshtune.config.foreign.models import NotExpandableError, check_model, is_expression, names_of, put_targets
 
 NAME = "axolotl"
 ADAPTERS = "lora dora loftq"
@@ -58,13 +51,8 @@ MODEL: Table = {
     "unfrozen_parameters": part("method.modules", names),
     "model_quantization_config": part("quantize", text),
     "model_quantization_config_kwargs": part("quantize", mapping),
-    **refused_keys(
-        "pictures are prepared as the model's preprocessor_config.json says",
-        "leave it out, or write vision: {max_pixels: ...} into the recipe",
-        "image_size processor_kwargs",
-    ),
+    **dict.fromkeys(("image_size", "processor_kwargs"), models.PIXELS),
     "role_boundaries": refused("masks follow from the chat template here", "leave it out"),
-    "processor_type": refused("the processor is the model's own", "use AutoProcessor", ("AutoProcessor",)),
     "freeze_mm_modules": part("vision.train", flag, False),
     "use_onebitllms": refused("there are no ternary weights here", "leave it out"),
     "rope_scaling": refused("the positions of a model are those of its config.json", "set them there", ()),
@@ -258,7 +246,7 @@ WITHOUT_EFFECT = idle(
     torch_dtype torch_empty_cache_steps torchdistx_path total_num_tokens total_supervised_tokens trackio_run_name
     trackio_space_id trust_remote_code type_of_model use_dsv4_kernels use_glm_dsa_kernels use_kernels
     use_otel_metrics use_ray use_scattermoe use_sonicmoe vllm wandb_entity wandb_log_model wandb_mode wandb_name
-    wandb_run_id wandb_watch world_size xformers_attention"""
+    wandb_run_id wandb_watch world_size xformers_attention processor_type"""
 )
 
 SHARDED = ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size")
@@ -273,9 +261,7 @@ def train(draft: Draft) -> None:
     _model(draft)
     kind = _stage(draft)
     _method(draft)
-    put_vision(draft, "base_model")
-    if draft.get("freeze_mm_modules") and draft.value("vision.train"):
-        draft.put("vision.train", [], "freeze_mm_modules")
+    models.put_vision(draft, "base_model", "freeze_mm_modules")
     _quantize(draft)
     validation = axolotl_data.data(draft, kind)
     draft.apply()

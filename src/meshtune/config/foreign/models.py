@@ -12,7 +12,7 @@ import dataclasses
 import pathlib
 import re
 
-from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.draft import Draft, refused
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 
@@ -21,6 +21,7 @@ VISION = "it is a model of images, video or sound of a family that is not read h
 SEES = r"Qwen2-VL|Qwen2\.5-VL|Qwen3-VL|InternVL\d.*-hf|SmolVLM-|SmolVLM2|Idefics3|llava-1\.5|llava-v1\.6"
 SEEING = "internvl idefics3 smolvlm qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe llava llava_next".split()
 OWN_CODE = "its code is in its repository, which is never run here"
+PIXELS = refused("pictures are scaled by the model's own rules", "leave it out; or write vision: {max_pixels: ...}")
 # Models of other tools' examples, by what their names contain.
 LACKING = (
     (r"-VL\b|-VL-|_VL-|llava|pixtral|InternVL|SmolVLM|Voxtral|Vision|GLM-[\d.]+V|VL\d", VISION),
@@ -58,13 +59,15 @@ def sees(path: str) -> bool:
         return False
 
 
-def put_vision(draft: Draft, key: str) -> None:
+def put_vision(draft: Draft, key: str, freezes: str | None = None) -> None:
     """Writes what TRL and axolotl train of a model that sees, which `key` names: with adapters theirs adapt the tower
-    too, and otherwise all parts are trained."""
+    too, and otherwise all parts are trained, unless the key `freezes` is set."""
     path = draft.get(key)
     if path is None or not sees(path):
         return
-    if draft.value("method.kind") == "full":
+    if freezes is not None and draft.get(freezes):
+        draft.put("vision.train", [], key, freezes, note="pictures of the data are read")
+    elif draft.value("method.kind") == "full":
         draft.put("vision.train", ["projector", "tower"], key, note="pictures of the data are read")
     else:
         note = "pictures are read; the tower and the projector stay as they are, which the other tool adapts too"

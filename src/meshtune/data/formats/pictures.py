@@ -61,15 +61,15 @@ def _place(document: Document, listed: list[str | bytes], field: str, origin: Or
     if not listed and not any(message.pictures for message in document.messages):
         return document
     places = sum(map(_places, document.messages))
-    own = sum(placed.picture is not None for message in document.messages for placed in message.pictures)
-    if places == own == 0:
+    attached = sum(placed.picture is not None for message in document.messages for placed in message.pictures)
+    if places == attached == 0:
         first = next(index for index, message in enumerate(document.messages) if message.role == "user")
         placed = tuple(PlacedPicture(0, picture) for picture in listed)
         turns = list(document.messages)
         turns[first] = dataclasses.replace(turns[first], pictures=placed)
         return dataclasses.replace(document, messages=tuple(turns))
-    if places - own != len(listed):
-        marks, pictures = amount(places - own, f"mark {MARK}", f"marks {MARK}"), amount(len(listed), "picture")
+    if places - attached != len(listed):
+        marks, pictures = amount(places - attached, f"mark {MARK}", f"marks {MARK}"), amount(len(listed), "picture")
         problem = f"the turns have {marks}, and the record has {pictures}"
         raise field_error(problem, origin, field, f"write {MARK} once for each picture, where it goes")
     remaining = iter(listed)

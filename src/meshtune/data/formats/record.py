@@ -374,8 +374,8 @@ def has_pictures(sample: Sample, record: Record, fields: FieldNames) -> bool:
 
 
 def _is_left_out(name: str, form: RecordFormat, fields: FieldNames) -> bool:
-    column = "images" if name in PICTURES else form.aliases.get(name, name)
-    return column in fields and fields[column] is None
+    columns = {name, "images"} if name in PICTURES else {form.aliases.get(name, name)}
+    return any(column in fields and fields[column] is None for column in columns)
 
 
 def _has_meaning(name: str, value: object) -> bool:

@@ -96,10 +96,10 @@ def check_placeholders(reader: PictureReader, document: Document) -> None:
     is_chat = isinstance(document, Conversation)
     texts = [message.content for message in document.messages] if is_chat else [document.prompt, document.text]
     for index, text in enumerate(texts):
-        word = next((word for word in reader.words if word in text), None)
-        if word is not None:
+        token = next((token for token in reader.reserved if token in text), None)
+        if token is not None:
             raise UserError(
-                f"the text of turn {index} has {word}, which stands for a picture",
+                f"the text of turn {index} has {token}, which stands for a picture",
                 where=str(document.origin),
                 fix="remove it: give the picture under images or as a part; or write the word in another way",
             )
@@ -113,19 +113,19 @@ def check_placeholders(reader: PictureReader, document: Document) -> None:
 def keep_complete(
     reader: PictureReader, ids: np.ndarray, positions: np.ndarray, pictures: Sequence[DocumentPicture]
 ) -> tuple[np.ndarray, list[DocumentPicture]]:
-    """The `positions` of a document that are kept, without pictures of which some token is cut, and the pictures left
-    with their new places. The tokens that the template frames a picture with go with it."""
-    kept = np.zeros(len(ids), bool)
-    kept[positions] = True
+    """The selected `positions` of a document without pictures that lost a token, and the other pictures with their new
+    places. The tokens that the template frames a picture with go with it."""
+    selected = np.zeros(len(ids), bool)
+    selected[positions] = True
     left = []
     for item in pictures:
         end = item.start + len(reader.layout(*item.picture.size).ids)
         before, after = reader.frame
         first = item.start - (item.start > 0 and before is not None and ids[item.start - 1] == before)
         last = end + (end < len(ids) and after is not None and ids[end] == after)
-        if kept[item.start : end].all():
+        if selected[item.start : end].all():
             left.append(item)
         else:
-            kept[first:last] = False
-    new_places = np.cumsum(kept) - 1
-    return np.flatnonzero(kept), [DocumentPicture(item.picture, int(new_places[item.start])) for item in left]
+            selected[first:last] = False
+    new_places = np.cumsum(selected) - 1
+    return np.flatnonzero(selected), [DocumentPicture(item.picture, int(new_places[item.start])) for item in left]

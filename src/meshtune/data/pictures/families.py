@@ -105,8 +105,8 @@ def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: Pr
             where=str(directory),
             fix=f"known: {', '.join(processors)}",
         )
-    kept = {key: value for key, value in settings.items() if key not in _NOT_OPTIONS}
-    files = ModelFiles(directory, config, config.get("vision_config") or {}, kept, processor, tokenizer)
+    options = {key: value for key, value in settings.items() if key not in _NOT_OPTIONS}
+    files = ModelFiles(directory, config, config.get("vision_config") or {}, options, processor, tokenizer)
     reader = make(files, vision)
     reader = dataclasses.replace(
         reader,
@@ -115,11 +115,11 @@ def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: Pr
         channels=int(next((files.vision[key] for key in _CHANNELS if files.vision.get(key)), 3)),
         areas=(vision.max_pixels, vision.min_pixels),
     )
-    least = (reader.family.patch * reader.merge) ** 2
-    if vision.max_pixels is not None and vision.max_pixels < least:
+    minimum = (reader.family.patch * reader.merge) ** 2
+    if vision.max_pixels is not None and vision.max_pixels < minimum:
         side = reader.family.patch * reader.merge
         problem = f"{vision.max_pixels} pixels are less than one feature of this model, {side} x {side}"
-        raise UserError(problem, where="vision.max_pixels", fix=f"give {least} or more")
+        raise UserError(problem, where="vision.max_pixels", fix=f"give {minimum} or more")
     return reader
 
 
@@ -148,6 +148,10 @@ def _side(size: Mapping[str, Any], where: str) -> int:
     return int(sides.pop())
 
 
+def _square(side: int) -> tuple[int, int]:
+    return side, side
+
+
 @dataclasses.dataclass(frozen=True)
 class InternVL:
     """Tiles in the grid that is nearest to the aspect, and a thumbnail after several (InternVLProcessor)."""
@@ -155,8 +159,8 @@ class InternVL:
     patch: int
     merge: int
     side: int
-    least: int
-    most: int
+    min_tiles: int
+    max_tiles: int
     start: int
     context: int
     end: int
@@ -169,14 +173,16 @@ class InternVL:
     def layout(self, width: int, height: int) -> Layout:
         """The layout of a picture of this size."""
         tiles = 1
-        if self.most > 1:
+        if self.max_tiles > 1:
             from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-            columns, rows = get_optimal_tiled_canvas((height, width), (self.side, self.side), self.least, self.most)
+            columns, rows = get_optimal_tiled_canvas(
+                (height, width), (self.side, self.side), self.min_tiles, self.max_tiles
+            )
             tiles = columns * rows + (columns * rows > 1)
         count = tiles * self.tile_patches // self.merge**2
         ids = [self.start, *[self.context] * count, self.end]
-        return ids, [0, *range(1, count + 1), 0], [(self.side // self.patch,) * 2] * tiles
+        return ids, [0, *range(1, count + 1), 0], [_square(self.side // self.patch)] * tiles
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
         """The tiles of a picture."""
@@ -187,13 +193,13 @@ def _internvl(files: ModelFiles, vision: VisionSection) -> PictureReader:
     where = str(files.directory / "preprocessor_config.json")
     # InternVLProcessor cuts into tiles whatever the file says, and max_patches says how many.
     files.settings["crop_to_patches"] = True
-    most = files.settings["max_patches"] = vision.crops or int(files.settings.get("max_patches", 12))
-    least = files.settings["min_patches"] = min(int(files.settings.get("min_patches", 1)), most)
+    max_tiles = files.settings["max_patches"] = vision.crops or int(files.settings.get("max_patches", 12))
+    min_tiles = files.settings["min_patches"] = min(int(files.settings.get("min_patches", 1)), max_tiles)
     merge = round(1 / float(files.config.get("downsample_ratio", 0.5)))
     context = files.token("context_image_token", "<IMG_CONTEXT>")
     start, end = files.token("start_image_token", "<img>"), files.token("end_image_token", "</img>")
     side = _side(files.settings.get("size", {"height": 384, "width": 384}), where)
-    family = InternVL(files.patch, merge, side, least, most, files.id(start), files.id(context), files.id(end))
+    family = InternVL(files.patch, merge, side, min_tiles, max_tiles, files.id(start), files.id(context), files.id(end))
     return PictureReader(family, context, files.id(context), (context, start, end))
 
 
@@ -255,7 +261,7 @@ class Idefics3:
         write("fake")
         write("global", rows * columns)
         write("fake")
-        return ids, visual, [(self.side // self.patch,) * 2] * (rows * columns + 1)
+        return ids, visual, [_square(self.side // self.patch)] * (rows * columns + 1)
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
         """The tiles of a picture."""
@@ -272,27 +278,32 @@ def _idefics3(files: ModelFiles, vision: VisionSection) -> PictureReader:
     if not files.settings.get("do_image_splitting", True):
         longest = 0
     fake = files.token("fake_image_token", "<fake_token_around_image>")
-    image, whole = files.token("image_token", "<image>"), files.token("global_image_token", "<global-img>")
-    texts = {"fake": (files.id(fake),), "global": files.ids(whole), "\n": files.ids("\n"), "\n\n": files.ids("\n\n")}
-    most = math.ceil(min(longest, 4096) / side)
-    names = [f"<row_{row}_col_{column}>" for row in range(1, most + 1) for column in range(1, most + 1)]
+    image, global_token = files.token("image_token", "<image>"), files.token("global_image_token", "<global-img>")
+    texts = {
+        "fake": (files.id(fake),),
+        "global": files.ids(global_token),
+        "\n": files.ids("\n"),
+        "\n\n": files.ids("\n\n"),
+    }
+    side_tiles = math.ceil(min(longest, 4096) / side)
+    names = [f"<row_{row}_col_{column}>" for row in range(1, side_tiles + 1) for column in range(1, side_tiles + 1)]
     texts |= {name: files.ids(name) for name in names}
     merge = int(files.config.get("scale_factor", 2))
     family = Idefics3(files.patch, merge, side, longest, files.id(image), tuple(texts.items()))
-    return PictureReader(family, image, files.id(image), (image, fake, whole))
+    return PictureReader(family, image, files.id(image), (image, fake, global_token))
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen:
     """Whole pictures, scaled to a multiple of the blocks of patches (Qwen2VLProcessor).
 
-    `least` and `most` bound the pixels.
+    `min_area` and `max_area` bound the pixels.
     """
 
     patch: int
     merge: int
-    least: int
-    most: int
+    min_area: int
+    max_area: int
     pad: int
     tile_patches: int = 0
 
@@ -302,10 +313,10 @@ class Qwen:
 
         side = self.patch * self.merge
         try:
-            height, width = smart_resize(height, width, side, self.least, self.most)
+            height, width = smart_resize(height, width, side, self.min_area, self.max_area)
         except ValueError as problem:
-            what = f"the picture has {width} x {height} pixels, and the model takes none 200 times as long as wide"
-            raise UserError(what, fix="cut it into several pictures") from problem
+            size = f"the picture has {width} x {height} pixels, and the model takes none 200 times as long as wide"
+            raise UserError(size, fix="cut it into several pictures") from problem
         count = (height // side) * (width // side)
         return [self.pad] * count, range(1, count + 1), [(height // self.patch, width // self.patch)]
 
@@ -322,16 +333,16 @@ def _qwen(files: ModelFiles, vision: VisionSection) -> PictureReader:
     _refuse_crops(vision, "this model")
     settings = files.settings
     size = dict(settings.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
-    least = int(settings.get("min_pixels") or size["shortest_edge"])
-    most = int(settings.get("max_pixels") or size["longest_edge"])
+    min_area = int(settings.get("min_pixels") or size["shortest_edge"])
+    max_area = int(settings.get("max_pixels") or size["longest_edge"])
     patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
     if int(settings.get("temporal_patch_size", 2)) != 2:
         raise UserError("temporal_patch_size is not 2", where=str(files.directory / "preprocessor_config.json"))
     pad = files.token("image_token", "<|image_pad|>")
-    words = (pad, "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    family = Qwen(patch, merge, least, most, files.id(pad))
+    reserved = (pad, "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    family = Qwen(patch, merge, min_area, max_area, files.id(pad))
     frame = (files.id("<|vision_start|>"), files.id("<|vision_end|>"))
-    return PictureReader(family, pad, files.id(pad), words, frame=frame, mrope=True)
+    return PictureReader(family, pad, files.id(pad), reserved, frame=frame, mrope=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +366,7 @@ class OneTile:
         """The layout of a picture of any size."""
         count = self.tile_patches // self.merge**2
         visual = [*[0] * len(self.before), *range(1, count + 1), *[0] * len(self.after)]
-        return [*self.before, *[self.image] * count, *self.after], visual, [(self.side // self.patch,) * 2]
+        return [*self.before, *[self.image] * count, *self.after], visual, [_square(self.side // self.patch)]
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
         """The picture."""
@@ -372,7 +383,7 @@ def _gemma3(files: ModelFiles, vision: VisionSection) -> PictureReader:
     end, count = files.token("eoi_token", "<end_of_image>"), int(files.config.get("mm_tokens_per_image", 256))
     merge = side // files.patch // math.isqrt(count)
     family = OneTile(files.patch, merge, side, files.id(image), (files.id(begin),), (files.id(end),))
-    return PictureReader(family, begin, files.id(begin), (begin, image, end), around=("\n\n", "\n\n"), reach=True)
+    return PictureReader(family, begin, files.id(begin), (begin, image, end), surroundings=("\n\n", "\n\n"), reach=True)
 
 
 def _check_strategy(files: ModelFiles) -> None:
@@ -438,7 +449,7 @@ def _llava_next(files: ModelFiles, vision: VisionSection) -> PictureReader:
     where = str(files.directory / "preprocessor_config.json")
     side = _side(files.settings.get("crop_size") or files.settings.get("size") or {"shortest_edge": 224}, where)
     default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    resolutions = [tuple(size) for size in files.settings.get("image_grid_pinpoints") or default]
+    resolutions = [(int(height), int(width)) for height, width in files.settings.get("image_grid_pinpoints") or default]
     if vision.crops is not None:
         few = [size for size in resolutions if size[0] * size[1] <= vision.crops * side**2]
         resolutions = few or [(side, side)]
@@ -453,7 +464,7 @@ FAMILIES: dict[str, tuple[Callable[[ModelFiles, VisionSection], PictureReader], 
     "internvl": (_internvl, {"GotOcr2ImageProcessor": GOT_OCR2}),
     "idefics3": (_idefics3, {"Idefics3ImageProcessor": IDEFICS3}),
     "smolvlm": (_idefics3, {"SmolVLMImageProcessor": SMOLVLM, "Idefics3ImageProcessor": IDEFICS3}),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
     "gemma3": (_gemma3, {"Gemma3ImageProcessor": GEMMA3}),
     "llava": (_llava, {"CLIPImageProcessor": CLIP, "LlavaImageProcessor": LLAVA}),
     "llava_next": (_llava_next, {"LlavaNextImageProcessor": LLAVA_NEXT}),

@@ -104,30 +104,31 @@ def decode_picture(data: bytes, where: str) -> Image:
 def _is_complete(data: bytes, kind: str) -> bool:
     """Whether a file has its last block: damage in between shows when it is decoded."""
     if kind == "PNG":
-        return b"IEND" in data[-4096:]
+        return b"IEND" in data
     if kind == "WEBP":
         return len(data) >= 8 + int.from_bytes(data[4:8], "little")
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF and data[position + 1] != 0xDA:  # to the samples
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return data.find(b"\xff\xd9", position) >= 0
+        is_filler = data[position + 1] == 0xFF
+        position += 1 if is_filler else 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return data.find(b"\xff\xd9", position if position < len(data) else 2) >= 0
 
 
 @dataclasses.dataclass(frozen=True)
 class PictureFiles:
-    """Opens the pictures of records. Relative addresses are below `media_dir`, by default the folder of the data.
-    Pictures that are in the data themselves are written to `cache`, once each."""
+    """Opens the pictures of records. Relative addresses are below `base` (vision.media_dir), by default the folder of
+    the data. Pictures that are in the data themselves are written to `cache`, once each."""
 
     cache: str
-    media_dir: str | None
+    base: str | None = None
 
     def open(self, address: str | bytes, folder: str | None, where: str) -> Picture:
         """The picture at an address, or of some bytes, after a check of its header. `folder` is that of the data, None
         for data of a hub. Raises UserError, naming `where`."""
         if isinstance(address, bytes):
-            return self._keep(address, where)
+            return self._store(address, where)
         if address[:5].lower() == "data:":
-            return self._keep(data_of_uri(address, where), where)
+            return self._store(data_of_uri(address, where), where)
         if _ADDRESS.match(address):
             problem = f"the picture is an address, which is never fetched: {address[:80]}"
             fix = "download it, and write its path below the folder of the data (or vision.media_dir)"
@@ -147,7 +148,7 @@ class PictureFiles:
 
     def _confine(self, address: str, folder: str | None, where: str) -> pathlib.Path:
         """The absolute path of an address below the folder of pictures."""
-        base = self.media_dir or folder
+        base = self.base or folder
         if base is None:
             fix = "set vision.media_dir to the folder that paths of pictures are below"
             raise UserError(f"the picture is a path, and the data have no folder: {address[:80]}", where=where, fix=fix)
@@ -158,7 +159,7 @@ class PictureFiles:
             raise UserError(problem, where=where, fix="set vision.media_dir to a folder that holds all pictures")
         return pathlib.Path(path)
 
-    def _keep(self, data: bytes, where: str) -> Picture:
+    def _store(self, data: bytes, where: str) -> Picture:
         """The picture of some bytes, as a file of the cache."""
         width, height = read_size(data, where)
         digest = picture_digest(data)
@@ -214,11 +215,11 @@ def load_picture(picture: Picture, where: str) -> Image:
     try:
         data = read_file(pathlib.Path(picture.path), where)
     except OSError as problem:
-        what = f"the picture cannot be read any more: {problem.strerror or problem}: {picture.path}"
-        raise UserError(what, where=where, fix="put it back; pictures are read while training") from problem
+        message = f"the picture cannot be read any more: {problem.strerror or problem}: {picture.path}"
+        raise UserError(message, where=where, fix="put it back; pictures are read while training") from problem
     if picture_digest(data) != picture.digest:
-        what = f"the picture has changed since the data were prepared: {picture.path}"
-        raise UserError(what, where=where, fix="put it back, or start a new run, which prepares the data again")
+        message = f"the picture has changed since the data were prepared: {picture.path}"
+        raise UserError(message, where=where, fix="put it back, or start a new run, which prepares the data again")
     return decode_picture(data, f"{where}, {picture.path}")
 
 
@@ -227,7 +228,7 @@ def open_pictures(sample: Sample, files: PictureFiles | None, folder: str | None
     for pictures where `files` is None, since the recipe reads text only."""
     if files is None:
         return map_documents(sample, _check_no_pictures)
-    return map_documents(sample, lambda document: _opened(document, files, folder))
+    return map_documents(sample, lambda document: _open_document(document, files, folder))
 
 
 def _check_no_pictures(document: Document) -> Document:
@@ -241,7 +242,7 @@ def _check_no_pictures(document: Document) -> Document:
     return document
 
 
-def _opened(document: Document, files: PictureFiles, folder: str | None) -> Document:
+def _open_document(document: Document, files: PictureFiles, folder: str | None) -> Document:
     if not isinstance(document, Conversation):
         return document
     check_no_mark(document)

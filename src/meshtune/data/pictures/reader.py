@@ -88,20 +88,20 @@ class Family(Protocol):
 class PictureReader:
     """Reads pictures for a model.
 
-    `placeholder` is the text that stands for a picture in rendered conversations, `placeholder_id` its token; `words`
-    are all texts that only pictures have. `around` are texts that go before and after the placeholder, `frame` the
-    tokens of the chat template around a picture that are cut off with it. `mrope` and `reach` say which further arrays
-    the model reads. `processor` is the image processor's class, `settings` its options as JSON. `areas` are the
-    recipe's max_pixels and min_pixels.
+    `placeholder` is the text that stands for a picture in rendered conversations, `placeholder_id` its token;
+    `reserved` are all texts that only pictures have. `surroundings` are texts that go before and after the placeholder,
+    `frame` the tokens of the chat template around a picture that are cut off with it. `mrope` and `reach` say which
+    further arrays the model reads. `processor` is the image processor's class, `settings` its options as JSON. `areas`
+    are the recipe's max_pixels and min_pixels.
     """
 
     family: Family
     placeholder: str
     placeholder_id: int
-    words: tuple[str, ...]
+    reserved: tuple[str, ...]
     processor: str = ""
     settings: str = ""
-    around: tuple[str, str] = ("", "")
+    surroundings: tuple[str, str] = ("", "")
     frame: tuple[int | None, int | None] = (None, None)
     mrope: bool = False
     reach: bool = False
@@ -129,10 +129,10 @@ class PictureReader:
 
     def write(self, text: str) -> str:
         """A rendered conversation with the texts around its placeholders, as transformers' processor writes it."""
-        before, after = self.around
+        before, after = self.surroundings
         return text.replace(self.placeholder, f"{before}{self.placeholder}{after}") if before or after else text
 
-    def scaled(self, width: int, height: int) -> tuple[int, int]:
+    def scale(self, width: int, height: int) -> tuple[int, int]:
         """The size that a picture is scaled to before the model's own resize, as LLaMA-Factory does: max_pixels and
         min_pixels bound its area, and its aspect is kept."""
         for limit, is_beyond in zip(self.areas, (operator.gt, operator.lt), strict=True):
@@ -154,7 +154,7 @@ class PictureReader:
 
         Patches are (channels, height, width). Those that make a feature follow each other, row by row in their block.
         """
-        size = self.scaled(*image.size)
+        size = self.scale(*image.size)
         if size != image.size:
             image = image.resize(size)
         output = _processor(self.processor, self.settings)(images=[image], return_tensors="np")
@@ -169,7 +169,7 @@ class PictureReader:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _layout(reader: PictureReader, width: int, height: int) -> PictureLayout:
-    ids, visual, tiles = reader.family.layout(*reader.scaled(width, height))
+    ids, visual, tiles = reader.family.layout(*reader.scale(width, height))
     layout = PictureLayout(np.asarray(ids, np.int32), np.asarray(visual, np.int32), tuple(tiles), reader.merge)
     layout.ids.flags.writeable = layout.visual.flags.writeable = False
     return layout

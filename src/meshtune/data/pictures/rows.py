@@ -51,11 +51,11 @@ class RowPictures:
 
         Raises UserError, naming the record, for a picture that is damaged, was changed or is gone.
         """
-        placed = [list(_placed(examples)) for examples in rows]
-        most = max((sum(self._patches(item) for *_, item in row) for row in placed), default=0)
-        if most == 0:
+        placed = [list(_pictures_of(examples)) for examples in rows]
+        needed = max((sum(self._patches(item) for *_, item in row) for row in placed), default=0)
+        if needed == 0:
             return {}
-        size = min(size for size in self.sizes if size >= most)
+        size = min(size for size in self.sizes if size >= needed)
         reader, decoded = self.reader, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
         axes = {"batch": len(rows), "length": length, "patches": size, "pixels": reader.pixels, "grid": 4}
         arrays = empty_arrays(["patches", "patch_segments", "patch_grid", "visual"], axes)
@@ -101,7 +101,7 @@ class RowPictures:
         return arrays
 
 
-def _placed(examples: Sequence[Example]) -> Iterator[tuple[Example, int, DocumentPicture]]:
+def _pictures_of(examples: Sequence[Example]) -> Iterator[tuple[Example, int, DocumentPicture]]:
     """Each picture of a row with its example, and the first position of that."""
     begin = 0
     for example in examples:
@@ -132,23 +132,23 @@ def count_pictures(pictures: RowPictures, store: Store, rows: PackedRows) -> Pic
     ]
     per_row = np.add.reduceat(pictures.patches[rows.documents], rows.starts[:-1])
     sizes = np.array(pictures.sizes)[::-1]
-    taken = sizes[np.searchsorted(sizes, per_row[per_row > 0])]
+    chosen = sizes[np.searchsorted(sizes, per_row[per_row > 0])]
     return PictureCounts(
         len(layouts),
         sum(layout.patches for layout in layouts),
         sum(len(layout.ids) for layout in layouts),
-        len(taken),
+        len(chosen),
         pictures.sizes,
-        float(per_row.sum() / taken.sum()),
+        float(per_row.sum() / chosen.sum()),
     )
 
 
 def row_pictures(
-    reader: PictureReader, store: Store, unit_size: int, rows: PackedRows, given: int | None
+    reader: PictureReader, store: Store, unit_size: int, rows: PackedRows, max_patches: int | None
 ) -> RowPictures | None:
     """The maker of arrays of a store's pictures; None where it has none.
 
-    Rows have `given` patches at most (vision.max_patches), or enough for 95% of `rows`, which are packed by their
+    Rows have `max_patches` at most (vision.max_patches), or enough for 95% of `rows`, which are packed by their
     tokens, and for the largest unit of `unit_size` documents; or half of that. Raises UserError, naming the record, for
     a unit that no row has room for.
     """
@@ -157,9 +157,9 @@ def row_pictures(
     if not largest:
         return None
     per_row = np.add.reduceat(patches[rows.documents], rows.starts[:-1])
-    most = given or max(largest, int(np.quantile(per_row, 0.95)))
-    multiple = reader.tile_patches or (math.lcm(reader.merge**2, _LANES) if most > _LANES else reader.merge**2)
-    sizes = {-(-size // multiple) * multiple for size in (most, -(-most // 2))}
+    row_limit = max_patches or max(largest, int(np.quantile(per_row, 0.95)))
+    multiple = reader.tile_patches or (math.lcm(reader.merge**2, _LANES) if row_limit > _LANES else reader.merge**2)
+    sizes = {-(-size // multiple) * multiple for size in (row_limit, -(-row_limit // 2))}
     if largest > max(sizes):
         index = int(np.argmax(patches))
         raise UserError(
