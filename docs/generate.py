@@ -25,7 +25,7 @@ from meshtune.config.sections import METHODS
 from meshtune.data.formats import DOCUMENT_FORMATS
 from meshtune.data.sources import READERS
 from meshtune.families import FAMILIES
-from meshtune.families.composite import WRAPPERS
+from meshtune.families.wrappers import WRAPPERS
 from meshtune.families.family import GROUPS
 from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.objectives.stages import STAGES

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from meshtune.cli.main import app
 from meshtune.families import FAMILIES, description
-from meshtune.families.composite import WRAPPERS
 from meshtune.families.family import GROUPS
+from meshtune.families.wrappers import WRAPPERS
 
 
 def print_families(*options: str) -> str:

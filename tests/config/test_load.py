@@ -153,6 +153,7 @@ PATHS = {
     "data.train": "data.train.0.path",
     "data.validation": "data.validation.0.path",
     "data.registry": "data.registry",
+    "vision.media_dir": "vision.media_dir",
     "stage.reference": "stage.reference",
     "evaluate.tasks.mmlu": "evaluate.tasks.mmlu",
     "rewards.0.model": "rewards.0.model",

@@ -16,10 +16,10 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.config.load import load_recipe
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.documents import SkippedRecord
-from meshtune.data.inspection import coloured_tokens
+from meshtune.data.inspection import coloured_tokens, render
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
-from meshtune.data.report import TemplateInfo, histogram, make_report, render
+from meshtune.data.report import TemplateInfo, histogram, make_report
 from meshtune.data.store import add_counts, group_examples, open_or_build
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example, TokenCounts, Tokenize

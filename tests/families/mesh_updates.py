@@ -50,7 +50,7 @@ def trajectory(
 
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
-    from meshtune.families.experts import with_bias_update_rate
+    from meshtune.families.balancing import with_bias_update_rate
     from meshtune.kernels.attention import zigzag_order
     from meshtune.mesh.config import MeshConfig
     from meshtune.mesh.layout import make_mesh

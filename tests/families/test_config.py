@@ -54,7 +54,7 @@ LLAMA = {
             {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
             "rope_type 'yarn' and type 'linear'",
         ),
-        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not implemented"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not implemented"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope type 'spiral' is not implemented"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "needs long_factor, short_factor"),
         (

@@ -100,7 +100,7 @@ def probabilities(generation: Generation) -> np.ndarray:
 def test_rows_of_one_batch_answer_as_their_adapters_do_alone(models, references, prompt, copied):
     shared = models["base"].engine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshtune.generate.weights.LEAST_BYTES", 0 if copied else 1 << 60)
+        patch.setattr("meshtune.generate.weights.LEAST_COPIED", 0 if copied else 1 << 60)
         engine = Engine(shared.weights.params, shared.spec, shared.compute, resident=True)
     scheduler = engine.scheduler(rows=4)
     assert isinstance(next(iter(engine.weights.decoding["layers"].values())), tuple) == copied

@@ -19,7 +19,7 @@ from families.vision.sights import Document, Sight, VisionCase, ids_of, load, pi
 from generate.test_meshes import on_four_devices
 from meshtune.data.pictures.positions import reach_positions
 from meshtune.errors import UserError
-from meshtune.generate import programs
+from meshtune.generate import programs, weights
 from meshtune.generate.engine import Engine
 from meshtune.generate.pictures import LoadedPicture, PatchArrays, PromptPicture, PromptPictures
 from meshtune.generate.request import Generation, GenerationRequest
@@ -136,11 +136,8 @@ def test_two_pictures_after_the_same_words_never_share_a_prefix(monkeypatch):
     texts: list[Document] = [[before, cat, after], [before, dog, after]]
     length = len(ids_of(texts[0])) - 1  # the last token is decoded
     encoded: list[int] = []
-    monkeypatch.setattr(
-        programs,
-        "encode",
-        lambda *args, original=programs.encode, **options: encoded.append(1) or original(*args, **options),
-    )
+    encode = weights.encode
+    monkeypatch.setattr(weights, "encode", lambda *args, **options: encoded.append(1) or encode(*args, **options))
     golden = [expected(case, text) for text in texts]
     assert golden[0] != golden[1]
     for order, read, pictures in (

@@ -14,8 +14,8 @@ from families.cases import BY_NAME
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.engine import Engine
-from meshtune.generate.request import Generation, Sampling
-from meshtune.generate.scheduler import QueueFull, Scheduler
+from meshtune.generate.request import Generation, QueueFull, Sampling
+from meshtune.generate.scheduler import Scheduler
 from meshtune.model.compute import Compute
 from meshtune.weights.load import load_params, load_spec
 

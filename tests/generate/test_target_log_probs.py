@@ -15,11 +15,10 @@ from meshtune.generate.target_log_probs import (
     Planner,
     Run,
     TargetText,
-    bucket,
-    floor_bucket,
     prefix_tree,
     target_log_probs,
 )
+from meshtune.model.model_cache import bucket, floor_bucket
 
 
 def nodes(roots: list[Node]) -> list[Node]:

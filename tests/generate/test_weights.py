@@ -123,7 +123,7 @@ def test_adapters_are_merged_into_the_copy():
 def test_a_resident_engine_decodes_from_the_copy_and_says_the_same(monkeypatch):
     spec, params = load_case(BY_NAME["qwen3"])
     assert not decodes_from_copy(params, Compute()), "small weights stay as they are"
-    monkeypatch.setattr("meshtune.generate.weights.LEAST_BYTES", 0)
+    monkeypatch.setattr("meshtune.generate.weights.LEAST_COPIED", 0)
     engine, plain = Engine(params, spec, Compute(), resident=True), Engine(params, spec, Compute())
     prompts = [[1, 2, 3], [4, 5], [6]]
     assert engine.generate(prompts, max_tokens=12) == plain.generate(prompts, max_tokens=12)
@@ -142,7 +142,7 @@ SLOW_KINDS = [(kind, False) for kind in ("gemma2", "deepseek_v2", "qwen3_5", "ma
 )
 def test_after_a_replacement_answers_are_those_of_a_new_engine(kind: str, copied: bool, monkeypatch):
     """Tokens and log-probabilities bit for bit, by a scheduler that has read the prompt with the old parameters."""
-    monkeypatch.setattr("meshtune.generate.weights.LEAST_BYTES", 0 if copied else 1 << 60)
+    monkeypatch.setattr("meshtune.generate.weights.LEAST_COPIED", 0 if copied else 1 << 60)
     spec, params = load_case(BY_NAME[kind])
     spec = dataclasses.replace(spec, norm_head=kind == "mistral")
     engine, new = Engine(params, spec, Compute(), resident=True), changed(params)

@@ -22,7 +22,7 @@ def reference(q, k, v, q_positions, kv_positions, q_segments, kv_segments, *, sc
     return out
 
 
-def mask(q_positions, kv_positions, q_segments, kv_segments, window, q_parents=None):
+def mask(q_positions, kv_positions, q_segments, kv_segments, window, q_parents=None, q_reach=None):
     """bool [T,S] of one row, pair by pair."""
     is_visible = np.zeros((len(q_positions), len(kv_positions)), bool)
     for i in range(is_visible.shape[0]):
@@ -30,7 +30,8 @@ def mask(q_positions, kv_positions, q_segments, kv_segments, window, q_parents=N
             distance = q_positions[i] - kv_positions[j]
             in_window = window is None or distance < window
             segments = (q_segments[i], *([] if q_parents is None else [q_parents[i]]))
-            is_visible[i, j] = kv_segments[j] != 0 and kv_segments[j] in segments and distance >= 0 and in_window
+            reached = kv_positions[j] <= (q_positions if q_reach is None else q_reach)[i]
+            is_visible[i, j] = kv_segments[j] != 0 and kv_segments[j] in segments and reached and in_window
     return is_visible
 
 
@@ -65,15 +66,11 @@ def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap, sinks=None):
     inputs = [q, k, v] if sinks is None else [q, k, v, torch.tensor(sinks, dtype=torch.float64)]
     for x in inputs:
         x.requires_grad_()
-    names = (
-        "q_positions",
-        "kv_positions",
-        "q_segments",
-        "kv_segments",
-        *(["q_parents"] if "q_parents" in tokens else []),
-    )
-    rows = zip(*(tokens[name] for name in names), strict=True)
-    is_visible = torch.tensor(np.stack([mask(*row[:4], window, *row[4:]) for row in rows]))[:, None]
+    names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
+    optional = [name for name in ("q_parents", "q_reach") if name in tokens]
+    rows = zip(*(tokens[name] for name in (*names, *optional)), strict=True)
+    masks = [mask(*row[:4], window, **dict(zip(optional, row[4:], strict=True))) for row in rows]
+    is_visible = torch.tensor(np.stack(masks))[:, None]
     sees_nothing = ~is_visible.any(-1, keepdim=True)
     # torch gives NaN for a row that sees nothing: let it see everything, and set its result to zero afterwards.
     allowed = is_visible | sees_nothing

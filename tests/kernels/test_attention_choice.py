@@ -74,12 +74,20 @@ def test_on_a_cpu_direct_is_chosen_for_short_rows_and_decoding(T, S, name):
 
 @pytest.mark.parametrize(
     ("platform", "chip", "backend"),
-    [("cuda", "sm_90a", "triton"), ("cuda", "sm_90a", "cudnn"), ("tpu", "v5e", "splash")],
+    [("cuda", "sm_90a", "triton"), ("rocm", "gfx942", "triton"), ("tpu", "v5e", "blockwise")],
 )
-def test_kernels_that_hide_later_tokens_refuse_rows_without_causality(platform, chip, backend):
-    request = request_of(platform, chip, causal=False, aligned=backend != "triton", packed=False)
-    assert "hide later tokens" in str({entry.name: entry for entry in BACKENDS}[backend].refusal(request))
-    assert choose_backend(request)[0].name == "blockwise"
+def test_rows_without_causality_are_served_but_by_kernels_that_hide_later_tokens(platform, chip, backend):
+    request = request_of(platform, chip, causal=False, aligned=False, packed=False)
+    assert choose_backend(request)[0].name == backend
+    splash = {entry.name: entry for entry in BACKENDS}["splash"].refusal(request_of("tpu", "v5e", causal=False))
+    assert "hide later tokens" in str(splash)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "splash"])
+def test_kernels_without_a_reach_refuse_the_pictures_of_gemma_3(backend):
+    platform = ("cuda", "sm_90a") if backend == "cudnn" else ("tpu", "v5e")
+    request = request_of(*platform, reaches=True, packed=False)
+    assert "later tokens of a picture" in str({entry.name: entry for entry in BACKENDS}[backend].refusal(request))
 
 
 def test_triton_can_be_forced_for_float32():

@@ -112,3 +112,30 @@ def test_the_kernels_compile_in_a_ring(target):
     program = compiled_for(target, RING, text=True)
     assert "attention_forward_kernel" in program["text"]
     assert "collective-permute" in program["text"]
+
+
+DECODE = """
+from meshtune.kernels.attention import AttentionInputs, AttentionRequest, StackedCaches
+from meshtune.kernels.attention import triton, triton_decode
+
+B, S, L, H, K, h = 64, 1024, 32, 32, 8, head_dim
+chip = {"platform": target.device.platform, "chip": target.device.arch}
+request = AttentionRequest(B, 1, S, H, K, h, "bfloat16", scale=h**-0.5, softcap=softcap, **chip)
+assert triton.decode_refusal(request) is None
+
+def attend(q, k, v, layer, q_tokens, kv_tokens):
+    inputs = AttentionInputs(q, None, None, q_tokens, kv_tokens, q_tokens, kv_tokens)
+    return triton_decode.run(inputs, request, StackedCaches(k, v, layer))
+
+caches, integer = array((L, B, K, S, h), "bfloat16"), array((), "int32")
+tokens = array((B, 1), "int32"), array((B, S), "int32")
+f, args = jax.jit(attend), (array((B, 1, H, h), "bfloat16"), caches, caches, integer, *tokens)
+"""
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("target", GPUS)
+def test_attention_over_stacked_caches_compiles_and_copies_no_cache(target, head_dim):
+    program = compiled_for(target, DECODE, head_dim=head_dim, softcap=30.0, text=True)
+    assert "attention_decode" in program["text"]
+    assert program["temp_bytes"] < 64 << 20  # a layer's keys are 64 MiB at least

@@ -15,7 +15,7 @@ from meshtune.adapters.config import FreezeConfig, FullConfig
 from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families.experts import with_aux_loss
+from meshtune.families.balancing import with_aux_loss
 from meshtune.generate.engine import Engine
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import abstract_mesh

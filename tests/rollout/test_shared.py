@@ -14,7 +14,7 @@ import pytest
 import meshtune.kernels.attention.blocks as blocks
 from families.case import VOCAB, load_case, torch_logits, torch_model
 from families.cases import BY_NAME
-from meshtune.families.experts import with_aux_loss
+from meshtune.families.balancing import with_aux_loss
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import inputs_of

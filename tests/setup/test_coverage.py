@@ -12,7 +12,7 @@ import pytest
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
 from meshtune.config.load import load_recipe
 from meshtune.costs.hardware import find_target
-from meshtune.families.experts import with_aux_loss
+from meshtune.families.balancing import with_aux_loss
 from meshtune.plan.render import print_report
 from meshtune.plan.report import report_for, to_json
 from meshtune.plan.shards import shardings_of

@@ -27,7 +27,7 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.families.experts import with_bias_update_rate
+from meshtune.families.balancing import with_bias_update_rate
 from meshtune.model.compute import Compute
 from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer

@@ -389,7 +389,8 @@ def _fits_quantised(method: Method, selection: Selection, quantize: QuantizeConf
     leaves = quantised_leaves(flatten(abstract_params(spec)), quantize, spec)
     if not any(isinstance(leaf, QuantisedWeight) for leaf in leaves.values()):
         return
-    if method.trains_base:
+    among = modules(spec)
+    if method.trains_base and any(among[name].part == "language" for name in selection.trained):
         instead = "leave quantize out" if quantize is not None else "set quantize: none to read the checkpoint wide"
         raise UserError(
             "a quantised base cannot be trained itself: its codes have no gradient",
@@ -401,7 +402,7 @@ def _fits_quantised(method: Method, selection: Selection, quantize: QuantizeConf
     adapter = method.adapters.adapter
     if adapter == "pissa":
         raise not_of_quantised()
-    for name, module in modules(spec).items():
+    for name, module in among.items():
         quantised = isinstance(leaves.get(f"{module.node}/weight"), QuantisedWeight)
         if adapter == "loftq" and name in selection.adapted and not quantised:
             raise only_of_quantised(name)

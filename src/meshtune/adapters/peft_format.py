@@ -23,6 +23,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, AdapterType
 from meshtune.adapters.method import SHARED, arrange_model, held_weight, restack, uniform, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
+from meshtune.adapters.peft_experts import PREFIX
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.targets import modules
@@ -184,6 +185,16 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
 
 def _abstract(kind: type[AdapterType], config: LoraConfig, weight: ArraySpec) -> Adapter:
     return kind.abstract(weight, config)
+
+
+def adapts_tower(source: pathlib.Path, spec: ModelSpec) -> bool:
+    """Whether an adapter has tensors of the tower or the projector of its base, which `spec` may lack."""
+    if spec.composite is None:
+        return False
+    pairs = spec.composite.modules
+    towers = tuple(f"{PREFIX}{own}" for own, in_memory in pairs if own == in_memory and own != "lm_head")
+    with open_tensors(source / WEIGHTS) as file:
+        return any(name.startswith(towers) for name in file.keys())  # noqa: SIM118
 
 
 def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[ModelSpec, Tree]:

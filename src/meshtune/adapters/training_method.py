@@ -56,8 +56,8 @@ class VisionTraining:
     """The parts of a model that sees which are trained in full beside what a method trains in its language model, and
     whether the language model is frozen whatever the method says."""
 
-    train: tuple[Literal["projector", "tower"], ...] = ()
-    freeze_language: bool = False
+    train: tuple[Literal["projector", "tower"], ...]
+    freeze_language: bool
 
 
 @dataclasses.dataclass(frozen=True)

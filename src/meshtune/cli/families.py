@@ -9,8 +9,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from meshtune.families.composite import Wrapper
     from meshtune.families.family import Family
+    from meshtune.families.wrappers import Wrapper
 
 INTRODUCTION = """\
 Meshtune supports a model if the `model_type` of its config.json is in these tables. `meshtune families --markdown`
@@ -20,7 +20,8 @@ prints this page.
 windows and original contexts, and with packed documents. The models are small, with random weights. Baichuan is
 compared with a transcription of its equations, and InternLM 2 and Kimi K2 with families of the same mathematics.
 `pytest -m slow tests/families/test_matrix.py -k NAME` tests the rest for one family: gradients, generation, exported
-files, LoRA in peft, LoRA over nf4, chunks, updates in the backward pass, and meshes of simulated devices.
+files, LoRA in peft, LoRA over nf4, chunks, updates in the backward pass, and meshes of simulated devices. The same is
+tested with pictures, of several sizes in a row, by `pytest -m "slow or not slow" tests/families/vision`.
 
 **Every family** has these, unless its row says "no ...":
 
@@ -33,6 +34,7 @@ class Entry(TypedDict):
     title: str
     group: str
     special: str
+    sees: bool
     models: list[str]
     methods: list[str]
     mesh: list[str]
@@ -65,10 +67,11 @@ def families(
 def entries() -> dict[str, Entry]:
     """Every supported model_type, group by group, then by name; last the composites around them."""
     from meshtune.families import FAMILIES, description
-    from meshtune.families.composite import WRAPPERS
+    from meshtune.families.wrappers import WRAPPERS
 
     alone = {model_type: _entry(model_type, description(model_type)) for model_type in sorted(FAMILIES, key=_order)}
-    return alone | {model_type: _composite_entry(wrapper, alone) for model_type, wrapper in WRAPPERS.items()}
+    wrapped = sorted(WRAPPERS.items())
+    return alone | {model_type: _composite_entry(model_type, wrapper, alone) for model_type, wrapper in wrapped}
 
 
 def markdown_page() -> str:
@@ -133,6 +136,7 @@ def _entry(model_type: str, family: Family) -> Entry:
         "title": family.title,
         "group": family.group,
         "special": family.special,
+        "sees": False,
         "models": list(family.models),
         "methods": [method for method in _methods() if method not in family.refusals],
         "mesh": [axis for axis in axes if axis not in family.refusals],
@@ -150,21 +154,26 @@ def _gguf(model_type: str) -> str | None:
     return ARCHITECTURES[model_type].name if model_type in ARCHITECTURES else None
 
 
-def _composite_entry(wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
+def _composite_entry(model_type: str, wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
     """That of a composite: what all text models take that it may have."""
-    texts = [alone[model_type] for model_type in wrapper.texts]
-    parts = ", ".join(wrapper.parts)
+    from meshtune.families.vision import TOWERS
+
+    names = [wrapper.families.get(text, text) for text in wrapper.texts]
+    texts, parts = [alone[name] for name in names], ", ".join(wrapper.parts)
+    sees = model_type in TOWERS
+    rest = f"with `vision` it reads pictures; else {parts} pass through" if sees else f"{parts} pass through"
     return {
         "title": wrapper.title,
         "group": "composite",
-        "special": f"the text model inside ({', '.join(wrapper.texts)}) is tuned; {parts} pass through untouched",
+        "special": f"the text model inside ({', '.join(names)}) is tuned; {rest} untouched",
+        "sees": sees,
         "models": [],
         "methods": [method for method in texts[0]["methods"] if all(method in text["methods"] for text in texts)],
         "mesh": [axis for axis in texts[0]["mesh"] if all(axis in text["mesh"] for text in texts)],
         "limits": {name: reason for text in texts for name, reason in text["limits"].items()},
         "chat_template": None,
         "gguf": None,
-        "compared_on": texts[0]["compared_on"],
+        "compared_on": "random weights" if sees else texts[0]["compared_on"],
     }
 
 

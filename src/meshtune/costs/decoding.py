@@ -20,6 +20,8 @@ from meshtune.objectives.config import TEACHER
 LAYER_COPIES = 4  # of a layer's largest cache array at once, decoded to its dtype: as XLA's GPU compilers make the step
 LOGITS_COPIES = 3  # float32 arrays [rows, vocab] at once: scores, their processed form, a temporary one
 READ_COPIES = 2  # of the caches of rows that read their prompts, before they are in their place
+LEAST_COPIED = 64 << 20  # bytes of weights that decode steps on a CPU read from a copy: fewer stay in its own caches
+COPIED_SHARE = 0.25  # of the machine's memory, which that copy may take
 
 
 def cache_bytes(
@@ -175,7 +177,7 @@ def rollout_cost(candidate: Candidate, update: Roofline, rows: int, lengths: Len
         slots=slots,
         resident=int(_resident_bytes(candidate)),
         caches=int(caches),
-        temporaries=int(temporary),
+        temporaries=int(temporary + _copy_bytes(candidate)),
         reading=_read_prompts(candidate, options.prompts * lengths.prompt, lengths.prompt).seconds,
         decoding=rounds * decoding,
         scoring=passes * options.updates * forward * update.seconds,
@@ -184,6 +186,15 @@ def rollout_cost(candidate: Candidate, update: Roofline, rows: int, lengths: Len
         micro_batches=filled_micro_batches(candidate, lengths),
         lengths=lengths,
     )
+
+
+def _copy_bytes(candidate: Candidate) -> float:
+    """Bytes of the copy of the weights that decode steps on a CPU read (generate.weights)."""
+    device, spec = candidate.target.device, candidate.workload.spec
+    if device.platform != "cpu" or candidate.mesh.devices > 1 or candidate.workload.precision.compute != "float32":
+        return 0.0
+    size = _stored_bytes(candidate, "frozen") + _stored_bytes(candidate, "full") + 4 * spec.vocab * spec.embed
+    return size if not _converts(candidate) and LEAST_COPIED <= size <= COPIED_SHARE * device.memory else 0.0
 
 
 def _resident_bytes(candidate: Candidate) -> float:

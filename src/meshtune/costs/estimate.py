@@ -15,7 +15,7 @@ from meshtune.costs.collectives import Collective
 from meshtune.costs.roofline import residual_bytes
 from meshtune.costs.workload import Candidate, LayerCost
 from meshtune.mesh.layout import SHARDS
-from meshtune.model.dispatch import HEADROOM
+from meshtune.model.block import HEADROOM
 from meshtune.objectives.config import GrpoConfig, RlooConfig
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")

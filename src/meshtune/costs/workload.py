@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -14,16 +15,19 @@ from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten, merge, named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.costs.hardware import Target
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout, abstract_mesh
-from meshtune.model.block import Activation, Block, Cost
+from meshtune.model.block import HEADROOM, Activation, Block, Cost
 from meshtune.model.compute import ExchangeName, OffloadName, RematName
-from meshtune.model.dispatch import HEADROOM, choose_exchange
 from meshtune.model.gather import layout_for
-from meshtune.model.layer_extras import AltUpSpec
 from meshtune.model.spec import VISION, ModelSpec, abstract_params
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 
+if TYPE_CHECKING:
+    from meshtune.model.layer_extras import AltUpSpec
+
+choose_exchange = LazyFunction("meshtune.model.dispatch:choose_exchange")
 # The roles of weights by which tokens are multiplied in layers. Vectors and filters are too small to count.
 MATRICES = ("matrix", "router")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +15,13 @@ from rich.text import Text
 
 from meshtune import terminal
 from meshtune.config.recipe import Recipe
+from meshtune.data.conversation import Picture
 from meshtune.data.loader import Loader
+from meshtune.data.pictures.expansion import read_pictures
+from meshtune.data.pictures.files import load_picture
 from meshtune.data.prepare import prepare_data
 from meshtune.data.prompts import PromptLoader
-from meshtune.data.report import render
+from meshtune.data.report import DataReport
 from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import tokenizer_of
@@ -26,7 +30,10 @@ from meshtune.errors import UserError, amount
 from meshtune.json_text import read_json
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.data.pictures.reader import PictureReader
 
 # Neighbouring tokens differ in shade, so that their boundaries are visible.
 _TRAINED, _PROMPT, _SCALED = ("black on green", "black on bright_green"), ("grey62", "grey42"), ("black on yellow",) * 2
@@ -47,10 +54,18 @@ def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console
 
         prepared = prepare_data(recipe, tokenizer, vocab=vocab, progress=progress)
     examples = _first_examples(prepared.train, records)
+    pictures = getattr(prepared.train, "pictures", None)
+    reader = None if pictures is None else pictures.reader
     if examples:
         console.print(legend(console))
     for example in examples:
         console.print(Rule(f"{example.origin}: {amount(len(example.ids), 'token')}", style="dim", align="left"))
+        if reader is not None and example.extra:
+            for line, item in zip(picture_lines(reader, example), read_pictures(example.extra), strict=True):
+                console.print(line)
+                if console.color_system in ("truecolor", "256"):
+                    console.print(thumbnail(item.picture, str(example.origin)))
+            example = without_repeats(reader, example)
         console.print(coloured_tokens(tokenizer, example, tokens, brackets=console.color_system is None))
     console.print(Rule(style="dim"))
     console.print(render(prepared.report))
@@ -133,3 +148,84 @@ def _vocabulary(path: str) -> int | None:
     except UserError:
         return None  # a tokenizer can be inspected without a model
     return vocab if isinstance(vocab, int) else None
+
+
+def picture_lines(reader: PictureReader, example: Example) -> Iterator[str]:
+    """What each picture of a document is, and what it takes."""
+    for item in read_pictures(example.extra):
+        layout = reader.layout(*item.picture.size)
+        tiles = f"{amount(len(layout.tiles), 'tile')}, " if reader.tile_patches else ""
+        yield (
+            f"{item.picture.path}: {item.picture.width} x {item.picture.height} pixels, {tiles}"
+            f"{amount(layout.patches, 'patch', 'patches')}, {amount(len(layout.ids), 'token')}"
+        )
+
+
+def thumbnail(picture: Picture, where: str, columns: int = 32) -> Text:
+    """A picture in half blocks of colour, `columns` wide at most. Raises UserError where it cannot be read."""
+    image = load_picture(picture, where)
+    image.thumbnail((columns, columns))
+    pixels, text = np.asarray(image), Text()
+    for row in range(0, len(pixels) - 1, 2):
+        for upper, lower in zip(pixels[row].tolist(), pixels[row + 1].tolist(), strict=True):
+            text.append("▀", f"rgb({','.join(map(str, upper))}) on rgb({','.join(map(str, lower))})")
+        text.append("\n")
+    return text
+
+
+def without_repeats(reader: PictureReader, example: Example) -> Example:
+    """The document with one token in place of each run of features."""
+    visual = np.zeros(len(example.ids), np.int32)
+    for item in read_pictures(example.extra):
+        layout = reader.layout(*item.picture.size)
+        visual[item.start : item.start + len(layout.ids)] = layout.visual
+    kept = (visual == 0) | np.concatenate([[True], visual[:-1] == 0])
+    return dataclasses.replace(example, ids=example.ids[kept], weights=example.weights[kept])
+
+
+def render(report: DataReport) -> RenderableType:
+    """The report for a terminal: a table, the histogram, notes and warnings."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = report.counts
+    table = Table(title=f"{report.split} data", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    left_out = report.samples_left_out
+    table.add_row(report.noun, f"{report.samples:,}", f"{left_out:,} left out" if left_out else "")
+    if report.skipped:
+        table.add_row("skipped records", f"{len(report.skipped):,}", "")
+    table.add_row("tokens", f"{counts.tokens:,}", f"longest document {report.longest:,}")
+    if report.dataset_type == "prompts":
+        table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", "")
+    else:
+        share = counts.trained_tokens / max(counts.tokens, 1)
+        table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
+        layout = "packed" if report.packing else "padded"
+        table.add_row("rows", f"{report.rows:,}", f"{layout}, {amount(report.row_length, 'position')} each")
+        table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
+        table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{amount(report.batch_rows, 'row')} each")
+    if (counted := report.pictures) is not None:
+        patches, tokens = counted.patches / counted.pictures, counted.tokens / counted.pictures
+        each = f"{patches:,.0f} patches and {tokens:,.0f} tokens each"
+        table.add_row("pictures", f"{counted.pictures:,}", each)
+        sizes = f"of {' or '.join(f'{size:,}' for size in counted.sizes)} patches"
+        table.add_row("rows with pictures", f"{counted.rows:,}", f"{sizes}, {counted.fill:.1%} of them used")
+    bars = Table(title="tokens per document", title_justify="left", show_header=False, box=None, pad_edge=False)
+    bars.add_column(justify="right", style="cyan")
+    bars.add_column(justify="right")
+    bars.add_column()
+    largest = max(count for *_, count in report.histogram)
+    for shortest, longest, count in report.histogram:
+        bar = Text("█" * -(-count * 40 // largest), style="green")
+        bars.add_row(f"{shortest:,} to {longest:,}", f"{count:,}", bar)
+    lines = [Text(f"note: {note}", style="dim") for note in report.notes]
+    lines += [Text.assemble(("warning: ", "bold yellow"), warning) for warning in report.warnings]
+    for skipped in report.skipped[:10]:
+        lines.append(Text(f"  skipped {skipped.origin}: {skipped.reason}", style="dim"))
+    if len(report.skipped) > 10:
+        lines.append(Text(f"  ... and {len(report.skipped) - 10} more", style="dim"))
+    return Group(table, Text(), bars, Text(), *lines)

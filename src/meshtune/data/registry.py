@@ -51,7 +51,7 @@ COLUMNS = (
     *("prompt", "query", "response", "history", "system", "tools", "messages"),
     *("images", "videos", "audios", "chosen", "rejected", "kto_tag"),
 )
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("videos", "audios")
 PREFERENCE = ("chosen", "rejected", "kto_tag")
 FORMATTINGS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 UNREACHABLE = {
@@ -73,7 +73,7 @@ class Registry:
         """The source that the entry `section.name` describes; other keys of `section` take precedence over the entry.
 
         Raises UserError for an unknown entry or key (suggesting the nearest), a value of the wrong type, an entry with
-        images, video or audio, an entry that does not hold `dataset_type`, and one that is neither a file nor on the
+        video or audio, an entry that does not hold `dataset_type`, and one that is neither a file nor on the
         Hugging Face hub.
         """
         name = section.name or ""
@@ -165,9 +165,9 @@ def _check_entry(entry: Any, where: str, dataset_type: DatasetType) -> None:
     media = [key for key in MEDIA if key in columns]
     if media:
         raise UserError(
-            f"the entry has {' and '.join(media)}: only text can be trained on",
+            f"the entry has {' and '.join(media)}: only text and pictures can be trained on",
             where=f"{where}, columns",
-            fix="leave it out",
+            fix="leave it out; or make pictures of frames, and list them under images",
         )
     _check_dataset_type(entry, columns, where, dataset_type)
 

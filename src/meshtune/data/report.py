@@ -14,12 +14,13 @@ from meshtune.data.prompts import PromptLoader
 from meshtune.data.store import Store
 from meshtune.data.tokens import TokenCounts
 from meshtune.errors import amount
+from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
+    from meshtune.data.pictures.rows import PictureCounts
     from meshtune.objectives.stages import DatasetType
 
+count_pictures = LazyFunction("meshtune.data.pictures.rows:count_pictures")
 # Shares beyond which there is a warning.
 _SHARE_CUT, _SHARE_COPIES, _SHARE_TRAINED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8
 _LISTED = 20  # fields of a source that are listed
@@ -44,7 +45,7 @@ class DataReport:
     estimates from that many samples, as of a stream. `template` is None for plain text. `cache_damage`
     describes a damaged store that was replaced. A sample of `dataset_type` pairs is two documents. `unread` lists the
     sources with fields that their formats pass over. `template_fix` is what to do about a template that ends turns with
-    text.
+    text. `pictures` are counts of pictures, where there are any.
     """
 
     split: str
@@ -65,6 +66,7 @@ class DataReport:
     dataset_type: DatasetType = "documents"
     sampled: int | None = None
     unread: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    pictures: PictureCounts | None = None
     template_fix: str = "choose a template that writes eos_token, such as plain"
 
     @property
@@ -143,6 +145,7 @@ def make_report(
         cache_damage=store.damage,
         dataset_type=dataset_type,
         unread=tuple((unread or {}).items()),
+        pictures=None if loader.pictures is None else count_pictures(loader.pictures, store, rows),
     )
 
 
@@ -215,6 +218,12 @@ def _losses(report: DataReport) -> list[str]:
             f"max_length {report.max_length}, {amount(counts.tokens_cut, 'token')} in all"
             f"{_place(report, 'truncated')}: cut answers do not teach the end of turn"
             + ("; raise data.max_length" if share > _SHARE_CUT else "")
+        )
+    if counts.pictures_cut:
+        warnings.append(
+            f"{amount(counts.pictures_cut, 'picture')} cut off with the ends of documents"
+            f"{_place(report, 'pictures_cut')}: raise data.max_length, or scale pictures down with vision.max_pixels "
+            "or vision.crops"
         )
     if counts.nothing_after_truncation:
         warnings.append(
@@ -307,45 +316,3 @@ def _inefficiencies(report: DataReport) -> list[str]:
             "train.batch_size wastes less"
         )
     return warnings
-
-
-def render(report: DataReport) -> RenderableType:
-    """The report for a terminal: a table, the histogram, notes and warnings."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    counts = report.counts
-    table = Table(title=f"{report.split} data", title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="cyan")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    left_out = report.samples_left_out
-    table.add_row(report.noun, f"{report.samples:,}", f"{left_out:,} left out" if left_out else "")
-    if report.skipped:
-        table.add_row("skipped records", f"{len(report.skipped):,}", "")
-    table.add_row("tokens", f"{counts.tokens:,}", f"longest document {report.longest:,}")
-    if report.dataset_type == "prompts":
-        table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", "")
-    else:
-        share = counts.trained_tokens / max(counts.tokens, 1)
-        table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
-        layout = "packed" if report.packing else "padded"
-        table.add_row("rows", f"{report.rows:,}", f"{layout}, {amount(report.row_length, 'position')} each")
-        table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
-        table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{amount(report.batch_rows, 'row')} each")
-    bars = Table(title="tokens per document", title_justify="left", show_header=False, box=None, pad_edge=False)
-    bars.add_column(justify="right", style="cyan")
-    bars.add_column(justify="right")
-    bars.add_column()
-    largest = max(count for *_, count in report.histogram)
-    for shortest, longest, count in report.histogram:
-        bar = Text("█" * -(-count * 40 // largest), style="green")
-        bars.add_row(f"{shortest:,} to {longest:,}", f"{count:,}", bar)
-    lines = [Text(f"note: {note}", style="dim") for note in report.notes]
-    lines += [Text.assemble(("warning: ", "bold yellow"), warning) for warning in report.warnings]
-    for skipped in report.skipped[:10]:
-        lines.append(Text(f"  skipped {skipped.origin}: {skipped.reason}", style="dim"))
-    if len(report.skipped) > 10:
-        lines.append(Text(f"  ... and {len(report.skipped) - 10} more", style="dim"))
-    return Group(table, Text(), bars, Text(), *lines)

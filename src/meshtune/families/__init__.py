@@ -14,23 +14,16 @@ from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families.composite import (
-    TEXT,
-    WRAPPERS,
-    module_name,
-    read_composite,
-    tensor_name,
-    text_config,
-    tower_tensors,
-)
+from meshtune.families.balancing import has_experts, stored_as
+from meshtune.families.composite import TEXT, module_name, tensor_name, text_config, tower_tensors
 from meshtune.families.config_fields import HARMLESS, recorded_fields
-from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.published import FIELD, read_scheme
 
+read_composite = LazyFunction("meshtune.families.wrappers:read_composite")
 with_tower = LazyFunction("meshtune.families.vision:with_tower")
 no_tower = LazyFunction("meshtune.families.vision:no_tower")
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
@@ -137,7 +130,7 @@ def model_spec(
     kind, published = config.get("model_type"), None
     if FIELD in config or TEXT in config:
         published, config = read_scheme(config, where)
-    if kind in WRAPPERS:
+    if kind not in FAMILIES:
         composite = read_composite(config, where, names)
         if composite is not None and composite[0]["model_type"] in FAMILIES:
             spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")

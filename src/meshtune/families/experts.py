@@ -11,10 +11,9 @@ too: a sigmoid router with a correction, experts in groups, a shared expert, den
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtune.errors import UserError
 from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.tensors import Shape, Stored, View
 from meshtune.model.experts import ExpertsSpec, RouterSpec
@@ -179,80 +178,6 @@ def transpose_experts(shape: Shape) -> View:
     """A tensor [E, F, D] as [E, D, F]."""
     experts, embed, width = shape
     return View.identity((experts, width, embed)).transpose(0, 2, 1)
-
-
-def has_experts(spec: ModelSpec) -> bool:
-    """Whether any layer of a model is a mixture of experts."""
-    return any(isinstance(kind.ffn, ExpertsSpec) for kind in spec.layer_kinds)
-
-
-def with_aux_loss(spec: ModelSpec, coefficient: float | None) -> ModelSpec:
-    """The model with the load-balancing loss of its experts. Raises UserError for a model without experts."""
-    if coefficient is None:
-        return spec
-    if not has_experts(spec):
-        raise UserError(
-            f"this {spec.family} model is dense: it has no experts whose load could be balanced",
-            where="model.router_aux_loss",
-            fix="leave model.router_aux_loss out",
-        )
-    return _with_ffn(spec, lambda layer: isinstance(layer.ffn, ExpertsSpec), aux_loss=coefficient)
-
-
-def with_bias_update_rate(spec: ModelSpec, rate: float | None) -> ModelSpec:
-    """The model whose routers' correction biases every update moves by `rate`.
-
-    Raises UserError for a model whose routers have no such bias.
-    """
-    if not rate:
-        return spec
-
-    def has_bias(layer: LayerSpec) -> bool:
-        return isinstance(layer.ffn, ExpertsSpec) and layer.ffn.router.correction
-
-    if not any(map(has_bias, spec.layer_kinds)):
-        raise UserError(
-            f"no router of this {spec.family} model has a correction bias that the load of its experts could move",
-            where="model.router_bias_update_rate",
-            fix="leave model.router_bias_update_rate out"
-            + ("; model.router_aux_loss balances the load through the loss" if has_experts(spec) else ""),
-        )
-    return _with_ffn(spec, has_bias, bias_update_rate=rate)
-
-
-def without_balancing(spec: ModelSpec) -> ModelSpec:
-    """The model without what balances the load of its experts in training alone: its config need not say that."""
-    return _with_ffn(spec, lambda layer: isinstance(layer.ffn, ExpertsSpec), aux_loss=0.0, bias_update_rate=0.0)
-
-
-def _with_ffn(spec: ModelSpec, chosen: Callable[[LayerSpec], bool], **fields: float) -> ModelSpec:
-    """The model with other fields of the feed-forward networks of the chosen layers."""
-
-    def change_layer(layer: LayerSpec) -> LayerSpec:
-        ffn: Any = layer.ffn
-        return dataclasses.replace(layer, ffn=dataclasses.replace(ffn, **fields)) if chosen(layer) else layer
-
-    stacks = (dataclasses.replace(stack, pattern=tuple(map(change_layer, stack.pattern))) for stack in spec.stacks)
-    return dataclasses.replace(spec, stacks=tuple(stacks))
-
-
-def stored_as(
-    spec: ModelSpec, names: Collection[str], expected: tuple[Collection[str], Collection[str]], where: str
-) -> ModelSpec:
-    """The spec with `fused_experts` as the tensors in `names` are.
-
-    `expected` are the names of the model's tensors with an expert's matrices by themselves, and fused.
-    Raises UserError where there are tensors of both kinds.
-    """
-    single, fused = (set(names).intersection(first) - set(second) for first, second in (expected, expected[::-1]))
-    if single and fused:
-        raise UserError(
-            f"the experts are there twice: as '{min(fused)}', which holds all of a layer, and one by one, such as "
-            f"'{min(single)}'",
-            where=where,
-            fix="files of two checkpoints are mixed: download or save the model again into an empty folder",
-        )
-    return dataclasses.replace(spec, fused_experts=bool(fused))
 
 
 CORRECTION = {"mlp/router/correction": Stored("mlp.gate.e_score_correction_bias", "mlp.gate", View.identity)}

@@ -14,17 +14,9 @@ from meshtune.families.gemma4 import FULL, SLIDING, shared_layers, with_shared_m
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.attention import AttentionSpec
+from meshtune.model.block import ENTER, LEAVE
 from meshtune.model.layer import LayerSpec
-from meshtune.model.layer_extras import (
-    ENTER,
-    LEAVE,
-    AltUpSpec,
-    LaurelSpec,
-    LayerExtras,
-    PerLayerEmbedding,
-    PerLayerSpec,
-    StreamsSpec,
-)
+from meshtune.model.layer_extras import AltUpSpec, LaurelSpec, LayerExtras, PerLayerEmbedding, PerLayerSpec, StreamsSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec

@@ -241,8 +241,8 @@ class Model:
     """A loaded model: an engine with its tokenizer. `directory` is where the base was read from.
 
     Models whose engines have the same weights share a batch; `own_batch` is the reason why this one does not, where
-    that was requested, `merging` whether its adapter is in its weights, and `vision` the limits of pictures that it was
-    tuned with.
+    that was requested, `merging` whether its adapter is in its weights, and `picture_limits` says how large pictures
+    were when it was tuned.
     """
 
     engine: Engine
@@ -251,7 +251,7 @@ class Model:
     stream_steps: int = 4  # tokens a piece when streaming
     own_batch: str | None = None
     merging: Merging | None = None
-    vision: VisionSection | None = None
+    picture_limits: VisionSection | None = None
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -298,7 +298,7 @@ class Model:
         from meshtune.config.sections import VisionSection
         from meshtune.data.pictures.families import picture_reader
 
-        return picture_reader(self.directory, self.vision or VisionSection(), self.tokenizer)
+        return picture_reader(self.directory, self.picture_limits or VisionSection(), self.tokenizer)
 
     def replace_params(self, params: Tree) -> None:
         """Replaces the parameters that everything here computes with; see `Engine.replace_params`."""
@@ -544,7 +544,7 @@ def load_variants(
             download if tokenizer is None else functools.partial(_identity, tokenizer),
             own_batch="merged" if merges and name in adapters else reasons.get(name),
             merging=merging if name in adapters else None,
-            vision=source.vision,
+            picture_limits=source.vision,
         )
     return models
 

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +34,18 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.request import WORD, Sampling
-from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import constrain
 from meshtune.model.cache import SLOTS, Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, logits
-from meshtune.model.inputs import Inputs, Visual
-from meshtune.model.model_cache import cache_specs, init_cache, rows_bucket
+from meshtune.model.inputs import Inputs
+from meshtune.model.model_cache import cache_specs, init_cache
 from meshtune.model.rope import LONGROPE_FACTORS, RopeSpec
 from meshtune.model.spec import ModelSpec
 
-encode_pictures = LazyFunction("meshtune.model.vision:encode_pictures")
+if TYPE_CHECKING:
+    from meshtune.generate.visual import Pictures
+
 COLDEST = 1e-20  # a lower temperature would divide logits to infinity
 BIAS_SIZES = (0, 8, 64, 512)  # biased tokens of a row that a program is compiled for
 
@@ -383,55 +384,6 @@ def holds_every_token(spec: ModelSpec, compute: Compute, slots: int) -> bool:
     return all(SLOTS in leaf.axes and leaf.shape[leaf.axes.index(SLOTS)] == slots for leaf in specs)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pictures:
-    """What some tokens of n rows are besides text, as model.inputs has it: `features` are of each row's pictures, of
-    which `visual` names one a token. None: there is nothing of the kind."""
-
-    features: tuple[Tree, ...] = ()
-    visual: Int[Array, "n T"] | None = None
-    rope_positions: Int[Array, "n T 3"] | None = None
-    reach: Int[Array, "n T"] | None = None
-
-    def add_to(self, inputs: Inputs) -> Inputs:
-        """The inputs with these pictures."""
-        visual = None
-        if self.visual is not None:
-            features = jax.tree.map(lambda *rows: jnp.concatenate(rows), *self.features)
-            none = jnp.zeros((self.visual.shape[0], 0), jnp.int32)
-            visual = Visual(none[..., None], none, none[..., None], self.visual, features)
-        return dataclasses.replace(inputs, visual=visual, rope_positions=self.rope_positions, reach=self.reach)
-
-
-def pad_patches(
-    spec: ModelSpec, patches: Float[np.ndarray, "P K"], segments: Int[np.ndarray, "P"], grid: Int[np.ndarray, "P 4"]
-) -> tuple[Float[np.ndarray, "1 Q K"], Int[np.ndarray, "1 Q"], Int[np.ndarray, "1 Q 4"]]:
-    """The arrays as a row of a bucketed number of patches: of tiles, where a tower reads those."""
-    assert spec.vision is not None, "a model without a tower reads no pictures"
-    count, tile = len(patches), spec.vision.tile
-    bucket = length_bucket(count) if tile is None else rows_bucket(-(-count // tile)) * tile
-    arrays = (patches, segments, grid)
-    padded = [np.pad(array, ((0, bucket - count), *((0, 0),) * (array.ndim - 1)))[None] for array in arrays]
-    return padded[0], padded[1], padded[2]
-
-
-@partial(jax.jit, static_argnames=("spec", "compute"))
-def encode(
-    params: Tree,
-    patches: Float[Array, "n P K"],
-    segments: Int[Array, "n P"],
-    grid: Int[Array, "n P 4"],
-    *,
-    spec: ModelSpec,
-    compute: Compute,
-    adapters: Float[Array, "n N"] | None = None,
-) -> Tree:
-    """The features of pictures, as `Visual` takes them; `adapters` are as in `read`."""
-    visual = Visual(patches, segments, grid, jnp.zeros((patches.shape[0], 0), jnp.int32))
-    return encode_pictures(select(params, adapters), spec, compute, visual)
-
-
 @partial(jax.jit, static_argnames=("spec", "compute"), donate_argnames=("layers",))
 def read(
     params: Tree,
@@ -441,7 +393,7 @@ def read(
     target: Int[Array, "n"],
     source: Int[Array, "n"] | None = None,
     length: Int[Array, "n"] | None = None,
-    pictures: Pictures = Pictures(),
+    pictures: Pictures | None = None,
     *,
     spec: ModelSpec,
     compute: Compute,
@@ -469,13 +421,14 @@ def read_tokens(
     cache: Cache,
     tokens: Int[Array, "n T"],
     count: Int[Array, "n"],
-    pictures: Pictures = Pictures(),
+    pictures: Pictures | None = None,
 ) -> tuple[Float[Array, "n T D"], dict[str, Tree]]:
     """The hidden states of `count` more tokens a row, and the cache's layers after them."""
     steps = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     real = steps < count[:, None]
     positions = jnp.where(real, cache.lengths[:, None] + steps, 0)
-    inputs = pictures.add_to(Inputs(tokens, positions, real.astype(jnp.int32)))
+    inputs = Inputs(tokens, positions, real.astype(jnp.int32))
+    inputs = inputs if pictures is None else pictures.add_to(inputs)
     hidden, after, _ = forward(params, spec, compute, inputs, cache=cache)
     assert after is not None
     return hidden, after.layers

@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.options import option
 
 if TYPE_CHECKING:
-    import numpy as np
     from jaxtyping import UInt32
 
     from meshtune.generate.pictures import PromptPictures
@@ -139,6 +140,11 @@ class GenerationRequest:
         """The same request as number `row` of several, which draws with another seed."""
         return dataclasses.replace(self, sampling=self.sampling.of_row(row))
 
+    @property
+    def rope_offset(self) -> int:
+        """The difference of a M-RoPE position and the token's place, after the prompt."""
+        return 0 if self.pictures is None else self.pictures.offset
+
     @functools.cached_property
     def keys(self) -> tuple[int, ...]:
         """The prompt by what caches know its tokens by: their ids, or negative numbers where pictures are."""
@@ -242,3 +248,24 @@ def check_max_tokens(max_tokens: int, prompt: int, context: int) -> int:
             fix=f"give max_tokens = {context - prompt} at most, or shorten the prompt",
         )
     return max_tokens
+
+
+def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
+    """The mask of every row; all tokens where a row has no constraint."""
+    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
+    for row, constraint in zip(masks, constraints, strict=True):
+        if constraint is not None:
+            row[:] = constraint.mask()
+    return masks
+
+
+class QueueFull(UserError):
+    """More requests wait than the queue may hold."""
+
+
+class Progress(NamedTuple):
+    """The new tokens of a generation in one step, and why it ended with them (None: it has not)."""
+
+    generation: Generation
+    tokens: list[Token]
+    finish_reason: FinishReason | None

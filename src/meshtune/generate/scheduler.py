@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
 
 from meshtune.errors import UserError
 from meshtune.generate.pictures import PromptPictures
@@ -32,14 +31,16 @@ from meshtune.generate.programs import (
     original_context,
 )
 from meshtune.generate.request import (
-    Constraint,
     FinishReason,
     Generation,
     GenerationRequest,
+    Progress,
+    QueueFull,
     Sampling,
     Token,
-    mask_words,
+    packed_masks,
 )
+from meshtune.generate.visual import piece_arrays
 from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
@@ -292,17 +293,13 @@ class Rows:
 
     def _encode(self, row: Row, pictures: PromptPictures, length: int) -> tuple[int, int]:
         """Computes the features of all pictures of a row's request that have tokens after the first `length`."""
-        first = pictures.first_after(length)
-        arrays = pictures.read(first)._asdict()
-        return first, self._caches.encode(row=row.number, **arrays, adapters=self.selection([row]))
+        first, adapters = pictures.first_after(length), self.selection([row]) if self.adapters else None
+        return first, self._caches.encode(row=row.number, **pictures.read(first)._asdict(), adapters=adapters)
 
     def _forget_features(self) -> None:
         """Frees the features of requests that have read their pictures, or ended."""
-        needed = set[int]()
-        for row in self.rows:
-            pictures = None if row.generation is None else row.generation.request.pictures
-            if row.encoded is not None and pictures is not None and len(row.cached.tokens) < pictures.end:
-                needed.add(row.number)
+        encoded = [(row, row.generation.request.pictures) for row in self.rows if row.encoded and row.generation]
+        needed = {row.number for row, pictures in encoded if pictures and len(row.cached.tokens) < pictures.end}
         if unneeded := sorted(self._caches.features.keys() - needed):
             self._caches.forget(rows=np.asarray(unneeded, np.int32))
 
@@ -332,54 +329,16 @@ class Rows:
         if batch[0].length:
             arrays |= {"source": source, "length": known}
         if any(piece.pictures is not None for piece in batch):
-            arrays |= self._picture_arrays(batch, count, length)
+            arrays["pictures"] = piece_arrays(batch, count, length)
+            if batch[0].features:
+                numbers = [self.rows[piece.target].number for piece in batch]
+                arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
         self._caches.read(**arrays)
-
-    def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, np.ndarray]:
-        """The arguments of `read` for the pictures in pieces of one shape; none where there are none."""
-        arrays: dict[str, np.ndarray] = {}
-
-        def put(name: str, n: int, values: np.ndarray | None) -> None:
-            if values is not None:
-                rows = arrays.setdefault(name, np.zeros((count, length, *values.shape[1:]), np.int32))
-                rows[n, : len(values)] = values
-
-        for n, piece in enumerate(batch):
-            if piece.pictures is not None:
-                put("rope_positions", n, piece.pictures.rope_from(piece.length, piece.end))
-                if piece.features:
-                    put("visual", n, piece.pictures.index(piece.first, piece.length, piece.end))
-                    put("reach", n, piece.pictures.reach_from(piece.length, piece.end))
-        if "visual" in arrays:
-            numbers = [self.rows[piece.target].number for piece in batch]
-            arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
-        return arrays
 
 
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
 READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanwhile soon begin
 ALTERNATIVES = (0, 5, 20)  # likeliest tokens that a program is compiled for
-
-
-def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
-    """The mask of every row; all tokens where a row has no constraint."""
-    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
-    for row, constraint in zip(masks, constraints, strict=True):
-        if constraint is not None:
-            row[:] = constraint.mask()
-    return masks
-
-
-class QueueFull(UserError):
-    """More requests wait than the queue may hold."""
-
-
-class Progress(NamedTuple):
-    """The new tokens of a generation in one step, and why it ended with them (None: it has not)."""
-
-    generation: Generation
-    tokens: list[Token]
-    finish_reason: FinishReason | None
 
 
 class Scheduler:
@@ -576,7 +535,7 @@ class Scheduler:
             "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
-        offsets = [_rope_offset(row) for row in rows]
+        offsets = [row.generation.request.rope_offset if row.generation else 0 for row in rows]
         if any(offsets):
             columns["rope_offset"] = offsets
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
@@ -617,8 +576,3 @@ def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int]
     """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
     likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
     return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])
-
-
-def _rope_offset(row: Row) -> int:
-    pictures = None if row.generation is None else row.generation.request.pictures
-    return 0 if pictures is None else pictures.offset

@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +23,21 @@ from meshtune.arrays.tree import Tree
 from meshtune.data.loader import pack
 from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.programs import (
-    Pictures,
     Probabilities,
     empty_layers,
-    encode,
     length_bucket,
     log_probabilities,
     move_rows,
-    pad_patches,
     read_tokens,
 )
 from meshtune.generate.request import Token
+from meshtune.generate.visual import Pictures, text_pictures
 from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
 from meshtune.model.inputs import Inputs
+from meshtune.model.model_cache import bucket, floor_bucket
 from meshtune.model.spec import ModelSpec
 
 SMALLEST_SAVING = 24  # tokens that a shared node must save: each one is one more step of the computation
@@ -295,18 +293,6 @@ class Planner:
         return sum(times * (shape.cost + self.call) for times, shape in span) + len(new) * compile
 
 
-def bucket(n: int, least: int) -> int:
-    """The next multiple of `least`, or of a larger power of two as long as that is at most a quarter more."""
-    step = max(least, 1 << max(0, (n - 1).bit_length() - 3))
-    return -(-n // step) * step
-
-
-def floor_bucket(n: int) -> int:
-    """The largest of 1, 2, ..., 8, 10, 12, 14, 16, 20, ... that is not above `n`."""
-    step = 1 << max(0, n.bit_length() - 3)
-    return n // step * step
-
-
 CHUNK = 128  # tokens whose logits exist at once
 ROW = 512  # tokens of a packed row, at least
 TOKENS = {"cpu": 2048}  # computed at once
@@ -437,23 +423,12 @@ class _TreePass:
         assert text.pictures is not None
         node = Node(np.asarray(text.ids[:-1], np.int32), 0)
         _ask(self._texts, [number], (node,))
-        count, pictures = len(node.tokens), text.pictures
-
-        def row(values: np.ndarray | None) -> Any:
-            if values is None:
-                return None
-            return np.pad(values, [(0, length_bucket(count) - count), *[(0, 0)] * (values.ndim - 1)])[None]
-
-        features = encode(self._params, *pad_patches(self._spec, *pictures.read(0)), **options)
-        arrays = (pictures.index(0, 0, count), pictures.rope_from(0, count), pictures.reach_from(0, count))
-        positions = np.arange(count, dtype=np.int32)
-        inputs = (
-            row(node.tokens),
-            row(positions),
-            row(np.ones_like(positions)),
-            Pictures((features,), *map(row, arrays)),
-        )
-        self._answer(_hidden(self._params, *inputs, **options), [(0, query) for query in node.queries])
+        count, length = len(node.tokens), length_bucket(len(node.tokens))
+        tokens, positions, segments = np.zeros((3, 1, length), np.int32)
+        tokens[0, :count], positions[0, :count], segments[0, :count] = node.tokens, np.arange(count), 1
+        pictures = text_pictures(self._params, text.pictures, count, length, **options)
+        hidden = _hidden(self._params, tokens, positions, segments, pictures, **options)
+        self._answer(hidden, [(0, query) for query in node.queries])
         self._count(count)
 
     def branches(self, nodes: Sequence[Node], parents: _Parents | None = None) -> None:
@@ -537,12 +512,13 @@ def _hidden(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"],
-    pictures: Pictures = Pictures(),
+    pictures: Pictures | None = None,
     *,
     spec: ModelSpec,
     compute: Compute,
 ) -> Array:
-    hidden = forward(params, spec, compute, pictures.add_to(Inputs(tokens, positions, segments))).hidden
+    inputs = Inputs(tokens, positions, segments)
+    hidden = forward(params, spec, compute, inputs if pictures is None else pictures.add_to(inputs)).hidden
     return hidden.reshape(-1, hidden.shape[-1])
 
 

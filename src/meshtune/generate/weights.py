@@ -25,9 +25,12 @@ from meshtune.adapters.adapter_set import MultiLoRA, adapter_count, select
 from meshtune.adapters.lora import LoRA
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.costs.decoding import COPIED_SHARE, LEAST_COPIED
 from meshtune.errors import UserError
 from meshtune.generate import programs
-from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, Pictures, by_long_factors, head_scale
+from meshtune.generate.pictures import PatchArrays
+from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, by_long_factors, head_scale
+from meshtune.generate.visual import Pictures, encode
 from meshtune.model.compute import Compute
 from meshtune.model.linear import TiledWeight
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -36,8 +39,6 @@ from meshtune.quantize.weight import QuantisedWeight
 if TYPE_CHECKING:
     from meshtune.generate.driver import Driver
 
-LEAST_BYTES = 64 << 20  # of weights: smaller ones stay in the processor's caches, where neither matters
-MEMORY_SHARE = 0.25  # of the machine's memory, which the second copy of the weights may take
 PRODUCTS = (LoRA, MultiLoRA)  # adapters that add to the weight's product, and do not read the weight themselves
 
 
@@ -154,7 +155,7 @@ def decodes_from_copy(params: Tree, compute: Compute) -> bool:
         return False
     size = sum(leaf.nbytes for leaf in leaves)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return LEAST_BYTES <= size <= MEMORY_SHARE * memory
+    return LEAST_COPIED <= size <= COPIED_SHARE * memory
 
 
 def decode_layout(params: Tree, spec: ModelSpec) -> Tree:
@@ -291,28 +292,27 @@ class BatchCaches:
         long: bool,
         source: Numbers | None = None,
         length: Numbers | None = None,
-        visual: np.ndarray | None = None,
+        pictures: Mapping[str, np.ndarray] | None = None,
         pictures_of: Numbers | None = None,
-        rope_positions: np.ndarray | None = None,
-        reach: np.ndarray | None = None,
     ) -> None:
-        """See programs.read; `long`: the texts are longer than the original context (generate.long_context). `visual`
-        indexes the features of the rows `pictures_of`."""
-        options = {"spec": by_long_factors(self._spec) if long else self._spec, "compute": self._compute}
+        """See programs.read; `long`: the texts are longer than the original context (generate.long_context). `pictures`
+        are arrays of `visual.Pictures`, for features of the rows `pictures_of`."""
+        spec = by_long_factors(self._spec) if long else self._spec
+        options: dict[str, Any] = {"spec": spec, "compute": self._compute}
         arrays = (tokens, count, target, source, length)
-        features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
-        pictures = Pictures(features, visual, rope_positions, reach)
-        self.layers = programs.read(self.weights.reading, self.layers, *arrays, pictures, adapters=adapters, **options)
+        if pictures is not None:
+            features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
+            named: Any = dict(pictures)
+            options["pictures"] = Pictures(features, **named)
+        self.layers = programs.read(self.weights.reading, self.layers, *arrays, adapters=adapters, **options)
 
     @_announce_call
     def encode(
         self, row: int, patches: np.ndarray, segments: Numbers, grid: np.ndarray, adapters: np.ndarray | None
     ) -> int:
         """Computes the features of the pictures of a row's request; returns the places for features."""
-        arrays = programs.pad_patches(self._spec, patches, segments, grid)
-        self.features[row] = programs.encode(
-            self.weights.reading, *arrays, spec=self._spec, compute=self._compute, adapters=adapters
-        )
+        arrays, options = PatchArrays(patches, segments, grid), {"spec": self._spec, "compute": self._compute}
+        self.features[row] = encode(self.weights.reading, arrays, adapters, **options)
         return jax.tree.leaves(self.features[row])[0].shape[1]
 
     @_announce_call

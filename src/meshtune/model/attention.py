@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest, attention
+from meshtune.kernels.attention import AttentionRequest, StackedCaches, attention
 from meshtune.model.block import SHARED, Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import BY_HEAD, LayerCache
 from meshtune.model.compute import Compute
@@ -69,7 +69,7 @@ def attend(
 
     With `reaches` tokens see as far as rows.reach, where there is one. With `chunk` a token sees only its own part of
     its document, each of that many tokens. `options` are arguments of the kernels: scale, window, softcap, causal,
-    slopes, sinks.
+    slopes, sinks, caches.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
     positions = {"q_positions": rows.positions, "kv_positions": kv_positions}
@@ -288,7 +288,7 @@ class AttentionSpec(Mixer):
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        past, stored = None, {}
+        past, stored, caches = None, {}, None
         if context.memory is not None or self.reads is not None:
             qkv, past = self._read_memory(x, node, context)
         else:
@@ -296,6 +296,8 @@ class AttentionSpec(Mixer):
             if cache is not None:
                 past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.sequences, self._reach)
                 qkv |= past_kv
+                if (arrays := cache.stacked("k", "v")) is not None:
+                    caches = StackedCaches(*arrays, cache.index)
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
@@ -304,7 +306,7 @@ class AttentionSpec(Mixer):
             assert rows.windows is not None, "rows of a tower with windows"
             rows = dataclasses.replace(rows, segment_ids=rows.windows)
         options = self._score_options() | (self._score_arrays(node) if self.alibi is not None or self.sinks else {})
-        options |= {"chunk": self.chunk}
+        options |= {"chunk": self.chunk, "caches": caches}
         mixed = attend(qkv["q"], qkv["k"], qkv["v"], rows, past, context.compute, **options)
         if self.gate is not None:
             mixed = mixed * jax.nn.sigmoid(qkv["gate"].astype(jnp.float32)).astype(mixed.dtype)

@@ -138,6 +138,9 @@ class Cost:
     chosen: int = 1
 
 
+HEADROOM = 1.5  # slots of a round of the exchange with experts on other devices, over an even share of the rows
+
+
 class BlockChoice(NamedTuple):
     """An automatic choice of a block: the option, the choice, and the reason."""
 
@@ -255,6 +258,9 @@ class FeedForward(Block, Protocol):
 
 
 BY_LAYER, SHARED = "by_layer", "shared_memory"
+CHOICE = "expert_choice"  # a name that a rematerialisation policy may keep: the experts of every token
+STREAMS = "streams"  # the node of a layer's prediction and correction of several residual streams
+ENTER, LEAVE = "streams_in", "streams_out"  # the nodes of their projections at the top of the tree
 
 
 def layer_side(side: Tree, index: Array | int) -> Tree:

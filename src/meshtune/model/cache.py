@@ -137,6 +137,14 @@ class LayerCache:
         """This layer's array, [B, ..]."""
         return lax.dynamic_index_in_dim(self.arrays[name], self.index, keepdims=False)
 
+    def stacked(self, *names: str) -> tuple[Array, ...] | None:
+        """The arrays of all layers; None where one is held as codes."""
+        return (
+            None
+            if any(scale_name(name) in self.arrays for name in names)
+            else tuple(self.arrays[name] for name in names)
+        )
+
     def replace(self, name: str, value: Array) -> LayerCache:
         """With this layer's array replaced by `value`, in its dtype."""
         array = self.arrays[name]

@@ -14,12 +14,11 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.lazy import LazyFunction
-from meshtune.model.block import Hidden, Sums, check_side
+from meshtune.model.block import ENTER, LEAVE, Hidden, Sums, check_side
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import ROWS, Inputs, SequenceInfo, embed_tokens, sequence_info, table
-from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.linear import linear
 from meshtune.model.reverse import LayerRunner, layer_functions
 from meshtune.model.spec import ModelSpec
@@ -105,8 +104,8 @@ def enter(
     x = x if perturb is None else perturb(x)
     side, read = dict(inputs.side or {}), frozenset(name for block in spec.blocks for name in block.side_inputs)
     if visual is not None:
-        x, seen = place_pictures(params, spec, compute, visual, x, rng)
-        side |= seen
+        x, tapped = place_pictures(params, spec, compute, visual, x, rng)
+        side |= tapped
         read |= side.keys() & {kind.adds for kind in spec.layer_kinds}
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.kernels.grouped import order_by
 from meshtune.mesh.layout import Layout
+from meshtune.model.block import HEADROOM
 from meshtune.model.compute import ExchangeName
 from meshtune.model.linear import Groups
 from meshtune.translatable import Translatable
@@ -28,7 +29,6 @@ from meshtune.translatable import Translatable
 # (rows [R, D], experts [R, k], weights [R, k], parameters) -> sums [R, D] over the experts of this device
 Local = Callable[[Array, Array, Array, Any], Array]
 
-HEADROOM = 1.5  # slots of a round over an even share of the rows
 _ALIGNED = 8  # slots are a multiple of this
 
 

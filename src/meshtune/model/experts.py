@@ -23,7 +23,18 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.layout import Layout
-from meshtune.model.block import Activation, BlockChoice, Context, Cost, Divisor, FeedForward, Hidden, Output, Sums
+from meshtune.model.block import (
+    CHOICE,
+    Activation,
+    BlockChoice,
+    Context,
+    Cost,
+    Divisor,
+    FeedForward,
+    Hidden,
+    Output,
+    Sums,
+)
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.dispatch import choose_exchange, over_mesh
@@ -32,7 +43,6 @@ from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.quantize.weight import QuantisedWeight
 
-CHOICE = "expert_choice"  # a name that a rematerialisation policy may keep: the experts of every token
 Scoring = Literal["softmax", "sigmoid", "sparse_mixer"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -13,6 +13,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import constrain
 from meshtune.model.block import (
     SHARED,
+    STREAMS,
     Block,
     Carried,
     Context,
@@ -28,9 +29,11 @@ from meshtune.model.block import (
 from meshtune.model.cache import LayerCache, MixerState, RowState, empty
 from meshtune.model.chunks import over_chunks, over_chunks_with_state
 from meshtune.model.inputs import SequenceInfo
-from meshtune.model.layer_extras import STREAMS, LayerExtras, Streams
 from meshtune.model.linear import fold, site_key
 from meshtune.model.norm import NormSpec
+
+if TYPE_CHECKING:
+    from meshtune.model.layer_extras import LayerExtras, Streams
 
 # Where norms stand: before each block, after it (and before the residual sum), both; or both blocks read the same
 # normalised stream and are added to it together, with a norm for each of them or one for both.

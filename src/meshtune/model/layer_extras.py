@@ -12,7 +12,18 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
-from meshtune.model.block import BY_LAYER, Activation, Block, Context, Cost, Divisor, FeedForward, Hidden, Output
+from meshtune.model.block import (
+    BY_LAYER,
+    STREAMS,
+    Activation,
+    Block,
+    Context,
+    Cost,
+    Divisor,
+    FeedForward,
+    Hidden,
+    Output,
+)
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs, embed_tokens
@@ -54,8 +65,6 @@ class LaurelSpec(FeedForward):
 
 Streams = Float[Array, "B T S D"]
 
-STREAMS = "streams"  # the node of a layer's prediction and correction
-ENTER, LEAVE = "streams_in", "streams_out"  # the nodes of the projections at the top of the tree
 LEAST_SQUARE = 1e-5  # of a projected stream, by the root of which it is divided
 
 

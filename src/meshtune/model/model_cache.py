@@ -98,3 +98,15 @@ def _coded_layers(spec: ModelSpec) -> tuple[int, tuple[str, ...]]:
         count += repeats * any(map(is_key_or_value, arrays.values()))
         uncoded |= {path.split("/")[-1]: None for path, array in arrays.items() if not is_key_or_value(array)}
     return count, tuple(uncoded)
+
+
+def bucket(n: int, least: int) -> int:
+    """The next multiple of `least`, or of a larger power of two as long as that is at most a quarter more."""
+    step = max(least, 1 << max(0, (n - 1).bit_length() - 3))
+    return -(-n // step) * step
+
+
+def floor_bucket(n: int) -> int:
+    """The largest of 1, 2, ..., 8, 10, 12, 14, 16, 20, ... that is not above `n`."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return n // step * step

@@ -13,16 +13,16 @@ from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, map_leaves, unflatten
-from meshtune.model.block import Block, Divisor
+from meshtune.model.block import ENTER, LEAVE, Block, Divisor
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
-from meshtune.model.layer_extras import ENTER, LEAVE, StreamsSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.quantize.published.scheme import Scheme
 
 if TYPE_CHECKING:
+    from meshtune.model.layer_extras import StreamsSpec
     from meshtune.model.vision import VisionSpec
 
 WIDEST = 16  # layers of a pattern

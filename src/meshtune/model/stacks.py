@@ -16,10 +16,9 @@ from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.grouped import ORDER
 from meshtune.model.attention import ROTATED
-from meshtune.model.block import BY_LAYER, Adjusted, Context, Hidden, Measured, Sums, with_stored
+from meshtune.model.block import BY_LAYER, CHOICE, Adjusted, Context, Hidden, Measured, Sums, with_stored
 from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.experts import CHOICE
 from meshtune.model.gather import GATHERED, gather_layer_params, is_any_offloaded
 from meshtune.model.inputs import SequenceInfo
 from meshtune.model.layer import LayerSpec, layer, layer_by_chunks

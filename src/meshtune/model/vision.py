@@ -206,9 +206,9 @@ def place_pictures(
             where="vision",
             fix="set vision={} in the recipe, with a model that sees (`meshtune families` lists them)",
         )
-    seen = encode_pictures(params, spec, compute, visual, rng) if visual.features is None else visual.features
+    encoded = encode_pictures(params, spec, compute, visual, rng) if visual.features is None else visual.features
     is_feature, at = visual.index[..., None] > 0, jnp.maximum(visual.index - 1, 0)[..., None]
-    features, *tapped = (jnp.take_along_axis(array, at, axis=1) for array in (seen.features, *seen.tapped))
+    features, *tapped = (jnp.take_along_axis(array, at, axis=1) for array in (encoded.features, *encoded.tapped))
     x = jnp.where(is_feature, features, x)
     if spec.vision.newline:
         newline = to_device(params[PROJECTOR]["newline"])["weight"].astype(x.dtype)

@@ -14,7 +14,15 @@ import numpy as np
 
 from meshtune.adapters.merge import merge_adapters
 from meshtune.adapters.method import SHARED
-from meshtune.adapters.peft_format import CONFIG, BaseRecord, LoadedAdapter, attach, check_base, load_adapter
+from meshtune.adapters.peft_format import (
+    CONFIG,
+    BaseRecord,
+    LoadedAdapter,
+    adapts_tower,
+    attach,
+    check_base,
+    load_adapter,
+)
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.data.tokenizer import load_tokenizer, padding_id
 from meshtune.digests import write_digests
@@ -203,7 +211,7 @@ def _write_adapter(source: Source, dest: Path, options: ExportOptions) -> Export
         raise UserError("source and destination are the same directory", where=str(dest), fix="give another --to")
     if dest.is_dir() and any(dest.iterdir()) and not options.overwrite:
         raise UserError(f"{dest} is not empty", where=str(dest), fix="give another directory, or add --overwrite")
-    spec, _ = load_spec(source.base)
+    spec = _spec_of(source)
     original = load_adapter(adapter, spec)
     check_base(original, str(source.base), base_hash(source.base))
     with publish_directory(dest, CONFIG) as folder:
@@ -224,7 +232,7 @@ def _write_published(source: Source, dest: Path, options: ExportOptions) -> Expo
             where="--format",
             fix="give a run with an adapter, or an adapter, and leave --into and --dtype out",
         )
-    spec, _ = load_spec(source.base, "float32")
+    spec = _spec_of(source, "float32")
     adapter, fingerprint = _load_mergeable(source, spec, options)
     tied = spec.tied
     spec, params = attach(load_params(source.base, spec, progress=options.stage("reading")), spec, adapter)
@@ -271,9 +279,9 @@ class _Weights:
 
 def _write_model(source: Source, dest: Path, options: ExportOptions) -> ExportResult:
     """Writes a full model in one dtype: the source's, or an adapter merged into its base."""
-    spec, _ = load_spec(source.base)
+    spec = _spec_of(source)
     if options.dtype not in (None, spec.dtype) and (source.adapter is not None or _has_float32(source.base)):
-        spec, _ = load_spec(source.base, "float32")  # round once, to `dtype`, and add adapters in float32
+        spec = _spec_of(source, "float32")  # round once, to `dtype`, and add adapters in float32
     if source.adapter is not None:
         weights = _merge(source, spec, options)
     elif options.merge:
@@ -329,6 +337,14 @@ def _load_mergeable(source: Source, spec: ModelSpec, options: ExportOptions) -> 
     if not options.any_base:
         check_base(adapter, str(source.base), fingerprint)
     return adapter, fingerprint
+
+
+def _spec_of(source: Source, dtype: str | None = None) -> ModelSpec:
+    """The spec of the base, with its tower where the adapter changes that; else the tower passes through."""
+    spec, _ = load_spec(source.base, dtype)
+    if source.adapter is None or not adapts_tower(source.adapter, spec):
+        return spec
+    return load_spec(source.base, dtype, vision=True)[0]
 
 
 def _has_float32(model: Path) -> bool:

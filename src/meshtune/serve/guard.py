@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.errors import UserError
-from meshtune.generate.scheduler import QueueFull
+from meshtune.generate.request import QueueFull
 
 TYPES = {
     401: "authentication_error",

@@ -20,8 +20,8 @@ import meshtune
 from meshtune.calls.grammar import Grammars
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
-from meshtune.generate.request import Generation, GenerationRequest, Sampling, Token
-from meshtune.generate.scheduler import Progress, Scheduler
+from meshtune.generate.request import Generation, GenerationRequest, Progress, Sampling, Token
+from meshtune.generate.scheduler import Scheduler
 from meshtune.generate.text import Alignment, Detokenizer, Place, StopStrings, TokenBytes, special_ids, turn_end
 from meshtune.generate.weights import Weights
 from meshtune.mesh.config import MeshConfig

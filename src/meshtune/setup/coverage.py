@@ -16,10 +16,9 @@ from meshtune.adapters.targets import Module
 from meshtune.adapters.training_method import Method, VisionTraining
 from meshtune.arrays.tree import flatten, layer_site
 from meshtune.families import tensors
-from meshtune.families.experts import has_experts
+from meshtune.families.balancing import has_experts
 from meshtune.families.quantised import is_quantised
 from meshtune.mesh.layout import Layout
-from meshtune.model.experts import ExpertsSpec
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
@@ -149,6 +148,10 @@ def _frozen_parts(among: Mapping[str, Module], chosen: set[str]) -> str | None:
 
 def _bias_update(spec: ModelSpec) -> list[Decision]:
     """Describes the biases that move by the load of experts, if model.router_bias_update_rate is set."""
+    if not has_experts(spec):
+        return []
+    from meshtune.model.experts import ExpertsSpec
+
     layers = [
         (kind.ffn.router.experts, kind.ffn.bias_update_rate, repeats)
         for _, repeats, kind, _ in spec.positions()
@@ -168,6 +171,10 @@ def _bias_update(spec: ModelSpec) -> list[Decision]:
 
 def _aux_loss_warning(method: Method, spec: ModelSpec, among: Mapping[str, Module], chosen: set[str]) -> list[Decision]:
     """A warning where the load-balancing loss is asked for and every router is frozen."""
+    if not has_experts(spec):
+        return []
+    from meshtune.model.experts import ExpertsSpec
+
     coefficient = max((block.aux_loss for block in spec.blocks if isinstance(block, ExpertsSpec)), default=0.0)
     routers = {name: module for name, module in among.items() if _routes(module)}
     if not coefficient or not chosen.isdisjoint(routers):

@@ -14,9 +14,9 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.tokenizer import NewTokens, tokenizer_of
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
+from meshtune.families.balancing import with_aux_loss, with_bias_update_rate
 from meshtune.families.composite import with_text_fields
 from meshtune.families.expansion import expanded_config, group_layers
-from meshtune.families.experts import with_aux_loss, with_bias_update_rate
 from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES

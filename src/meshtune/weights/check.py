@@ -7,8 +7,9 @@ from pathlib import Path
 
 from meshtune.errors import UserError, nearest
 from meshtune.families import tensors
-from meshtune.families.composite import HEAD, incomplete_parts, passed_through, tensor_name
+from meshtune.families.composite import HEAD, passed_through, tensor_name
 from meshtune.families.tensors import TensorMap
+from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.safetensors_files import FLOATS, TensorInfo
 from meshtune.weights.shards import row_ranges
@@ -16,6 +17,7 @@ from meshtune.weights.tensor_reader import TensorReader
 
 # Tensors that checkpoints carry and no model needs: buffers that are computed from the config.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
+incomplete_parts = LazyFunction("meshtune.families.wrappers:incomplete_parts")
 SCORE = "score/weight"
 SHOWN = 6
 
@@ -42,7 +44,8 @@ def check(directory: Path, spec: ModelSpec, infos: dict[str, TensorInfo], *, num
     expected = {entry.name: entry for entry in tensors(spec)}
     missing = [name for name, entry in expected.items() if name not in infos and not starts_anew(entry)]
     extra = [name for name in infos if name not in expected and not _harmless(name, spec)]
-    problems = _missing_lines(missing, expected, infos) + _extra_lines(extra, infos) + incomplete_parts(spec, infos)
+    problems = _missing_lines(missing, expected, infos) + _extra_lines(extra, infos)
+    problems += [] if spec.composite is None else incomplete_parts(spec, infos)
     for name, entry in expected.items():
         if name in infos:
             problems += _tensor_lines(entry, infos[name])

@@ -19,8 +19,8 @@ from jaxtyping import Float
 from meshtune.arrays.tree import Leaves
 from meshtune.errors import UserError
 from meshtune.families import tensors
+from meshtune.families.balancing import has_experts
 from meshtune.families.composite import HEAD, tensor_name
-from meshtune.families.experts import has_experts
 from meshtune.families.tensors import Shape, TensorMap, by_name
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig

@@ -18,18 +18,17 @@ from jaxtyping import Float
 from meshtune.arrays.tree import Leaves, Tree, flatten, stack_path, unflatten
 from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
-from meshtune.families.experts import without_balancing
+from meshtune.families.balancing import without_balancing
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
-from meshtune.model.block import Context, layer_side, with_stored
+from meshtune.model.block import LEAVE, Context, layer_side, with_stored
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import SequenceInfo, inputs_of
 from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.layer_extras import LEAVE
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec

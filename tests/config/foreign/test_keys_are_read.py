@@ -120,6 +120,7 @@ LF_FILES = [
             {"pref_loss": "simpo"}, {"pref_loss": "orpo"}, {"use_llama_pro": True},
             {"pissa_init": True, "push_to_hub": True, "hub_model_id": "a/b"},
             {"loraplus_lr_ratio": 4, "additional_target": "lm_head"},
+            {"model_name_or_path": "OpenGVLab/InternVL3-1B-hf"},
         ),
     )
 ] + [LLAMA_FACTORY | {"finetuning_type": "oft"}, LLAMA_FACTORY | {"adapter_name_or_path": "a"}]  # fmt: skip

@@ -20,6 +20,27 @@ from meshtune.data.conversation import Origin
 from meshtune.data.formats.alpaca import STANFORD_ALPACA
 from meshtune.errors import UserError
 
+SEES = {"model_name_or_path": "Qwen/Qwen2-VL-7B-Instruct", "template": "qwen2_vl"}
+
+
+def test_what_is_frozen_of_a_model_that_sees(recipe_of, translate_file):
+    vision = recipe_of(LLAMA_FACTORY | SEES).vision
+    assert (vision.train, vision.freeze_language, vision.max_pixels, vision.min_pixels) == ([], False, 589824, 1024)
+    assert (vision.crops, vision.media_dir) == (None, "data")
+    full = LLAMA_FACTORY | SEES | {"finetuning_type": "full", "freeze_multi_modal_projector": False}
+    vision = recipe_of(
+        full | {"image_max_pixels": 262144, "media_dir": "pictures", "freeze_language_model": True}
+    ).vision
+    assert (vision.train, vision.freeze_language, vision.max_pixels) == (["projector"], True, 262144)
+    assert vision.media_dir == "pictures"
+    internvl = LLAMA_FACTORY | {"model_name_or_path": "OpenGVLab/InternVL3-1B-hf", "template": "intern_vl"}
+    assert recipe_of(internvl).vision.crops == 1
+    assert recipe_of(internvl | {"crop_to_patches": True}).vision.crops is None
+    assert recipe_of(LLAMA_FACTORY | {"freeze_vision_tower": False}).vision is None
+    seeing = AXOLOTL | {"base_model": "Qwen/Qwen2-VL-7B-Instruct", "processor_type": "AutoProcessor"}
+    assert recipe_of(seeing).vision.train == ["projector", "tower"]
+    assert recipe_of(seeing | {"freeze_mm_modules": True}).vision.train == []
+
 
 def test_llama_factory_defaults_are_written_out(recipe_of):
     recipe = recipe_of(LLAMA_FACTORY)
@@ -336,7 +357,8 @@ BAD = {
     "an environment variable": (LLAMA_FACTORY | {"output_dir": "${HOME}/x"}, "output_dir", "environment"),
     "jinja in a value": (AXOLOTL | {"output_dir": "runs/{{ name }}"}, "output_dir", "Jinja"),
     "ppo": (LLAMA_FACTORY | {"stage": "ppo"}, "stage", "no stage ppo"),
-    "vision": (LLAMA_FACTORY | {"model_name_or_path": "Qwen/Qwen2-VL-7B"}, "model_name_or_path", "images"),
+    "vision": (LLAMA_FACTORY | {"model_name_or_path": "mistralai/Pixtral-12B"}, "model_name_or_path", "images"),
+    "adapters on a tower": (LLAMA_FACTORY | SEES | {"freeze_vision_tower": False}, "freeze_vision_tower", "in full"),
     "lengths that our schema refuses": (LLAMA_FACTORY | {"cutoff_len": 0}, "", "data.max_length"),
     "a data set with code": (AXOLOTL | {"datasets": [{"path": "p", "type": "my.code"}]}, "datasets", "Python file"),
 }

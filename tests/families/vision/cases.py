@@ -25,7 +25,7 @@ from families.vision.sights import IMAGE, Sight, VisionCase, cut_tiles
 SEES = transformers.AutoModelForImageTextToText
 
 
-def tiled(pixels: np.ndarray, side: int, merge: int, inputs: dict[str, torch.Tensor]) -> Sight:
+def sight_of_tiles(pixels: np.ndarray, side: int, merge: int, inputs: dict[str, torch.Tensor]) -> Sight:
     """A picture of equal tiles [N, C, H, W], whose features follow one another."""
     patches, tiles, grid = cut_tiles(list(pixels), side, merge)
     count = len(patches) // merge**2
@@ -39,7 +39,7 @@ INTERNVL_PIXELS = GotOcr2ImageProcessorPil(
 
 def read_internvl(image: Image.Image) -> Sight:
     pixels = np.stack(INTERNVL_PIXELS(image)["pixel_values"])
-    return tiled(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)})
+    return sight_of_tiles(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)})
 
 
 INTERNVIT = {
@@ -94,7 +94,7 @@ MARKS = (91, 92)  # ids of words around the tiles
 def read_smolvlm(image: Image.Image) -> Sight:
     """Words stand between the features of the tiles."""
     pixels = SMOLVLM_PIXELS([[image]])["pixel_values"][0]
-    sight = tiled(np.stack(pixels), 5, 3, {"pixel_values": torch.tensor(np.stack(pixels))[:, None]})
+    sight = sight_of_tiles(np.stack(pixels), 5, 3, {"pixel_values": torch.tensor(np.stack(pixels))[:, None]})
     each = len(sight.tokens) // len(pixels)
     tokens, visual = list[int](), list[int]()
     for tile in range(len(pixels)):
@@ -207,7 +207,7 @@ GEMMA_PIXELS = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
 
 def read_gemma(image: Image.Image) -> Sight:
     pixels = np.stack(GEMMA_PIXELS(image)["pixel_values"])
-    return dataclasses.replace(tiled(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)}), mutual=True)
+    return dataclasses.replace(sight_of_tiles(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)}), mutual=True)
 
 
 ENCODER = {
@@ -251,14 +251,16 @@ NEXT_PIXELS = LlavaNextImageProcessorPil(
 
 def read_llava(image: Image.Image) -> Sight:
     pixels = np.stack(LLAVA_PIXELS(image)["pixel_values"])
-    return tiled(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)})
+    return sight_of_tiles(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)})
 
 
 def read_llava_next(image: Image.Image) -> Sight:
     """The whole picture in one tile, then its tiles row by row without what was padded, each row with an end."""
     inputs = NEXT_PIXELS(image)
     pixels, size = np.stack(inputs["pixel_values"][0]), np.array(inputs["image_sizes"])
-    sight = tiled(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)[None], "image_sizes": torch.tensor(size)})
+    sight = sight_of_tiles(
+        pixels, 7, 1, {"pixel_values": torch.tensor(pixels)[None], "image_sizes": torch.tensor(size)}
+    )
     across, down = (n // 28 for n in select_best_resolution(size[0].tolist(), PINPOINTS)[::-1])
     assert len(pixels) == 1 + across * down
     numbers = 17 + np.arange(16 * across * down).reshape(down, across, 4, 4).transpose(0, 2, 1, 3)

@@ -133,11 +133,11 @@ def batch_of(rows: Sequence[Sequence[Document]], length: int, patches: int) -> d
                     visual += [0] * len(part)
                     continue
                 visual += [n + features if n > 0 else n for n in part.visual]
-                here = slice(first, first + len(part.patches))
-                arrays["patches"][number, here] = part.patches
-                arrays["patch_segments"][number, here] = part.tiles + tiles
-                arrays["patch_grid"][number, here] = part.grid
-                first, tiles = here.stop, tiles + int(part.tiles.max())
+                span = slice(first, first + len(part.patches))
+                arrays["patches"][number, span] = part.patches
+                arrays["patch_segments"][number, span] = part.tiles + tiles
+                arrays["patch_grid"][number, span] = part.grid
+                first, tiles = span.stop, tiles + int(part.tiles.max())
                 features += max(part.visual)
             span = slice(at, at + len(ids))
             arrays["tokens"][number, span], arrays["positions"][number, span] = ids, np.arange(len(ids))

@@ -15,6 +15,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file
 from twins import in_peft, move_weights
 
@@ -44,6 +45,7 @@ from meshtune.objectives.sft import sft_objective
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
+from meshtune.runs.export import export
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
 from meshtune.weights.export import export_model
@@ -59,7 +61,7 @@ every_case = pytest.mark.parametrize(
         if not case.case.variant
     ],
 )
-EVERYTHING = VisionTraining(("projector", "tower"))
+EVERYTHING = VisionTraining(("projector", "tower"), False)
 
 
 def padded_rows(documents: list[Document]) -> dict[str, jax.Array]:
@@ -112,7 +114,7 @@ def test_what_is_trained_is_said_part_by_part(case: VisionCase):
     adapted = flatten(abstract(LoraConfig(rank=2), spec).trainable)
     assert adapted
     assert not any(path.startswith(("vision", "projector")) for path in adapted)
-    beside = abstract(LoraConfig(rank=2), spec, vision=VisionTraining(("projector",)))
+    beside = abstract(LoraConfig(rank=2), spec, vision=VisionTraining(("projector",), False))
     assert beside.trainable.keys() == {"layers", "projector"}
 
 
@@ -212,6 +214,23 @@ def test_a_tower_trained_in_full_beside_adapters_is_read_by_peft(case: VisionCas
         np.testing.assert_allclose(ours[row, : len(expected)], expected, atol=1e-4, rtol=1e-4)
     read = load_adapter(adapter, spec)
     assert all(jax.tree.map(np.array_equal, flatten(trained), flatten(read.trainable)).values())
+
+
+@pytest.mark.slow
+@every_case
+def test_an_adapter_of_the_tower_is_merged_into_the_files(case: VisionCase, tmp_path: pathlib.Path):
+    """As transformers reads them, which computes what the adapter beside its base computes."""
+    spec, params = load(case)
+    config = LoraConfig(rank=2, targets=tower_targets(spec))
+    prepared = prepare(config, spec, params, jax.random.key(0))
+    trained = move_weights(prepared.trainable)
+    documents = documents_of(case)
+    ours = np.asarray(our_logits(merge(trained, prepared.frozen), prepared.spec, padded_rows(documents)))
+    adapter = save_adapter(tmp_path / "adapter", trained, prepared.spec, config, BaseRecord("base"))
+    out = export(adapter, tmp_path / "out", base=directory(case.case), merge=True).path
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(out, dtype="float32", attn_implementation="eager")
+    for row, expected in enumerate(torch_run(merged.eval(), documents)[0]):
+        np.testing.assert_allclose(ours[row, : len(expected)], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -26,7 +26,14 @@ from meshtune.config.foreign.draft import (
     sources,
     text,
 )
-from meshtune.config.foreign.models import NotExpandableError, check_model, is_expression, names_of, put_targets
+from meshtune.config.foreign.models import (
+    NotExpandableError,
+    check_model,
+    is_expression,
+    names_of,
+    put_targets,
+    put_vision,
+)
 from meshtune.config.foreign.trainer import stops, stream
 
 NAME = "axolotl"
@@ -53,10 +60,13 @@ MODEL: Table = {
     "model_quantization_config": part("quantize", text),
     "model_quantization_config_kwargs": part("quantize", mapping),
     **refused_keys(
-        "it trains on images or sound, and only text is trained on here",
-        "leave it out",
-        "processor_type image_size processor_kwargs role_boundaries",
+        "pictures are prepared as the model's preprocessor_config.json says",
+        "leave it out, or write vision: {max_pixels: ...} into the recipe",
+        "image_size processor_kwargs",
     ),
+    "role_boundaries": refused("masks follow from the chat template here", "leave it out"),
+    "processor_type": refused("the processor is the model's own", "use AutoProcessor", ("AutoProcessor",)),
+    "freeze_mm_modules": part("vision.train", flag, False),
     "use_onebitllms": refused("there are no ternary weights here", "leave it out"),
     "rope_scaling": refused("the positions of a model are those of its config.json", "set them there", ()),
     **refused_keys("there is no such attention here", "leave it out", "s2_attention scaling_softmax"),
@@ -209,7 +219,7 @@ WITHOUT_EFFECT = idle(
     expert_parallel_num_rdma_bytes expert_parallel_size expert_parallel_token_capacity experts_implementation
     fix_untrained_tokens flash_attention flash_attn_cross_entropy flash_attn_d512 flash_attn_fuse_mlp
     flash_attn_rms_norm flash_optimum flex_attention flex_attn_compile_kwargs fp32_norm_classes fp32_norms
-    fp8_enable_fsdp_float8_all_gather freeze_mm_modules fsdp fsdp_config fsdp_final_state_dict_type fsdp_version
+    fp8_enable_fsdp_float8_all_gather fsdp fsdp_config fsdp_final_state_dict_type fsdp_version
     full_finetune fused_attn_kernel gc_collect_steps gc_steps gemma4_fp8_nonexpert gemma4_hybrid_attn_impl
     gemma4_nf4_nonexpert generate_samples generation_do_sample generation_max_new_tokens generation_prompt_ratio
     generation_temperature generation_top_k generation_top_p gptq gptq_disable_exllama gptq_groupsize gptq_model_v1
@@ -264,6 +274,9 @@ def train(draft: Draft) -> None:
     _model(draft)
     kind = _stage(draft)
     _method(draft)
+    put_vision(draft, "base_model")
+    if draft.get("freeze_mm_modules") and draft.value("vision.train"):
+        draft.put("vision.train", [], "freeze_mm_modules")
     _quantize(draft)
     validation = axolotl_data.data(draft, kind)
     draft.apply()

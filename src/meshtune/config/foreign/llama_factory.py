@@ -154,25 +154,29 @@ STAGE: Table = {
     "ref_model_quantization_bit": refused("a reference is read as it is published", "leave it out"),
     **refused_keys("there is no such loss here", "leave it out, or use use_dft_loss", "use_asft_loss use_eaft_loss"),
     "fp8": refused("there is no training in fp8 here", "leave it out: bf16 (compute.precision: mixed)"),
-    "freeze_vision_tower": refused("vision towers are not trained here", "use true", (True,)),
-    "freeze_multi_modal_projector": refused("projectors are not trained here", "use true", (True,)),
-    "freeze_language_model": refused("the language model is always trained here", "leave it out"),
+    **parts("vision.train", flag, True, "freeze_vision_tower freeze_multi_modal_projector"),
+    "freeze_language_model": part("vision.freeze_language", flag, False),
+    "image_max_pixels": part("vision.max_pixels", integer, 768 * 768),
+    "image_min_pixels": part("vision.min_pixels", integer, 32 * 32),
+    "crop_to_patches": part("vision.crops", flag, False),
+    "image_do_pan_and_scan": part("vision", flag, False),
+    "media_dir": part("vision.media_dir", text),
     **parts("train.batch_size", integer, 1, " ".join(SHARING)),
 }
 
 WITHOUT_EFFECT = idle(
     """account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split apply_rope_fusion asft_alpha
     audio_sampling_rate badam_mask_mode badam_update_ratio badam_verbose bias_activation_fusion cache_dir
-    calculate_per_token_loss compute_accuracy crop_to_patches cross_entropy_loss_fusion data_shared_file_system
+    calculate_per_token_loss compute_accuracy cross_entropy_loss_fusion data_shared_file_system
     device_map disable_gradient_checkpointing do_predict do_sample do_train eaft_alpha enable_liger_kernel
     enable_torch_profiler eval_num_beams eval_on_each_dataset expert_model_parallel_size export_device export_dir
     export_hf_on_finish export_hub_model_id export_legacy_format export_quantization_bit export_quantization_dataset
     export_quantization_maxlen export_quantization_nsamples export_size extra_config flash_attn fp8_backend
     fp8_enable_fsdp_float8_all_gather generation_config generation_max_length generation_num_beams hf_hub_token
-    hyper_parallel_args image_do_pan_and_scan image_max_pixels image_min_pixels include_effective_tokens_per_second
+    hyper_parallel_args include_effective_tokens_per_second
     infer_backend infer_dtype kt_config kt_cpu_activation kt_expert_checkpoint_path kt_lora_expert_intermediate_size
     kt_lora_expert_num kt_non_expert_weight_path kt_use_lora_experts kt_weight_path length_penalty low_cpu_mem_usage
-    masked_softmax_fusion master_addr master_port max_length max_new_tokens media_dir megatron_bridge_args
+    masked_softmax_fusion master_addr master_port max_length max_new_tokens megatron_bridge_args
     megatron_pretrained_checkpoint mixed_precision moe_grouped_gemm moe_token_dispatcher_type ms_hub_token num_beams
     offload_folder om_hub_token overlap_grad_reduce overlap_param_gather overwrite_cache plot_loss ppo_buffer_size
     ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate preprocessing_batch_size
@@ -205,6 +209,7 @@ def train(draft: Draft) -> None:
     _model(draft)
     kind = _stage(draft)
     _method(draft, kind)
+    _vision(draft)
     _quantize(draft)
     _optimizer(draft)
     validation = _sources(draft, kind)
@@ -283,6 +288,32 @@ def _method(draft: Draft, kind: str) -> None:
         _oft(draft) if name == "oft" else _lora(draft, kind)
     else:
         draft.refuse("finetuning_type", f"there is no method {name} here", "use lora, oft, freeze or full")
+
+
+def _vision(draft: Draft) -> None:
+    """Writes how pictures are read and what of the model is frozen, for models that see; of others these keys have no
+    effect."""
+    path = draft.get("model_name_or_path")
+    if path is None or not models.sees(path):
+        return
+    keys = {"projector": "freeze_multi_modal_projector", "tower": "freeze_vision_tower"}
+    trained = [name for name, key in keys.items() if not draft.get(key)]
+    draft.put("vision.train", trained, *keys.values())
+    if trained and draft.value("method.kind") == "lora":
+        for name in trained:
+            note = f"LLaMA-Factory puts adapters on the {name}, which is trained in full here"
+            draft.refuse(keys[name], note, "use true, and name its modules in method.targets; or train it in full")
+    if draft.get("freeze_language_model"):
+        draft.put("vision.freeze_language", True, "freeze_language_model")
+    for to, key in (("max_pixels", "image_max_pixels"), ("min_pixels", "image_min_pixels")):
+        draft.put(f"vision.{to}", draft.get(key), key)
+    if "internvl" in path.lower() and not draft.get("crop_to_patches"):
+        draft.put("vision.crops", 1, "crop_to_patches", note="pictures are not cut into tiles")
+    if draft.get("image_do_pan_and_scan"):
+        draft.refuse("image_do_pan_and_scan", "pictures are not panned and scanned here", "leave it out")
+    folder = draft.get("media_dir") or draft.get("dataset_dir")
+    if isinstance(folder, str) and folder != "ONLINE":
+        draft.put("vision.media_dir", folder, "media_dir", "dataset_dir")
 
 
 def _freeze(draft: Draft) -> None:

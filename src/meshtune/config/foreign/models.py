@@ -16,7 +16,10 @@ from meshtune.config.foreign.draft import Draft
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 
-VISION = "it is a model of images, video or sound, of which nothing is trained here"
+VISION = "it is a model of images, video or sound of a family that is not read here"
+# Families whose pictures are read, by the names of their models, and by model_type.
+SEES = r"Qwen2-VL|Qwen2\.5-VL|Qwen3-VL|InternVL\d.*-hf|SmolVLM-|SmolVLM2|Idefics3|llava-1\.5|llava-v1\.6"
+SEEING = "internvl idefics3 smolvlm qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe llava llava_next".split()
 OWN_CODE = "its code is in its repository, which is never run here"
 # Models of other tools' examples, by what their names contain.
 LACKING = (
@@ -44,11 +47,37 @@ def check_model(draft: Draft, key: str, path: str) -> None:
         draft.refuse(key, f"{path}: {reason}", INSTEAD)
 
 
+def sees(path: str) -> bool:
+    """Whether a model is of a family whose pictures are read."""
+    config = pathlib.Path(path).expanduser() / "config.json"
+    if not config.is_file():
+        return re.search(SEES, path, re.IGNORECASE) is not None
+    try:
+        return read_json(config).get("model_type") in SEEING
+    except UserError:  # check_model has refused it
+        return False
+
+
+def put_vision(draft: Draft, key: str) -> None:
+    """Writes what TRL and axolotl train of a model that sees, which `key` names: with adapters theirs adapt the tower
+    too, and otherwise all parts are trained."""
+    path = draft.get(key)
+    if path is None or not sees(path):
+        return
+    if draft.value("method.kind") == "full":
+        draft.put("vision.train", ["projector", "tower"], key, note="pictures of the data are read")
+    else:
+        note = "pictures are read; the tower and the projector stay as they are, which the other tool adapts too"
+        draft.put("vision.train", [], key, note=note, differs=True)
+
+
 def lacking(path: str) -> str | None:
     """Why a model cannot be trained here, or None where nothing is known against it."""
     config = pathlib.Path(path).expanduser() / "config.json"
     if config.is_file():
         return _of_config(config)
+    if sees(path):
+        return None
     for pattern, reason in LACKING:
         if re.search(pattern, path, re.IGNORECASE):
             return reason

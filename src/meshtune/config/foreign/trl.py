@@ -192,6 +192,7 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     _balance(draft, name)
     _stage(draft, name)
     _method(draft, name)
+    models.put_vision(draft, "model_name_or_path")
     validation = _data(draft, name)
     _precision(draft)
     trainer.trainer_settings(draft, validation=validation)

@@ -374,7 +374,7 @@ def has_pictures(sample: Sample, record: Record, fields: FieldNames) -> bool:
 
 
 def _is_left_out(name: str, form: RecordFormat, fields: FieldNames) -> bool:
-    column = form.aliases.get(name, name)
+    column = "images" if name in PICTURES else form.aliases.get(name, name)
     return column in fields and fields[column] is None
 
 
@@ -511,7 +511,7 @@ def refuse_beside_texts(record: Record, fields: FieldNames, origin: Origin, inst
     `instruction` and `output` are the fields of the texts that the format alpaca would read as turns of a conversation.
     """
     for column in (*CONTEXT, "tools"):
-        name = fields.get(column)
+        name = picture_field(record, fields) if column == "images" else fields.get(column)
         if name and not is_blank(record.get(name)):
             answer = f", output: {output}" if output else ""
             columns = f"{{instruction: {instruction}{answer}}}"

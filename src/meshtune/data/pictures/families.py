@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshtune.data.pictures.reader import PictureReader
+from meshtune.data.pictures.reader import NEWLINE, PictureReader
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 
@@ -111,7 +112,7 @@ def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: Pr
         reader,
         processor=f"{processors[name]}:{name}Pil",
         settings=json.dumps(files.settings, sort_keys=True),
-        channels=int(files.vision.get("num_channels") or files.vision.get("in_channels") or 3),
+        channels=int(next((files.vision[key] for key in _CHANNELS if files.vision.get(key)), 3)),
         areas=(vision.max_pixels, vision.min_pixels),
     )
     least = (reader.family.patch * reader.merge) ** 2
@@ -122,6 +123,7 @@ def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: Pr
     return reader
 
 
+_CHANNELS = ("num_channels", "in_channels", "in_chans")
 _NOT_OPTIONS = ("image_processor_type", "feature_extractor_type", "processor_class", "auto_map")
 
 
@@ -195,6 +197,264 @@ def _internvl(files: ModelFiles, vision: VisionSection) -> PictureReader:
     return PictureReader(family, context, files.id(context), (context, start, end))
 
 
+@dataclasses.dataclass(frozen=True)
+class Idefics3:
+    """Tiles of a picture whose longer edge is scaled to a size, and the whole picture last (SmolVLMProcessor).
+
+    `longest` is that size, 0: the whole picture only. `texts` are the ids of the texts between runs of image tokens.
+    """
+
+    patch: int
+    merge: int
+    side: int
+    longest: int
+    image: int
+    texts: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def tile_patches(self) -> int:
+        """The patches of a tile, whose margin below a patch is left out."""
+        return (self.side // self.patch) ** 2
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """The rows and columns of tiles; 0 and 0 for a picture that is not cut."""
+        if not self.longest:
+            return 0, 0
+        from transformers.models.idefics3 import image_processing_pil_idefics3 as idefics3
+
+        pixels = np.broadcast_to(np.uint8(0), (3, height, width))
+        height, width = idefics3.get_resize_output_image_size(pixels, self.longest)
+        aspect = width / height
+        if width >= height:
+            width = math.ceil(width / self.side) * self.side
+            height = math.ceil(int(width / aspect) / self.side) * self.side
+        else:
+            height = math.ceil(height / self.side) * self.side
+            width = math.ceil(int(height * aspect) / self.side) * self.side
+        rows, columns = height // self.side, width // self.side
+        return (0, 0) if rows == columns == 1 else (rows, columns)
+
+    def layout(self, width: int, height: int) -> Layout:
+        """The layout of a picture of this size."""
+        rows, columns = self.grid(width, height)
+        texts, count = dict(self.texts), self.tile_patches // self.merge**2
+        ids, visual = list[int](), list[int]()
+
+        def write(text: str, tile: int | None = None) -> None:
+            ids.extend(texts[text])
+            visual.extend([0] * len(texts[text]))
+            if tile is not None:
+                ids.extend([self.image] * count)
+                visual.extend(range(tile * count + 1, (tile + 1) * count + 1))
+
+        for row in range(rows):
+            for column in range(columns):
+                write("fake")
+                write(f"<row_{row + 1}_col_{column + 1}>", row * columns + column)
+            write("\n" if row + 1 < rows else "\n\n")
+        write("fake")
+        write("global", rows * columns)
+        write("fake")
+        return ids, visual, [(self.side // self.patch,) * 2] * (rows * columns + 1)
+
+    def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
+        """The tiles of a picture."""
+        return list(output["pixel_values"][0])
+
+
+def _idefics3(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    where = str(files.directory / "preprocessor_config.json")
+    side = _side(files.settings.get("max_image_size", {"longest_edge": 364}), where)
+    longest = int(files.settings.get("size", {"longest_edge": 4 * 364}).get("longest_edge", 0))
+    if vision.crops is not None:
+        longest = files.settings.setdefault("size", {})["longest_edge"] = min(longest, math.isqrt(vision.crops) * side)
+        files.settings["do_image_splitting"] = vision.crops > 1
+    if not files.settings.get("do_image_splitting", True):
+        longest = 0
+    fake = files.token("fake_image_token", "<fake_token_around_image>")
+    image, whole = files.token("image_token", "<image>"), files.token("global_image_token", "<global-img>")
+    texts = {"fake": (files.id(fake),), "global": files.ids(whole), "\n": files.ids("\n"), "\n\n": files.ids("\n\n")}
+    most = math.ceil(min(longest, 4096) / side)
+    names = [f"<row_{row}_col_{column}>" for row in range(1, most + 1) for column in range(1, most + 1)]
+    texts |= {name: files.ids(name) for name in names}
+    merge = int(files.config.get("scale_factor", 2))
+    family = Idefics3(files.patch, merge, side, longest, files.id(image), tuple(texts.items()))
+    return PictureReader(family, image, files.id(image), (image, fake, whole))
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen:
+    """Whole pictures, scaled to a multiple of the blocks of patches (Qwen2VLProcessor).
+
+    `least` and `most` bound the pixels.
+    """
+
+    patch: int
+    merge: int
+    least: int
+    most: int
+    pad: int
+    tile_patches: int = 0
+
+    def layout(self, width: int, height: int) -> Layout:
+        """The layout of a picture of this size."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        side = self.patch * self.merge
+        try:
+            height, width = smart_resize(height, width, side, self.least, self.most)
+        except ValueError as problem:
+            what = f"the picture has {width} x {height} pixels, and the model takes none 200 times as long as wide"
+            raise UserError(what, fix="cut it into several pictures") from problem
+        count = (height // side) * (width // side)
+        return [self.pad] * count, range(1, count + 1), [(height // self.patch, width // self.patch)]
+
+    def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
+        """The picture, of which the processor gives patches, each twice as frames of a video."""
+        _, rows, columns = np.asarray(output["image_grid_thw"])[0].tolist()
+        values = np.asarray(output["pixel_values"])
+        blocks = (rows // self.merge, columns // self.merge, self.merge, self.merge)
+        frames = values.reshape(*blocks, -1, 2, self.patch, self.patch)[..., 0, :, :]
+        return [frames.transpose(4, 0, 2, 5, 1, 3, 6).reshape(-1, rows * self.patch, columns * self.patch)]
+
+
+def _qwen(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    _refuse_crops(vision, "this model")
+    settings = files.settings
+    size = dict(settings.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+    least = int(settings.get("min_pixels") or size["shortest_edge"])
+    most = int(settings.get("max_pixels") or size["longest_edge"])
+    patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
+    if int(settings.get("temporal_patch_size", 2)) != 2:
+        raise UserError("temporal_patch_size is not 2", where=str(files.directory / "preprocessor_config.json"))
+    pad = files.token("image_token", "<|image_pad|>")
+    words = (pad, "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    family = Qwen(patch, merge, least, most, files.id(pad))
+    frame = (files.id("<|vision_start|>"), files.id("<|vision_end|>"))
+    return PictureReader(family, pad, files.id(pad), words, frame=frame, mrope=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneTile:
+    """Whole pictures scaled to one size, whose tokens stand between `before` and `after` (Gemma3Processor,
+    LlavaProcessor)."""
+
+    patch: int
+    merge: int
+    side: int
+    image: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def tile_patches(self) -> int:
+        """The patches of a picture."""
+        return (self.side // self.patch) ** 2
+
+    def layout(self, width: int, height: int) -> Layout:
+        """The layout of a picture of any size."""
+        count = self.tile_patches // self.merge**2
+        visual = [*[0] * len(self.before), *range(1, count + 1), *[0] * len(self.after)]
+        return [*self.before, *[self.image] * count, *self.after], visual, [(self.side // self.patch,) * 2]
+
+    def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
+        """The picture."""
+        return list(output["pixel_values"])
+
+
+def _gemma3(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    _refuse_crops(vision, "Gemma 3")
+    where = str(files.directory / "preprocessor_config.json")
+    if files.settings.get("do_pan_and_scan"):
+        raise UserError("do_pan_and_scan is not supported", where=where, fix="set it to false")
+    side = _side(files.settings.get("size", {"height": 224, "width": 224}), where)
+    begin, image = files.token("boi_token", "<start_of_image>"), files.token("image_token", "<image_soft_token>")
+    end, count = files.token("eoi_token", "<end_of_image>"), int(files.config.get("mm_tokens_per_image", 256))
+    merge = side // files.patch // math.isqrt(count)
+    family = OneTile(files.patch, merge, side, files.id(image), (files.id(begin),), (files.id(end),))
+    return PictureReader(family, begin, files.id(begin), (begin, image, end), around=("\n\n", "\n\n"), reach=True)
+
+
+def _check_strategy(files: ModelFiles) -> None:
+    strategy = files.config.get("vision_feature_select_strategy", "default")
+    if strategy != "default":
+        where = str(files.directory / "config.json")
+        raise UserError(f"vision_feature_select_strategy {strategy} is not supported, only default", where=where)
+
+
+def _llava(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    _refuse_crops(vision, "LLaVA 1.5")
+    _check_strategy(files)
+    where = str(files.directory / "preprocessor_config.json")
+    is_cut = files.settings.get("do_center_crop", True)
+    size = files.settings.get("crop_size" if is_cut else "size") or {"height": 224, "width": 224}
+    side = _side(size if isinstance(size, dict) else {"height": size}, where)
+    image = files.token("image_token", "<image>")
+    return PictureReader(OneTile(files.patch, 1, side, files.id(image)), image, files.id(image), (image,))
+
+
+@dataclasses.dataclass(frozen=True)
+class LlavaNext:
+    """The whole picture, then its tiles as one grid of features without those of padding, whose rows end with the
+    model's newline (LlavaNextProcessor)."""
+
+    patch: int
+    side: int
+    image: int
+    resolutions: tuple[tuple[int, int], ...]
+    merge: int = 1
+
+    @property
+    def tile_patches(self) -> int:
+        """The patches of a tile."""
+        return (self.side // self.patch) ** 2
+
+    def layout(self, width: int, height: int) -> Layout:
+        """The layout of a picture of this size."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        n, base = self.side // self.patch, self.tile_patches
+        best = select_best_resolution((height, width), [list(size) for size in self.resolutions])
+        rows, columns = best[0] // self.side, best[1] // self.side
+        tile = 1 + np.arange(rows * columns).reshape(rows, 1, columns, 1)
+        features = (tile * base + np.arange(base).reshape(1, n, 1, n) + 1).reshape(rows * n, columns * n)
+        if width / height > features.shape[1] / features.shape[0]:  # unpad_image of transformers' LLaVA-NeXT
+            padding = (features.shape[0] - int(round(height * (features.shape[1] / width), 7))) // 2
+            features = features[padding : features.shape[0] - padding]
+        else:
+            padding = (features.shape[1] - int(round(width * (features.shape[0] / height), 7))) // 2
+            features = features[:, padding : features.shape[1] - padding]
+        newlines = np.full((len(features), 1), NEWLINE)
+        visual = np.concatenate([np.arange(1, base + 1), np.concatenate([features, newlines], 1).ravel()])
+        return [self.image] * len(visual), visual.tolist(), [(n, n)] * (1 + rows * columns)
+
+    def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
+        """The whole picture and its tiles."""
+        return list(output["pixel_values"][0])
+
+
+def _llava_next(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    _check_strategy(files)
+    where = str(files.directory / "preprocessor_config.json")
+    side = _side(files.settings.get("crop_size") or files.settings.get("size") or {"shortest_edge": 224}, where)
+    default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    resolutions = [tuple(size) for size in files.settings.get("image_grid_pinpoints") or default]
+    if vision.crops is not None:
+        few = [size for size in resolutions if size[0] * size[1] <= vision.crops * side**2]
+        resolutions = few or [(side, side)]
+        files.settings["image_grid_pinpoints"] = [list(size) for size in resolutions]
+    image = files.token("image_token", "<image>")
+    family = LlavaNext(files.patch, side, files.id(image), tuple(resolutions))
+    return PictureReader(family, image, files.id(image), (image,))
+
+
+_QWEN = (_qwen, {"Qwen2VLImageProcessor": QWEN2_VL})
 FAMILIES: dict[str, tuple[Callable[[ModelFiles, VisionSection], PictureReader], dict[str, str]]] = {
     "internvl": (_internvl, {"GotOcr2ImageProcessor": GOT_OCR2}),
+    "idefics3": (_idefics3, {"Idefics3ImageProcessor": IDEFICS3}),
+    "smolvlm": (_idefics3, {"SmolVLMImageProcessor": SMOLVLM, "Idefics3ImageProcessor": IDEFICS3}),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    "gemma3": (_gemma3, {"Gemma3ImageProcessor": GEMMA3}),
+    "llava": (_llava, {"CLIPImageProcessor": CLIP, "LlavaImageProcessor": LLAVA}),
+    "llava_next": (_llava_next, {"LlavaNextImageProcessor": LLAVA_NEXT}),
 }

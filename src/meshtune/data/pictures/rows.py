@@ -110,6 +110,39 @@ def _placed(examples: Sequence[Example]) -> Iterator[tuple[Example, int, Documen
         begin += len(example.ids) - 1
 
 
+@dataclasses.dataclass(frozen=True)
+class PictureCounts:
+    """Counts of a split: its pictures with their patches and tokens, the `rows` of an epoch that have some, the numbers
+    of patches that rows may have, and the share of patches that is used (of the smallest number that fits each row)."""
+
+    pictures: int
+    patches: int
+    tokens: int
+    rows: int
+    sizes: tuple[int, ...]
+    fill: float
+
+
+def count_pictures(pictures: RowPictures, store: Store, rows: PackedRows) -> PictureCounts:
+    """The counts of a store whose documents are packed in `rows`."""
+    layouts = [
+        pictures.reader.layout(*item.picture.size)
+        for index in range(len(store))
+        for item in read_pictures(store[index].extra)
+    ]
+    per_row = np.add.reduceat(pictures.patches[rows.documents], rows.starts[:-1])
+    sizes = np.array(pictures.sizes)[::-1]
+    taken = sizes[np.searchsorted(sizes, per_row[per_row > 0])]
+    return PictureCounts(
+        len(layouts),
+        sum(layout.patches for layout in layouts),
+        sum(len(layout.ids) for layout in layouts),
+        len(taken),
+        pictures.sizes,
+        float(per_row.sum() / taken.sum()),
+    )
+
+
 def row_pictures(
     reader: PictureReader, store: Store, unit_size: int, rows: PackedRows, given: int | None
 ) -> RowPictures | None:

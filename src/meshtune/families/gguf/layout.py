@@ -35,12 +35,11 @@ from meshtune.families.gguf.rope import rope_metadata, rope_tensors
 from meshtune.families.recurrent import grouped_rows
 from meshtune.families.tensors import Shape, View
 from meshtune.model.attention import AttentionSpec
-from meshtune.model.block import Mixer
+from meshtune.model.block import ENTER, LEAVE, Mixer
 from meshtune.model.delta_net import DeltaNetSpec
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.layer import LayerSpec
-from meshtune.model.layer_extras import ENTER, LEAVE
 from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec, abstract_params

@@ -27,13 +27,13 @@ SIGLIP = {  # the defaults of SiglipVisionConfig, which published configs leave 
 
 def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """Gemma3Config -> VisionSpec."""
-    outer = ConfigFields(dict(config), where)
+    model_fields = ConfigFields(dict(config), where)
     fields = ConfigFields(SIGLIP | dict(config["vision_config"]), f"{where}, vision_config")
     side, tile = patches_of(fields)
-    tokens = outer.integer("mm_tokens_per_image", 256)
+    tokens = model_fields.integer("mm_tokens_per_image", 256)
     across = math.isqrt(tokens)
     if across**2 != tokens or tile % across:
-        raise outer.error(
+        raise model_fields.error(
             "mm_tokens_per_image", f"the {tile} x {tile} patches of a picture do not average to {tokens} in a square"
         )
     layer = encoder_layer(fields, "gelu_pytorch_tanh", 1e-6)
@@ -66,11 +66,11 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
         "vision/positions": f"{TOWER}.embeddings.position_embedding",
         "vision/norm": f"{TOWER}.post_layernorm",
         "projector/norm": f"{PROJECTOR}.mm_soft_emb_norm",
-        "projector/out": Stored(projection, projection, _transposed),
+        "projector/out": Stored(projection, projection, _transposed_view),
     }
     return one_to_one(spec, MODULES, outside, f"{TOWER}.encoder.layers", VISION)
 
 
-def _transposed(shape: Shape) -> View:
+def _transposed_view(shape: Shape) -> View:
     """A tensor [in, out] as [out, in]."""
     return View.identity(shape[::-1]).transpose(1, 0)

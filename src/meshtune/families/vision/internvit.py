@@ -43,14 +43,16 @@ MODULES: dict[str, str | Stored] = {
 
 def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """InternVLConfig -> VisionSpec."""
-    outer = ConfigFields(dict(config), where)
+    model_fields = ConfigFields(dict(config), where)
     fields = ConfigFields(DEFAULTS | dict(config["vision_config"]), f"{where}, vision_config")
-    outer.only("vision_feature_layer", -1)
-    outer.only("vision_feature_select_strategy", "default")
-    ratio = outer.number("downsample_ratio", 0.5)
+    model_fields.only("vision_feature_layer", -1)
+    model_fields.only("vision_feature_select_strategy", "default")
+    ratio = model_fields.number("downsample_ratio", 0.5)
     merge = int(1 / ratio)
     if merge * ratio != 1:
-        raise outer.error("downsample_ratio", f"downsample_ratio is {ratio}, and must be one over a whole number")
+        raise model_fields.error(
+            "downsample_ratio", f"downsample_ratio is {ratio}, and must be one over a whole number"
+        )
     width, eps = fields.integer("hidden_size"), fields.number("layer_norm_eps", 1e-6)
     (heads, head_dim), (side, tile) = heads_of(fields, "num_attention_heads", width), patches_of(fields, merge)
     fields.only("use_absolute_position_embeddings", True)
@@ -79,7 +81,7 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
             merge,
             norm=NormSpec(1e-5, "layer"),
             hidden=text.embed,
-            activation=read_activation(outer, "projector_hidden_act", "gelu"),
+            activation=read_activation(model_fields, "projector_hidden_act", "gelu"),
         ),
         channels=fields.integer("num_channels", 3),
         tile=tile**2,

@@ -26,15 +26,15 @@ CLIP = {  # the defaults of CLIPVisionConfig, which published configs leave out
 
 def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """LlavaConfig or LlavaNextConfig -> VisionSpec."""
-    outer = ConfigFields(dict(config), where)
-    given = dict(config["vision_config"])
-    if given.get("model_type", "clip_vision_model") != "clip_vision_model":
-        raise outer.error("vision_config", f"a tower of type {given['model_type']!r} is not implemented")
-    fields = ConfigFields(CLIP | given, f"{where}, vision_config")
-    outer.only("vision_feature_select_strategy", "default")
-    chosen, count = outer.get("vision_feature_layer", -2), fields.integer("num_hidden_layers")
+    model_fields = ConfigFields(dict(config), where)
+    tower = dict(config["vision_config"])
+    if tower.get("model_type", "clip_vision_model") != "clip_vision_model":
+        raise model_fields.error("vision_config", f"a tower of type {tower['model_type']!r} is not implemented")
+    fields = ConfigFields(CLIP | tower, f"{where}, vision_config")
+    model_fields.only("vision_feature_select_strategy", "default")
+    chosen, count = model_fields.get("vision_feature_layer", -2), fields.integer("num_hidden_layers")
     if type(chosen) is not int or not 0 < (layers := chosen if chosen >= 0 else count + 1 + chosen) <= count:
-        raise outer.error("vision_feature_layer", f"vision_feature_layer {chosen!r} is no layer of the {count}")
+        raise model_fields.error("vision_feature_layer", f"vision_feature_layer {chosen!r} is no layer of the {count}")
     layer, (side, tile) = encoder_layer(fields, "quick_gelu", 1e-5), patches_of(fields)
     spec = VisionSpec(
         "clip",
@@ -43,8 +43,8 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
         side,
         ProjectorSpec(
             hidden=text.embed,
-            activation=read_activation(outer, "projector_hidden_act", "gelu"),
-            bias=bool(outer.get("multimodal_projector_bias", True)),
+            activation=read_activation(model_fields, "projector_hidden_act", "gelu"),
+            bias=bool(model_fields.get("multimodal_projector_bias", True)),
         ),
         channels=fields.integer("num_channels", 3),
         patch_bias=False,

@@ -13,6 +13,7 @@ from meshtune.kernels.attention.backend import (
     AttentionRequest,
     AttentionSharding,
     Backend,
+    StackedCaches,
     run_over_mesh,
     zigzag_order,
 )
@@ -21,7 +22,7 @@ from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.splash import SPLASH
-from meshtune.kernels.attention.triton import TRITON
+from meshtune.kernels.attention.triton import TRITON, decode, decode_refusal
 from meshtune.translatable import Translatable
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "AttentionRequest",
     "AttentionSharding",
     "Backend",
+    "StackedCaches",
     "attention",
     "choose_backend",
     "zigzag_order",
@@ -104,6 +106,7 @@ def attention(
     sinks: Float[Array, "H"] | None = None,
     q_parents: Int[Array, "B T"] | None = None,
     q_reach: Int[Array, "B T"] | None = None,
+    caches: StackedCaches | None = None,
     backend: str = "auto",
     sharding: AttentionSharding | None = None,
     platform: str = "",
@@ -122,7 +125,8 @@ def attention(
     query back to key (ALiBi); they get no gradient. `sinks` are scores in every token's softmax that have no value.
     `aligned=True` promises that T == S and that no token sees one that comes after it in the row, `packed=False` that a
     row is one document followed by padding; `platform` and `chip` are those of AttentionRequest. With a `sharding` each
-    device computes its own rows and heads, or its part of aligned rows, best stored in `zigzag_order`.
+    device computes its own rows and heads, or its part of aligned rows, best stored in `zigzag_order`. `caches` are the
+    arrays that k and v are a layer of: GPUs read one new token's past there (triton_decode).
     Raises: UserError for a backend that does not exist or cannot serve the request (see `choose_backend`).
     """
     B, T, H, h = q.shape
@@ -141,6 +145,9 @@ def attention(
     tokens = q_positions, kv_positions, q_segments, kv_segments
     inputs = AttentionInputs(q, k, v, *tokens, slopes, sinks, q_parents, q_reach)
     if sharding is None or sharding.mesh.size == 1:
+        is_served = caches is not None and caches.k.dtype == q.dtype and decode_refusal(request) is None
+        if caches is not None and is_served and backend == "auto":
+            return decode(inputs, request, caches)
         return choose_backend(request, backend)[0].run(inputs, request)
     sharding = sharding.fit(request)
     request = sharding.local(request)

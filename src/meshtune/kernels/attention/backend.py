@@ -78,6 +78,14 @@ class AttentionInputs(NamedTuple):
     q_reach: jax.Array | None = None
 
 
+class StackedCaches(NamedTuple):
+    """Keys and values of all layers, head by head, and the number of the layer that attends."""
+
+    k: Float[Array, "L B K S h"]
+    v: Float[Array, "L B K S h"]
+    layer: Array | int
+
+
 NO_SINKS = Translatable("its kernels have no sinks")
 NO_ALIBI = Translatable("its kernels have no biases by distance (ALiBi)")
 NO_PARENTS = Translatable("its kernels show a token its own segment only, not the prompt that it continues")

@@ -17,7 +17,6 @@ from meshtune.kernels.attention.backend import (
     NO_PARENTS,
     NO_REACHES,
     NO_SINKS,
-    ONLY_CAUSAL,
     AttentionInputs,
     AttentionRequest,
     Backend,
@@ -36,12 +35,10 @@ def supports(request: AttentionRequest) -> str | None:
         return Translatable("it computes in {dtypes}, not in {dtype}", dtypes=" and ".join(DTYPES), dtype=request.dtype)
     if request.packed:
         return Translatable("it cannot tell the documents of a packed row apart (data.packing)")
-    if not request.aligned:
+    if not request.aligned and (request.causal or request.q_length != request.kv_length):
         return Translatable("these queries and keys are not one row")
     if request.softcap is not None:
         return Translatable("it has no soft cap")
-    if not request.causal:
-        return ONLY_CAUSAL
     if request.alibi:
         return Translatable("its bias is as large as all scores, so it would hold them (ALiBi)")
     if request.sinks:
@@ -86,7 +83,8 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     # Masked before and after the kernel, so that padding enters neither values nor gradients, whatever it computes.
     q, k, v = (jnp.where(real[..., None, None], x, 0) for x in inputs[:3])
     out = jax.nn.dot_product_attention(
-        q, k, v, scale=request.scale, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+        q, k, v, scale=request.scale, is_causal=request.causal,
+        query_seq_lengths=lengths, key_value_seq_lengths=lengths,
         local_window_size=None if request.window is None else (request.window - 1, 0), implementation="cudnn",
     )  # fmt: skip
     out = jnp.where(real[..., None, None], out, 0)

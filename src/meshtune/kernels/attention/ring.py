@@ -83,7 +83,7 @@ def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, res
     extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
     mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys, sharding.of_heads))
     dq, dk, dv, d_sinks = mapped(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None, None, d_sinks, None
+    return dq, dk, dv, None, None, None, None, None, d_sinks, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import online_softmax
 from meshtune.kernels.attention.backend import (
     NO_ALIBI,
-    NO_REACHES,
-    ONLY_CAUSAL,
     AttentionInputs,
     AttentionRequest,
     Backend,
@@ -31,16 +30,14 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 forward = LazyFunction("meshtune.kernels.attention.triton_kernels:forward")
 backward = LazyFunction("meshtune.kernels.attention.triton_kernels:backward")
 padded_delta = LazyFunction("meshtune.kernels.attention.triton_kernels:padded_delta")
+decode = LazyFunction("meshtune.kernels.attention.triton_decode:run")
+BLOCK = 64  # slots of a cache that `decode` reads at once
 
 
 def supports(request: AttentionRequest) -> str | None:
     """NVIDIA GPUs from Ampere on, AMD GPUs with matrix units, head dimensions of 16 to 256."""
     if refusal := without_triton(chip_of(request.platform, request.chip)):
         return refusal
-    if not request.causal:
-        return ONLY_CAUSAL
-    if request.reaches:
-        return NO_REACHES
     if request.alibi:
         return NO_ALIBI
     if request.dtype not in DTYPES:
@@ -61,12 +58,34 @@ def suits(request: AttentionRequest) -> str | None:
     return None
 
 
+def decode_refusal(request: AttentionRequest) -> str | None:
+    """The reason why `decode` does not serve a request over caches, or None."""
+    if refusal := supports(request) or suits(request):
+        return refusal
+    if request.q_length != 1:
+        return Translatable("{queries} tokens a row: its kernel is for one", queries=request.q_length)
+    if request.head_dim & (request.head_dim - 1):
+        return Translatable("head dimension {size} is no power of two", size=request.head_dim)
+    if request.kv_length % BLOCK:
+        return Translatable("{slots} slots are no multiple of {size}", slots=request.kv_length, size=BLOCK)
+    return None
+
+
 def run(inputs: AttentionInputs, request: AttentionRequest, *, interpret: bool = False) -> jax.Array:
     """Softmax attention with float32 scores and sums; first derivatives only. [B,T,H,h] in q's dtype.
 
     `interpret` runs the kernels in Pallas's interpreter, on any platform and slowly: for tests.
     """
-    return _attend(request, interpret, *inputs)
+    return _attend(request, interpret, *without_order(inputs, request))
+
+
+def without_order(inputs: AttentionInputs, request: AttentionRequest) -> AttentionInputs:
+    """The inputs with all positions equal where the request has no causality, so that tokens see their whole segment:
+    the kernels go by positions, and not by the order of tokens in a row."""
+    if request.causal:
+        return inputs
+    zeros = jnp.zeros_like(inputs.q_positions), jnp.zeros_like(inputs.kv_positions)
+    return inputs._replace(q_positions=zeros[0], kv_positions=zeros[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -93,7 +112,7 @@ def _attend_backward(request: AttentionRequest, interpret: bool, residuals, d_ou
     dtypes = tuple(x.dtype for x in inputs[:3])
     d_sinks = online_softmax.grads_by_head(inputs.sinks, log_sum_exp, delta)
     grads = backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret)
-    return *grads, None, None, None, None, None, d_sinks, None
+    return *grads, None, None, None, None, None, d_sinks, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

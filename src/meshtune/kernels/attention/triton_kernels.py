@@ -48,6 +48,7 @@ class KernelConfig(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    reaches: bool
 
 
 def forward_kernel(
@@ -210,12 +211,13 @@ def _tokens(size: int, tokens, block):
 
 def _visible(cfg: KernelConfig, queries, keys):
     """`visibility.visible` for tokens whose shapes already broadcast against each other."""
-    (q_positions, q_segments, *q_parents), (kv_positions, kv_segments) = queries, keys
+    (q_positions, q_segments, *others), (kv_positions, kv_segments) = queries, keys
+    q_parents, q_reach = others[: len(others) - cfg.reaches], others[-1] if cfg.reaches else q_positions
     distance = q_positions - kv_positions
     same_segment = (q_segments == kv_segments) & (q_segments != 0)
     for parents in q_parents:
         same_segment |= (parents == kv_segments) & (parents != 0)
-    causal = same_segment & (distance >= 0)
+    causal = same_segment & (q_reach >= kv_positions)
     return causal if cfg.window is None else causal & (distance < cfg.window)
 
 
@@ -418,11 +420,12 @@ class _KernelCall:
         self.kv_block = pl.BlockSpec((None, tile.kv, None, width), lambda j, n, b: (b, j, n, 0))
         self.all_queries = pl.BlockSpec((None, self.q_padded, group, width), lambda j, n, b: (b, 0, n, 0))
         self.all_q_scalars = pl.BlockSpec((None, group, self.q_padded), lambda j, n, b: (b, n, 0))
-        parents = () if inputs.q_parents is None else (inputs.q_parents,)
-        queries = inputs.q_positions, inputs.q_segments, *parents
-        self._queries = tuple(_pad_tokens(x, self.q_padded) for x in queries)
+        queries, others = (inputs.q_positions, inputs.q_segments), (inputs.q_parents, inputs.q_reach)
+        positions, segments = (_pad_tokens(x, self.q_padded) for x in queries)
+        padded = [None if x is None else _pad_tokens(x, self.q_padded) for x in others]
+        self._queries = (positions, segments, *(x for x in padded if x is not None))
         self._keys = tuple(_pad_tokens(x, self.kv_padded) for x in (inputs.kv_positions, inputs.kv_segments))
-        self._token_blocks = token_blocks(tile.q, *self._queries), token_blocks(tile.kv, *self._keys)
+        self._token_blocks = token_blocks(tile.q, positions, segments, *padded), token_blocks(tile.kv, *self._keys)
 
     def tokens_by_query_block(self) -> list[Operand]:
         """The tokens of a query block and of all keys, then the ranges of key blocks that it visits."""
@@ -452,7 +455,7 @@ class _KernelCall:
         request, tile = self.request, self.tile
         config = KernelConfig(
             tile.q, tile.kv, request.q_length, request.kv_length, request.head_dim,
-            request.scale, request.window, request.softcap,
+            request.scale, request.window, request.softcap, request.reaches,
         )  # fmt: skip
         return pl.pallas_call(
             functools.partial(kernel, config),

@@ -19,6 +19,7 @@ from meshtune.kernels.attention import online_softmax
 from meshtune.kernels.attention.backend import AttentionInputs, AttentionRequest, AttentionSharding
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.ring import rotate
+from meshtune.kernels.attention.triton import without_order
 from meshtune.kernels.attention.triton_kernels import backward, forward, padded_delta
 
 FIELDS = len(AttentionInputs._fields)
@@ -37,7 +38,7 @@ def run(
     inputs: AttentionInputs, request: AttentionRequest, sharding: AttentionSharding, *, interpret: bool = False
 ) -> jax.Array:
     """[B,T,H,h] in q's dtype; `sharding` is fitted and `request` is that of one device. First derivatives only."""
-    return _attend(request, sharding, interpret, *inputs)
+    return _attend(request, sharding, interpret, *without_order(inputs, request))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -63,7 +64,7 @@ def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, int
     extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
     mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys, sharding.of_heads))
     dq, dk, dv, d_sinks = mapped(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None, None, d_sinks, None
+    return dq, dk, dv, None, None, None, None, None, d_sinks, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

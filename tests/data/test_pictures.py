@@ -1,0 +1,502 @@
+"""Pictures as transformers' processors prepare them: tokens and pixels of every family, masks, rows, and bad files."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from data.pictures import MODELS, file_of, make_model, picture
+from meshtune.config.recipe import Recipe
+from meshtune.config.sections import VisionSection
+from meshtune.data.conversation import Conversation, Origin
+from meshtune.data.inspection import inspect_data
+from meshtune.data.pictures.expansion import expand, read_pictures
+from meshtune.data.pictures.families import picture_reader
+from meshtune.data.pictures.files import decode_picture, read_size
+from meshtune.data.pictures.positions import mrope_positions, reach_positions
+from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+
+SIZES = [(56, 56), (150, 60), (40, 130), (200, 190), (57, 31)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The directory of a family's model."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def of(family):
+        if family not in made:
+            made[family] = make_model(folder / family, family)
+        return made[family]
+
+    return of
+
+
+def reader_of(directory, **vision):
+    return picture_reader(directory, VisionSection(**vision), load_tokenizer(directory))
+
+
+def processed(reader, image):
+    """What transformers' image processor returns for a picture, with the settings of the model's processor."""
+    module, _, name = reader.processor.partition(":")
+    return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))([image], return_tensors="np")
+
+
+def written(family, tokenizer, output, image):
+    """The text that transformers' processor writes in the place of a picture."""
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+    from transformers.models.llava.processing_llava import LlavaProcessor
+    from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+    from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    match family:
+        case "internvl":
+            fields = {"start_image_token": "<img>", "end_image_token": "</img>", "image_token": "<IMG_CONTEXT>"}
+            return InternVLProcessor.replace_image_token(SimpleNamespace(**fields, image_seq_length=4), output, 0)
+        case "smolvlm":
+            settings = {key: value for key, value in MODELS["smolvlm"][1].items() if key != "image_processor_type"}
+            shown = SmolVLMImageProcessorPil(**settings)([image], return_row_col_info=True, return_tensors="np")
+            return get_image_prompt_string(
+                shown["rows"][0][0], shown["cols"][0][0], 4, "<fake_token_around_image>", "<image>", "<global-img>"
+            )
+        case "gemma3":
+            whole = f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"
+            return Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), output, 0)
+        case "llava":
+            fields = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+            return LlavaProcessor.replace_image_token(SimpleNamespace(image_token="<image>", **fields), output, 0)
+        case "llava_next":
+            processor = object.__new__(LlavaNextProcessor)
+            processor.patch_size, processor.num_additional_image_tokens = 14, 1
+            processor.vision_feature_select_strategy, processor.image_token = "default", "<image>"
+            processor.image_processor = SimpleNamespace(image_grid_pinpoints=MODELS[family][1]["image_grid_pinpoints"])
+            return LlavaNextProcessor.replace_image_token(processor, output, 0)
+        case _:
+            fields = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token="<|image_pad|>")
+            return Qwen2VLProcessor.replace_image_token(fields, output, 0)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_tokens_are_those_of_transformers(model, family):
+    """Of two pictures in a rendered conversation: transformers replaces the text of the placeholder, then tokenises."""
+    directory = model(family)
+    tokenizer, reader = load_tokenizer(directory), reader_of(directory)
+    parts = [{"type": "image"}, {"type": "text", "text": "what is it?\n"}, {"type": "image"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    for size in SIZES:
+        images = [picture(*size), picture(120, 70)]
+        pieces = text.split(reader.placeholder)
+        assert len(pieces) == 3
+        replaced = [written(family, tokenizer, processed(reader, image), image) for image in images]
+        expected = tokenizer("".join([pieces[0], replaced[0], pieces[1], replaced[1], pieces[2]]))["input_ids"]
+        ids = np.asarray(tokenizer(reader.write(text))["input_ids"], np.int32)
+        expanded = expand(reader, ids, [image.size for image in images], "here")
+        assert expanded.ids.tolist() == expected
+        layouts = [reader.layout(*image.size) for image in images]
+        used = expanded.visual[expanded.visual > 0]
+        assert len(set(used.tolist())) == len(used) <= sum(layout.features for layout in layouts)
+        if family != "llava_next":  # whose padding has features that no token takes
+            assert len(used) == sum(layout.features for layout in layouts)
+        for start, layout in zip(expanded.starts, layouts, strict=True):
+            assert expanded.ids[start : start + len(layout.ids)].tolist() == layout.ids.tolist()
+        assert (expanded.unweighted >= (expanded.visual != 0)).all()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_pixels_are_those_of_transformers(model, family):
+    reader = reader_of(model(family))
+    for size in SIZES:
+        image = picture(*size)
+        patches, segments, grid = reader.patches(image)
+        layout, output, side = reader.layout(*size), processed(reader, image), reader.family.patch
+        assert len(patches) == len(segments) == len(grid) == layout.patches
+        assert np.unique(segments).tolist() == list(range(1, len(layout.tiles) + 1))
+        if family.startswith("qwen"):
+            expected = output["pixel_values"].reshape(len(patches), 3, 2, side**2)
+            assert np.array_equal(expected[:, :, 0], expected[:, :, 1])
+            assert np.array_equal(patches, expected[:, :, 0].reshape(patches.shape))
+        else:
+            tiles = np.asarray(output["pixel_values"])
+            tiles = tiles.reshape(-1, *tiles.shape[-3:])
+            for number, (tile, (rows, columns)) in enumerate(zip(tiles, layout.tiles, strict=True), start=1):
+                assert tuple(grid[segments == number][0, 2:]) == (rows, columns)
+                for patch, (row, column, *_) in zip(patches[segments == number], grid[segments == number], strict=True):
+                    box = tile[:, row * side : row * side + side, column * side : column * side + side]
+                    assert np.array_equal(patch, box.ravel().astype(np.float32))
+        blocks = grid.reshape(-1, reader.merge, reader.merge, 4)
+        assert (blocks[:, :1, :1] + np.stack(np.broadcast_arrays(
+            *np.mgrid[: reader.merge, : reader.merge], 0, 0), -1) == blocks).all()  # fmt: skip
+
+
+def test_positions_are_those_of_get_rope_index(model):
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    reader = reader_of(model("qwen2_vl"))
+    layouts = [reader.layout(200, 90), reader.layout(56, 190)]
+    types = [0, 0, 0, *[1] * layouts[0].features, 0, 0, *[1] * layouts[1].features, 0]
+    starts = [3, 5 + layouts[0].features]
+    fake = SimpleNamespace(config=Qwen2VLConfig(), get_vision_position_ids=Qwen2VLModel.get_vision_position_ids)
+    fake.get_vision_position_ids = lambda *a, **k: Qwen2VLModel.get_vision_position_ids(fake, *a, **k)
+    grids = torch.tensor([[1, 2 * layout.grid[1], 2 * layout.grid[2]] for layout in layouts])
+    expected, _ = Qwen2VLModel.get_rope_index(
+        fake, torch.zeros(1, len(types), dtype=torch.long), torch.tensor([types]), image_grid_thw=grids
+    )
+    pictures = [(start, layout.grid) for start, layout in zip(starts, layouts, strict=True)]
+    assert np.array_equal(mrope_positions(len(types), pictures), expected[:, 0].T.numpy())
+    cut = mrope_positions(len(types) - 2, pictures)
+    assert np.array_equal(cut, expected[:, 0].T.numpy()[:-2])
+    assert np.array_equal(mrope_positions(4, []), np.repeat(np.arange(4)[:, None], 3, 1))
+
+
+def test_tokens_of_a_picture_reach_its_last(model):
+    assert reach_positions(np.array([0, 1, 2, 3, 0, 0, 4, 5, 0])).tolist() == [0, 3, 3, 3, 4, 5, 7, 7, 8]
+
+
+def recipe_of(directory, file, **vision):
+    options = {"max_length": vision.pop("max_length", 256), "overlong": vision.pop("overlong", "truncate")}
+    sections = {"model": str(directory), "data": {"train": str(file), **options, **vision.pop("data", {})}}
+    rest = {"stage": vision.pop("stage", "sft"), "train": {"batch_size": 2}}
+    return Recipe.model_validate({**sections, **rest, "output": str(file.parent / "out"), "vision": vision})
+
+
+def prepare(directory, records, folder, **vision):
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = recipe_of(directory, data, **vision)
+    return prepare_data(recipe, load_tokenizer(directory), cache=folder / "cache")
+
+
+def chat(*pictures, text="what is it?", answer="a circle", mark="<image>"):
+    turns = [{"role": "user", "content": mark * len(pictures) + text}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": list(pictures)} if pictures else {"messages": turns}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, size in {"a.png": (56, 56), "b.png": (150, 60), "c.png": (40, 130)}.items():
+        (tmp_path / name).write_bytes(file_of(picture(*size)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen3_vl", "gemma3", "llava_next"])
+def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
+    directory = model(family)
+    reader, tokenizer = reader_of(directory), load_tokenizer(directory)
+    records = [chat("a.png", "b.png"), chat(), chat("c.png", text="which colour?")]
+    data = prepare(directory, records, folder, max_length=2048, data={"shuffle": False})
+    batch = data.train.batch(0)
+    arrays = {name: array[0, 0] for name, array in batch.arrays.items()}
+    assert batch.arrays["patches"].shape[2] in data.train.patch_sizes
+    names = {"a.png": (56, 56), "b.png": (150, 60), "c.png": (40, 130)}
+    expected = [reader.patches(picture(*size)) for size in names.values()]
+    total = sum(len(patches) for patches, *_ in expected)
+    assert np.array_equal(arrays["patches"][:total], np.concatenate([patches for patches, *_ in expected]))
+    assert not arrays["patches"][total:].any()
+    assert not arrays["patch_segments"][total:].any()
+    changes = np.diff(arrays["patch_segments"][:total])
+    assert set(changes.tolist()) <= {0, 1}
+    assert arrays["patch_segments"][total - 1] == sum(int(segments[-1]) for _, segments, _ in expected)
+    visual, first, number = arrays["visual"], 0, 0
+    places = np.flatnonzero(visual != 0)
+    for size in names.values():
+        layout = reader.layout(*size)
+        seen = layout.visual[layout.visual != 0]
+        chosen = visual[places[number : number + len(seen)]]
+        assert chosen.tolist() == np.where(seen > 0, seen + first, seen).tolist()
+        number, first = number + len(seen), first + layout.features
+    assert number == len(places)
+    assert not arrays["weights"][places].any()  # what follows a feature, or is one, is not trained on
+    trained = arrays["targets"][arrays["weights"] > 0]
+    assert tokenizer.decode(trained).count("a circle") == 3
+    if reader.mrope:
+        for segment in (1, 2, 3):
+            own = arrays["segment_ids"] == segment
+            assert arrays["mrope_positions"][own][0].tolist() == [0, 0, 0]
+        text = arrays["segment_ids"] == 2
+        assert (arrays["mrope_positions"][text] == arrays["positions"][text][:, None]).all()
+    assert ("mrope_positions" in arrays, "reach" in arrays) == (reader.mrope, reader.reach)
+
+
+def test_rows_without_pictures_have_no_arrays_of_them(model, folder):
+    directory = model("internvl")
+    records = [*[chat(answer="a circle " * 40)] * 2, chat("a.png")]
+    data = prepare(directory, records, folder, max_length=80, data={"shuffle": False})
+    names = [set(data.train.batch(step).arrays) for step in range(data.train.steps_per_epoch(0))]
+    assert {"patches" in arrays for arrays in names} == {True, False}
+
+
+def test_rows_keep_within_both_budgets(model, folder):
+    directory = model("internvl")
+    patches = reader_of(directory).layout(56, 56).patches
+    records = [chat("a.png", text=f"{n}?") for n in range(40)]
+    data = prepare(directory, records, folder, max_length=256, max_patches=3 * patches)
+    assert data.train.patch_sizes == (3 * patches, 2 * patches)
+    rows = data.train.rows(0)
+    assert sorted(rows.documents.tolist()) == list(range(40))
+    assert max(len(rows[row]) for row in range(len(rows))) == 3
+    with pytest.raises(UserError, match=r"record 1(.|\n)*max_patches"):
+        prepare(directory, [chat("a.png"), chat("b.png")], folder / "x", max_patches=patches, media_dir=str(folder))
+
+
+def test_a_picture_is_cut_as_a_whole(model, folder):
+    directory = model("qwen2_vl")
+    record = chat("a.png", "b.png", answer="a circle " * 30)
+    tokenizer, reader = load_tokenizer(directory), reader_of(directory)
+    complete = prepare(directory, [record], folder / "1", media_dir=str(folder), max_length=1024).train.store[0]
+    for length in range(9, len(complete.ids), 6):
+        data = prepare(
+            directory, [record], folder / str(length), media_dir=str(folder), max_length=length, overlong="turns"
+        )
+        example = data.train.store[0]
+        kept, pads = read_pictures(example.extra), int((example.ids == reader.placeholder_id).sum())
+        assert pads == sum(len(reader.layout(*item.picture.size).ids) for item in kept)
+        for item in kept:
+            assert example.ids[item.start - 1] == tokenizer.convert_tokens_to_ids("<|vision_start|>")
+        assert data.report.counts.pictures_cut == 2 - len(kept)
+        assert (example.ids == tokenizer.convert_tokens_to_ids("<|vision_end|>")).sum() == len(kept)
+
+
+def test_parts_marks_and_bytes_are_the_same_data(model, folder):
+    """OpenAI's parts, with paths and data URIs, LLaMA-Factory's marks, and data sets with bytes."""
+    import datasets
+
+    directory, records = model("internvl"), [chat("a.png", "b.png")]
+    uri = f"data:image/png;base64,{base64.b64encode((folder / 'a.png').read_bytes()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "image_url", "image_url": {"url": "b.png"}}]
+    answer = {"role": "assistant", "content": "a circle"}
+    openai = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}, answer]}
+    expected = prepare(directory, records, folder).train.store[0]
+    for number, record in enumerate([openai, {**records[0], "messages": records[0]["messages"]}]):
+        store = prepare(directory, [record], folder / str(number), media_dir=str(folder)).train.store
+        assert store[0].ids.tolist() == expected.ids.tolist()
+    rows = {"question": ["what is it?"], "answer": ["a circle"], "image": [str(folder / "a.png")]}
+    table = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    table.to_parquet(folder / "hub.parquet")
+    source = {"path": str(folder / "hub.parquet"), "columns": {"instruction": "question", "output": "answer"}}
+    recipe = Recipe.model_validate(
+        {
+            "model": str(directory),
+            "data": {"train": [source], "max_length": 256},
+            "output": "o",
+            "vision": {},
+            "train": {"batch_size": 2},
+        }
+    )
+    data = prepare_data(recipe, load_tokenizer(directory), cache=folder / "cache")
+    alone = prepare(directory, [chat("a.png")], folder / "alone", media_dir=str(folder)).train
+    assert data.train.store[0].ids.tolist() == alone.store[0].ids.tolist()
+    assert np.array_equal(data.train.batch(0).arrays["patches"], alone.batch(0).arrays["patches"])
+
+
+def test_pairs_have_their_pictures_on_both_sides(model, folder):
+    sides = {side: {"role": "assistant", "content": side} for side in ("chosen", "rejected")}
+    question = {"role": "user", "content": "<image>what is it?"}
+    record = {"messages": [question], **sides, "images": ["b.png"]}
+    data = prepare(model("internvl"), [record], folder, stage="dpo")
+    store = data.train.store
+    assert [len(read_pictures(store[side].extra)) for side in (0, 1)] == [1, 1]
+    batch = data.train.batch(0).arrays
+    half = int(batch["patch_segments"].max()) // 2
+    assert half
+    assert np.array_equal(
+        batch["patches"][0, 0][batch["patch_segments"][0, 0] == 1],
+        batch["patches"][0, 0][batch["patch_segments"][0, 0] == half + 1],
+    )
+
+
+def test_a_registry_of_llama_factory_names_pictures(model, folder):
+    (folder / "data.json").write_text(json.dumps([chat("a.png")]))
+    columns = {"messages": "messages", "images": "images"}
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = {"file_name": "data.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    (folder / "dataset_info.json").write_text(json.dumps({"demo": entry}))
+    data = {"train": [{"name": "demo"}], "registry": str(folder)}
+    recipe = Recipe.model_validate(
+        {"model": str(model("internvl")), "data": data, "output": str(folder / "o"), "vision": {}}
+    )
+    prepared = prepare_data(recipe, load_tokenizer(model("internvl")), cache=folder / "cache")
+    assert prepared.report.counts.pictures == 1
+
+
+def test_a_changed_picture_is_another_data_set_and_is_noticed_while_training(model, folder):
+    first = prepare(model("internvl"), [chat("a.png")], folder)
+    (folder / "a.png").write_bytes(file_of(picture(56, 56, seed=1)))
+    with pytest.raises(UserError, match=r"has changed(.|\n)*record 0"):
+        first.train.batch(0)
+    assert prepare(model("internvl"), [chat("a.png")], folder).fingerprint != first.fingerprint
+    assert prepare(model("internvl"), [chat("a.png")], folder, max_pixels=900).fingerprint != first.fingerprint
+
+
+def test_pictures_are_scaled_before_the_models_own_resize(model, folder):
+    reader = reader_of(model("qwen2_vl"), max_pixels=100 * 50)
+    assert reader.scaled(200, 100) == (100, 50)
+    assert reader.layout(200, 100).patches == reader.layout(100, 50).patches
+    image = picture(200, 100)
+    assert np.array_equal(reader.patches(image)[0], reader.patches(image.resize((100, 50)))[0])
+    assert reader_of(model("qwen2_vl"), min_pixels=400 * 100).scaled(200, 50) == (400, 100)
+    for family in ("internvl", "smolvlm"):
+        assert len(reader_of(model(family), crops=1).layout(200, 100).tiles) == 1
+        assert len(reader_of(model(family)).layout(200, 100).tiles) > 1
+
+
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "options"),
+    [
+        (picture(30, 20), "JPEG", {"exif": ROTATED}),
+        (picture(30, 20), "PNG", {"exif": ROTATED}),
+        (picture(30, 20), "WEBP", {"exif": ROTATED, "lossless": True}),
+        (picture(30, 20).convert("CMYK"), "JPEG", {}),
+        (picture(30, 20).convert("P"), "PNG", {}),
+        (picture(30, 20).convert("LA"), "PNG", {}),
+        (picture(30, 20).convert("1"), "PNG", {}),
+    ],
+)
+def test_files_are_decoded_as_transformers_does(tmp_path, image, kind, options):
+    from transformers.image_utils import load_image
+
+    (tmp_path / "file").write_bytes(data := file_of(image, kind, **options))
+    expected, decoded = load_image(str(tmp_path / "file")), decode_picture(data, "here")
+    assert np.array_equal(decoded, expected)
+    assert read_size(data, "here") == decoded.size == (((20, 30)) if "exif" in options else (30, 20))
+
+
+def bomb():
+    import struct
+    import zlib
+
+    head = struct.pack(">IIBBBBB", 20_000, 6_000, 8, 2, 0, 0, 0)
+    block = lambda name, body: struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))  # noqa: E731
+    return b"\x89PNG\r\n\x1a\n" + block(b"IHDR", head) + block(b"IDAT", b"") + block(b"IEND", b"")
+
+
+FRAMES = {"save_all": True, "append_images": [picture(9, 9, seed=2)]}
+BAD_FILES = {
+    "truncated.png": (file_of(picture(90, 90))[:-30], "truncated"),
+    "truncated.jpg": (file_of(picture(90, 90), "JPEG")[:-30], "truncated"),
+    "truncated.webp": (file_of(picture(90, 90), "WEBP")[:-30], "truncated|damaged"),
+    "animated.png": (file_of(picture(9, 9), "PNG", **FRAMES), "animation of 2 frames"),
+    "animated.webp": (file_of(picture(9, 9), "WEBP", **FRAMES), "animation of 2 frames"),
+    "deep.png": (file_of(Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20))), "more than 8 bits"),
+    "bomb.png": (bomb(), "more than|exceeds limit"),
+    "gif.png": (file_of(picture(9, 9), "GIF"), "none of PNG"),
+    "text.png": (b"no picture", "none of PNG"),
+    "empty.png": (b"", "empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_named_with_its_record(model, folder, name):
+    data, problem = BAD_FILES[name]
+    (folder / name).write_bytes(data)
+    with pytest.raises(UserError, match=problem) as caught:
+        prepare(model("internvl"), [chat("a.png"), chat("b.png", name)], folder)
+    assert "data.jsonl" in caught.value.where
+    assert "turn 0, picture 1" in caught.value.where
+    assert name in caught.value.where
+    skipped = prepare(model("internvl"), [chat("a.png"), chat(name)], folder, data={"on_bad": "skip"})
+    assert skipped.report.counts.pictures == 1
+    assert len(skipped.report.skipped) == 1
+
+
+BAD_RECORDS = [
+    (chat("a.png", "b.png", mark="") | {"images": ["a.png"], "messages": chat("a.png", "b.png")["messages"]},
+     "2 marks <image>, and the record has 1 picture", "images"),
+    (chat() | {"messages": chat("a.png")["messages"]}, "mark <image>, and the record no picture", "record 0"),
+    (chat("a.png", text="what is <IMG_CONTEXT>?"), "has <IMG_CONTEXT>, which stands for a picture", "record 0"),
+    (chat("missing.png"), "cannot be read: No such file", "picture 0"),
+    (chat("https://x.org/a.png"), "never fetched", "picture 0"),
+    (chat("file:///etc/a.png"), "never fetched", "picture 0"),
+    (chat("../a.png"), "not below the folder of pictures", "picture 0"),
+    (chat("/etc/hostname"), "not below the folder of pictures", "picture 0"),
+    (chat("data:text/plain;base64,aaaa"), "not a data URI of a picture", "picture 0"),
+    (chat("data:image/png;base64,?"), "not base64", "picture 0"),
+    (chat("a.png") | {"images": [3]}, "expected the path of a picture", "images[0]"),
+    (chat("a.png", answer="<image>"), "2 marks", "images"),
+    ({"messages": chat("a.png")["messages"], "videos": ["a.mp4"]}, "frames of a video", "videos"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "type 'video'", "content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type 'input_audio'", "content[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "problem", "where"), BAD_RECORDS)
+def test_a_bad_record_is_named(model, folder, record, problem, where):
+    with pytest.raises(UserError) as caught:
+        prepare(model("internvl"), [record], folder)
+    assert problem in caught.value.what
+    assert where in caught.value.where
+    assert "record 0" in caught.value.where or "line 1" in caught.value.where
+    assert caught.value.fix
+
+
+def test_a_picture_in_a_recipe_of_text_is_refused_with_a_way_out(model, folder):
+    (folder / "data.jsonl").write_text(json.dumps(chat("a.png")))
+    raw = {"model": str(model("internvl")), "data": str(folder / "data.jsonl"), "output": str(folder / "o")}
+    with pytest.raises(UserError, match=r"reads text only(.|\n)*vision: \{\}"):
+        prepare_data(Recipe.model_validate(raw), load_tokenizer(model("internvl")), cache=folder / "cache")
+
+
+def test_a_text_model_and_limits_below_a_patch_are_refused(model, tmp_path):
+    directory = make_model(tmp_path / "text", "internvl")
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match="llama models read text only"):
+        reader_of(directory)
+    with pytest.raises(UserError, match="less than one feature"):
+        reader_of(model("qwen2_vl"), max_pixels=100)
+    with pytest.raises(UserError, match="does not cut"):
+        reader_of(model("gemma3"), crops=2)
+    with pytest.raises(ValueError, match="min_pixels 5 must not be above"):
+        VisionSection(max_pixels=4, min_pixels=5)
+    with pytest.raises(ValueError, match="pixel"):
+        VisionSection(pixel=4)
+
+
+def test_the_repr_of_a_conversation_without_pictures_is_that_of_earlier_versions(model):
+    from meshtune.data.conversation import Message
+
+    message = Message("user", "quid", 0.5, (), (("name", "n"),))
+    assert repr(Conversation((message,), Origin("a", 0))) == (
+        "Conversation(messages=(Message(role='user', content='quid', weight=0.5, tool_calls=(), "
+        "extra=(('name', 'n'),)),), origin=Origin(source='a', record=0), tools=())"
+    )
+
+
+def test_streaming_data_with_pictures_is_refused(model, folder):
+    with pytest.raises(UserError, match="streaming is not possible"):
+        prepare(model("internvl"), [chat("a.png")], folder, data={"streaming": True})
+
+
+def test_inspection_says_what_pictures_take(model, folder):
+    console = Console(width=160, force_terminal=True, color_system="truecolor", file=io.StringIO())
+    (folder / "data.jsonl").write_text(f"{json.dumps(chat('a.png', 'b.png'))}\n{json.dumps(chat())}\n")
+    inspect_data(recipe_of(model("internvl"), folder / "data.jsonl"), console=console)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    layout = reader_of(model("internvl")).layout(150, 60)
+    assert (
+        f"b.png: 150 x 60 pixels, {len(layout.tiles)} tiles, {layout.patches} patches, {len(layout.ids)} tokens" in text
+    )
+    assert re.search(r"pictures +2 +\d+ patches and \d+ tokens each", text)
+    assert re.search(r"rows with pictures +1 +of [\d or,]+ patches, [\d.]+% of them used", text)
+    assert "▀" * 32 in text
+    assert text.count("IMG_CONTEXT") == 2

@@ -1,0 +1,168 @@
+"""Configs and files of models that see, as transformers writes them and as they were published, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from families.case import directory
+from families.vision.cases import GEMMA3, INTERNVL, LLAVA, QWEN2_VL, QWEN3_VL_MOE
+from families.vision.sights import VisionCase, load
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.method import abstract
+from meshtune.arrays.tree import flatten
+from meshtune.errors import UserError
+from meshtune.families import module_names
+from meshtune.json_text import read_json
+from meshtune.weights.export import export_model
+from meshtune.weights.load import load_params, load_spec
+
+WEIGHTS = "model.safetensors"
+
+
+def copy_model(case: VisionCase, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(directory(case.case), tmp_path / "model"))
+
+
+def change_config(model: pathlib.Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = read_json(model / "config.json")
+    change(config)
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def since(name: str) -> str:
+    """The name of a module in memory, for one in files of before transformers 4.52."""
+    if name.startswith("language_model."):
+        return name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        )
+    return f"model.{name}" if name.startswith(("vision_tower.", "multi_modal_projector.")) else name
+
+
+def with_vision_model(name: str) -> str:
+    return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+
+def plain(name: str) -> str:
+    """The name in published files of Qwen2-VL."""
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+@pytest.mark.parametrize(
+    ("case", "renamed"),
+    [(INTERNVL, since), (GEMMA3, since), (GEMMA3, with_vision_model), (LLAVA, with_vision_model), (QWEN2_VL, plain)],
+    ids=["internvl", "gemma3", "gemma3 published", "llava published", "qwen2_vl published"],
+)
+def test_every_layout_of_names_is_read_and_written_as_it_came(
+    case: VisionCase, renamed: Callable[[str], str], tmp_path: pathlib.Path
+):
+    """Modules are named as in memory, whatever the files say."""
+    spec, params = load(case)
+    model = copy_model(case, tmp_path)
+    tensors = {renamed(name): array for name, array in load_file(model / WEIGHTS).items()}
+    save_file(tensors, model / WEIGHTS)
+    other, _ = load_spec(model, "float32", vision=True)
+    assert module_names(other) == module_names(spec)
+    read = load_params(model, other)
+    assert all(jax.tree.map(np.array_equal, flatten(read), flatten(params)).values())
+    written = load_file(export_model(read, other, model, tmp_path / "out").path / WEIGHTS)
+    assert written.keys() == tensors.keys()
+    assert all(np.array_equal(written[name], array) for name, array in tensors.items())
+
+
+def test_published_configs_of_qwen2_vl_have_the_fields_of_the_text_model_outside(tmp_path: pathlib.Path):
+    model = copy_model(QWEN2_VL, tmp_path)
+
+    def flatten_text(config: dict[str, Any]) -> None:
+        text = config.pop("text_config")
+        rope = text.pop("rope_parameters")
+        sections = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        config |= {name: value for name, value in text.items() if name != "model_type"}
+        config |= {"rope_theta": rope["rope_theta"], "rope_scaling": sections}
+
+    change_config(model, flatten_text)
+    assert load_spec(model, "float32", vision=True)[0] == load_spec(directory(QWEN2_VL.case), "float32", vision=True)[0]
+
+
+def test_published_files_of_qwen3_vl_have_their_experts_transposed(tmp_path: pathlib.Path):
+    spec, params = load(QWEN3_VL_MOE)
+    model = copy_model(QWEN3_VL_MOE, tmp_path)
+    tensors = load_file(model / WEIGHTS)
+    fused = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert fused
+    tensors |= {name: np.ascontiguousarray(tensors[name].swapaxes(1, 2)) for name in fused}
+    save_file(tensors, model / WEIGHTS)
+    other, _ = load_spec(model, "float32", vision=True)
+    assert other != spec
+    read = load_params(model, other)
+    assert all(jax.tree.map(np.array_equal, flatten(read), flatten(params)).values())
+    written = load_file(export_model(read, other, model, tmp_path / "out").path / WEIGHTS)
+    assert all(np.array_equal(written[name], array) for name, array in tensors.items())
+
+
+def test_without_pictures_the_tower_is_no_part_of_the_model():
+    spec, _ = load_spec(directory(INTERNVL.case), "float32")
+    assert spec.vision is None
+    assert not {"vision", "projector"} & load_params(directory(INTERNVL.case), spec).keys()
+
+
+def set_field(part: str | None, field: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        (config if part is None else config[part])[field] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (INTERNVL, set_field("vision_config", "window_attention", 3), "a field that Meshtune does not know"),
+        (INTERNVL, set_field("vision_config", "use_mask_token", True), "use_mask_token = True is not implemented"),
+        (INTERNVL, set_field("vision_config", "image_size", [28, 21]), "sides that differ"),
+        (INTERNVL, set_field("vision_config", "hidden_size", 28), "has shape"),
+        (INTERNVL, set_field("vision_config", "num_hidden_layers", 3), "is missing"),
+        (INTERNVL, set_field(None, "downsample_ratio", 0.3), "one over a whole number"),
+        (INTERNVL, set_field(None, "vision_config", None), "vision_config of this internvl is None"),
+        (GEMMA3, set_field(None, "mm_tokens_per_image", 9), "do not average to 9"),
+        (LLAVA, set_field(None, "vision_feature_layer", -9), "is no layer of the 3"),
+        (QWEN2_VL, set_field("vision_config", "hidden_size", 40), "features are 40 wide"),
+    ],
+)
+def test_a_tower_that_is_not_known_or_does_not_fit_is_refused(
+    case: VisionCase, change: Callable[[dict[str, Any]], None], message: str, tmp_path: pathlib.Path
+):
+    model = copy_model(case, tmp_path)
+    change_config(model, change)
+    with pytest.raises(UserError, match=message):
+        load_params(model, load_spec(model, "float32", vision=True)[0])
+
+
+def test_a_text_model_reads_no_pictures(tmp_path: pathlib.Path):
+    model = copy_model(INTERNVL, tmp_path)
+    (model / "config.json").write_text(json.dumps(read_json(model / "config.json")["text_config"]))
+    with pytest.raises(UserError, match="a model of type 'qwen2' reads no pictures"):
+        load_spec(model, "float32", vision=True)
+
+
+@pytest.mark.parametrize("target", ["patch_embeddings.projection", "cls_token", "model.vision_tower.embeddings.*"])
+def test_what_is_no_linear_layer_of_a_tower_has_no_adapter(target: str):
+    spec, _ = load(INTERNVL)
+    with pytest.raises(UserError, match="is not a linear layer"):
+        abstract(LoraConfig(targets=(target,)), spec)
+
+
+def test_a_name_means_modules_of_the_language_model_where_it_has_them():
+    spec, _ = load(INTERNVL)
+    roots = [
+        {path.partition("/")[0] for path in flatten(abstract(LoraConfig(targets=(name,)), spec).trainable)}
+        for name in ("q_proj", "vision_tower.*.q_proj", "projection_layer", "multi_modal_projector")
+    ]
+    assert roots == [{"layers"}, {"vision"}, {"vision"}, {"projector"}]
