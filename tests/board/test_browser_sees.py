@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from browsers import IMAGES, chromium, complaints, eventually, press, running, texts
 
@@ -70,3 +72,21 @@ def test_pictures_are_attached_shown_and_answered(tmp_path, shared):
         assert driver.execute_script(SHOWN, ".asked img") == 2
         assert not driver.find_elements("css selector", ".turn .problems")
         assert complaints(driver) == []
+
+
+def test_a_folder_of_pictures_is_uploaded_as_one(tmp_path):
+    """What is neither a picture nor a table stays."""
+    folder, root = tmp_path / "cats", tmp_path / "root"
+    (folder / "small").mkdir(parents=True)
+    picture(1).save(folder / "small" / "1.png")
+    turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."}]
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": turns, "images": ["small/1.png"]}) + "\n")
+    (folder / "notes.docx").write_bytes(b"other")
+    with running(root) as board, chromium() as driver:
+        driver.get(f"{board.address}/#/data")
+        eventually(lambda: driver.find_element("id", "upload-folder")).send_keys(str(folder))
+        eventually(lambda: "data/cats/cats/rows.jsonl" in driver.find_element("css selector", ".side").text)
+        assert complaints(driver) == []
+    unpacked = root / "data" / "cats" / "cats"
+    assert sorted(str(path.relative_to(unpacked)) for path in unpacked.rglob("*.*")) == ["rows.jsonl", "small/1.png"]
+    assert (unpacked / "small" / "1.png").read_bytes() == (folder / "small" / "1.png").read_bytes()

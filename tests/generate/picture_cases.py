@@ -44,6 +44,9 @@ def main(base: str, adapters: dict[str, str]) -> None:
     for name, path in paths.items():
         alone |= answers(load_variants({name: find(base, path)}, dtype="float32"))
     assert len(set(map(str, alone.values()))) == len(alone), alone
+    for name, path in adapters.items():
+        merged = load_variants({name: find(base, path)}, dtype="float32", merge=True)
+        assert answers(merged) == {name: alone[name]}, f"{name}, merged"
     sources = {name: find(base, path) for name, path in paths.items()}
     for mesh in (None, {"fsdp": 2, "tp": 2}):
         models = load_variants(sources, dtype="float32", share_batch=True, mesh=mesh)

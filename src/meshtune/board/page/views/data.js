@@ -7,6 +7,7 @@ import { readDraft, writeDraft } from '../draft.js';
 import { bytes, number } from '../format.js';
 import { t } from '../text.js';
 import { problems } from '../widgets.js';
+import { zipOf } from '../zip.js';
 
 export const name = 'data';
 
@@ -16,6 +17,7 @@ const PAGE = String(Math.random());
 const QUESTION_AND_ANSWER = [['alpaca', 'instruction', 'output'], ['prompt_completion', 'prompt', 'completion']];
 const [UPDATES, BATCH] = [4, 16]; // an epoch has at least so many updates; the batch where a recipe names none
 const TYPES = '.json,.jsonl,.csv,.tsv,.txt,.zip';
+const FOLDER_TYPES = /\.(jsonl?|csv|tsv|txt|png|jpe?g|webp)$/i;
 
 export function show(place) {
   let values = {};
@@ -30,8 +32,10 @@ export function show(place) {
   const reading = h('p', { class: 'quiet', role: 'status' });
   const guesses = new Map(); // columns that a person has chosen of a source whose format is not known, by its name
   const picker = h('input', { type: 'file', multiple: true, accept: TYPES, id: 'upload', class: 'hidden', tabindex: -1, 'aria-label': t('data.choose'), onchange: () => send([...picker.files]) });
+  const folder = h('input', { type: 'file', webkitdirectory: true, id: 'upload-folder', class: 'hidden', tabindex: -1, 'aria-label': t('data.folder'), onchange: () => sendFolder([...folder.files]) });
   const drop = h('div', { class: 'drop' },
-  h('p', {}, t('data.drop')), h('button', { type: 'button', onclick: () => picker.click() }, t('data.choose')), picker,
+  h('p', {}, t('data.drop')), h('button', { type: 'button', onclick: () => picker.click() }, t('data.choose')), picker, ' ',
+  h('button', { type: 'button', onclick: () => folder.click() }, t('data.folder')), folder,
   h('p', { class: 'quiet' }, t('data.types')));
   const hub = h('input', { type: 'text', id: 'hub', placeholder: t('data.hubhint') });
 
@@ -66,6 +70,14 @@ export function show(place) {
     }
     picker.value = '';
     listFiles();
+  }
+
+  // A folder of pictures with a table goes as one zip; other files in it stay here.
+  async function sendFolder(list) {
+    folder.value = '';
+    const files = list.filter((file) => FOLDER_TYPES.test(file.name)).map((file) => ({ name: file.webkitRelativePath, file }));
+    if (!files.length) return;
+    await send([new File([await zipOf(files)], `${files[0].name.split('/')[0]}.zip`)]);
   }
 
   async function listFiles() {
