@@ -61,7 +61,7 @@ def test_only_gpus_take_it_and_only_what_it_serves(monkeypatch):
     assert triton.decode_refusal(request) is None
     assert triton.decode_refusal(dataclasses.replace(request, alibi=True)) == NO_ALIBI
     changes = [{"platform": "cpu", "chip": ""}, {"dtype": "float32"}, {"q_length": 2}, {"head_dim": 80}]
-    changes += [{"kv_length": 100}, {"causal": False}, {"chip": "sm_75"}]
+    changes += [{"kv_length": 100}, {"chip": "sm_75"}]
     reasons = [triton.decode_refusal(dataclasses.replace(request, **change)) for change in changes]
     assert all(reasons)
     assert len(set(reasons)) == len(reasons)

@@ -17,7 +17,9 @@ from meshtune.model.model_cache import READ_ROWS, ROOM, cache_specs, rows_bucket
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.config import TEACHER
 
-LAYER_COPIES = 4  # of a layer's largest cache array at once, decoded to its dtype: as XLA's GPU compilers make the step
+# Of a layer's largest cache array at once, decoded to its dtype: as XLA makes a step for GPUs that the kernel
+# for stacked caches (kernels.attention.triton_decode) does not serve.
+LAYER_COPIES = 4
 LOGITS_COPIES = 3  # float32 arrays [rows, vocab] at once: scores, their processed form, a temporary one
 READ_COPIES = 2  # of the caches of rows that read their prompts, before they are in their place
 LEAST_COPIED = 64 << 20  # bytes of weights that decode steps on a CPU read from a copy: fewer stay in its own caches

@@ -1,7 +1,7 @@
 """Attention of one new token a row to the caches of all layers, for GPUs: a Pallas kernel that Triton compiles.
 
-The kernel reads its layer's keys and values out of the stacked caches, of which XLA would first copy the layer's slice
-with all of its slots, empty ones too. A program reads the blocks of slots that a row sees, once for all query heads
+The kernel reads its layer's keys and values out of the stacked caches. XLA would first copy the layer's slice with all
+of its slots, empty ones too. A program reads the blocks of slots that a row sees, once for all query heads
 that share a key head. Few rows are split over more programs, whose results are added by their log-sum-exps (Flash-
 Decoding, https://pytorch.org/blog/flash-decoding/).
 """
@@ -35,10 +35,10 @@ LOG2_E = math.log2(math.e)
 
 def decode_kernel(
     scale: float, softcap: float | None, splits: int,
-    layer_ref, q_ref, k_ref, v_ref, seen_ref, bounds_ref,
+    layer_ref, q_ref, k_ref, v_ref, visible_ref, bounds_ref,
     out_ref, maximum_ref, total_ref,
 ) -> None:  # fmt: skip
-    """From q [rows,h] of one key head, k and v [L,S,h], the slots seen [S] and the first and last block with any: the
+    """From q [rows,h] of one key head, k and v [L,S,h], the visible slots [S] and the bounds of their blocks: the
     unnormalised output [rows,h] of a split, its maxima (to base 2) and its sums [rows]."""
     q, layer, first, stop = q_ref[...], layer_ref[0], bounds_ref[0], bounds_ref[1]
     size = (stop - first + splits - 1) // splits
@@ -48,7 +48,7 @@ def decode_kernel(
         maximum, total, values = carry
         slots = pl.ds(j * BLOCK, BLOCK)
         scores = cap_scores(_dot(q, k_ref[layer, slots, :], 1) * scale, softcap) * LOG2_E
-        scores = jnp.where(seen_ref[slots][None, :] != 0, scores, MASKED)
+        scores = jnp.where(visible_ref[slots][None, :] != 0, scores, MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(1))
         weights, rescale = jnp.exp2(scores - new_maximum[:, None]), jnp.exp2(maximum - new_maximum)
         v = v_ref[layer, slots, :]
@@ -80,9 +80,9 @@ def run(
     rows = max(FEWEST_ROWS, 1 << (group - 1).bit_length())
     q = jnp.pad(inputs.q.reshape(B, K, group, h), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     tokens = inputs.q_positions, inputs.kv_positions, inputs.q_segments, inputs.kv_segments
-    seen = visible(*tokens, request, inputs.q_parents)[:, 0]
-    any_seen, numbers = seen.reshape(B, blocks, BLOCK).any(-1), jnp.arange(blocks, dtype=jnp.int32)
-    first, last = jnp.where(any_seen, numbers, blocks).min(-1), jnp.where(any_seen, numbers, -1).max(-1)
+    is_visible = visible(*tokens, request, inputs.q_parents)[:, 0]
+    any_visible, numbers = is_visible.reshape(B, blocks, BLOCK).any(-1), jnp.arange(blocks, dtype=jnp.int32)
+    first, last = jnp.where(any_visible, numbers, blocks).min(-1), jnp.where(any_visible, numbers, -1).max(-1)
     bounds = jnp.stack([first, jnp.maximum(first, last + 1)], axis=-1)
     splits = max(1, min(PROGRAMS // (B * K), blocks))
     cache = pl.BlockSpec((L, None, None, S, h), lambda s, n, b: (0, b, n, 0, 0))
@@ -106,7 +106,7 @@ def run(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="attention_decode",
-    )(jnp.asarray(caches.layer, jnp.int32).reshape(1), q, caches.k, caches.v, seen.astype(jnp.int32), bounds)
+    )(jnp.asarray(caches.layer, jnp.int32).reshape(1), q, caches.k, caches.v, is_visible.astype(jnp.int32), bounds)
     highest = maximum.max(0)
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(jnp.float32).reshape(K, group) * LOG2_E
