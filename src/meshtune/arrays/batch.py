@@ -46,6 +46,9 @@ BATCH_ARRAYS = {
     "old": BatchArray(np.float32, _TOKENS),
     "sampled": BatchArray(np.float32, _TOKENS),
     "reference_tokens": BatchArray(np.float32, _TOKENS),
+    # The tokens that a server names in place of a target, with their log-probabilities; -1 is no token.
+    "named_ids": BatchArray(np.int32, (*_TOKENS, "named")),
+    "named_log_probs": BatchArray(np.float32, (*_TOKENS, "named")),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 

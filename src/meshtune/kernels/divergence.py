@@ -8,9 +8,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from meshtune.kernels.cross_entropy import ChunkSchedule, Head, LossSharding, flatten_rows, run_over_mesh
+
+LARGEST_LOG_SUM = -1e-7  # of the probabilities of named tokens, as in trl: something is left to all others
+
+
+class NamedTokens(NamedTuple):
+    """A few different tokens of every position with their log-probabilities, and -1 for no token.
+
+    As a model's prediction they leave open how the rest of the probability is spread over the other tokens.
+    """
+
+    ids: Int[Array, "B T K"]
+    log_probs: Float[Array, "B T K"]
+
+
+def named_tokens(params: PyTree, named: NamedTokens) -> NamedTokens:
+    """The head of a teacher of which only some tokens' log-probabilities are known."""
+    return named
 
 
 def divergence(
@@ -18,7 +35,7 @@ def divergence(
     student_head: PyTree,
     teacher_head: PyTree,
     student: Float[Array, "B T D"],
-    teacher: Float[Array, "B T E"],
+    teacher: Float[Array, "B T E"] | NamedTokens,
     weights: Float[Array, "B T"],
     *,
     beta: float,
@@ -29,10 +46,12 @@ def divergence(
 
     With p of the student, q of the teacher and m = (1 - beta) p + beta q, a position's divergence is beta KL(q || m) +
     (1 - beta) KL(p || m), KL(q || p) for beta 0 and KL(p || q) for beta 1, over the whole vocabulary (GKD,
-    https://arxiv.org/abs/2306.13649, as trl computes it). Predictions are equal where both have the same likeliest
-    token. `heads` make float32 logits [..,V] of each model's head and hidden states; at most B * chunk * V of each
-    model exist at a time. `student` and the differentiated leaves of `student_head` get gradients, the teacher none.
-    `sharding` is that of the leaves of both heads, the student's first, which split the vocabulary alike.
+    https://arxiv.org/abs/2306.13649, as trl computes it). Of a teacher of NamedTokens, whose head is `named_tokens`, it
+    is over these tokens and all others together as one, which is at most that over the whole vocabulary. Predictions
+    are equal where both have the same likeliest token. `heads` make float32 logits [..,V] of each model's head and
+    hidden states; at most B * chunk * V of each model exist at a time. `student` and the differentiated leaves of
+    `student_head` get gradients, the teacher none. `sharding` is that of the leaves of both heads, the student's first,
+    which split the vocabulary alike.
     """
     size = min(chunk, student.shape[1])
     return _divergence(heads, beta, size, sharding, student_head, teacher_head, student, teacher, weights)
@@ -44,13 +63,13 @@ def _divergence(heads, beta, chunk, sharding, student_head, teacher_head, studen
 
     def local_sums(vocab_axis, leaves, student, teacher, weights):
         size = chunk * weights.shape[0]
-        student, teacher, weights = flatten_rows(student, teacher, weights)
+        student, teacher, weights = _flatten(student, teacher, weights)
         schedule, params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, leaves)
 
         def add_chunk(c, sums):
             positions, chunk_weights = schedule.chunk(c, size)
-            logits = heads[0](params[0], student[positions]), heads[1](params[1], teacher[positions])
-            loss, equal = _compare(*logits, vocab_axis, beta).sums(chunk_weights)
+            predictions = heads[0](params[0], student[positions]), heads[1](params[1], _take(teacher, positions))
+            loss, equal = _compare(*predictions, vocab_axis, beta).sums(chunk_weights)
             return sums[0] + loss, sums[1] + equal
 
         return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
@@ -68,7 +87,7 @@ def _forward(heads, beta, chunk, sharding, student_head, teacher_head, student, 
 
     def local_sums_and_grads(vocab_axis, values, student, teacher, weights):
         size, shape = chunk * weights.shape[0], student.shape
-        student, teacher, weights = flatten_rows(student, teacher, weights)
+        student, teacher, weights = _flatten(student, teacher, weights)
         schedule, teacher_params = ChunkSchedule.of(weights, size), jax.tree.unflatten(treedef, values)[1]
 
         def logits_of(trained, hidden):
@@ -81,7 +100,7 @@ def _forward(heads, beta, chunk, sharding, student_head, teacher_head, student, 
             loss, equal, d_params, d_hidden = running
             positions, chunk_weights = schedule.chunk(c, size)
             logits, vjp = jax.vjp(logits_of, [values[n] for n in trainable], student[positions])
-            compared = _compare(logits, heads[1](teacher_params, teacher[positions]), vocab_axis, beta)
+            compared = _compare(logits, heads[1](teacher_params, _take(teacher, positions)), vocab_axis, beta)
             trained_grads, hidden_grads = vjp(compared.gradients * chunk_weights[..., None])
             d_params = [total + grad.astype(total.dtype) for total, grad in zip(d_params, trained_grads, strict=True)]
             if hidden_grad:
@@ -100,12 +119,22 @@ def _forward(heads, beta, chunk, sharding, student_head, teacher_head, student, 
 
     values = [leaf.value for leaf in leaves]
     results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
-    arguments = values, student.value, teacher.value, weights.value
+    arguments = values, student.value, jax.tree.map(lambda leaf: leaf.value, teacher), weights.value
     loss, equal, d_params, d_hidden = run_over_mesh(local_sums_and_grads, sharding, results, *arguments)
     d_leaves: list[jax.Array | None] = [None] * len(leaves)
     for n, grad in zip(trainable, d_params, strict=True):
         d_leaves[n] = grad.astype(values[n].dtype)
     return (loss, equal), (*jax.tree.unflatten(treedef, d_leaves), d_hidden)
+
+
+def _flatten(student: jax.Array, teacher: PyTree, weights: jax.Array) -> tuple[jax.Array, PyTree, jax.Array]:
+    """[B, T, ..] as [B * T, ..]."""
+    student, weights = flatten_rows(student, weights)
+    return student, jax.tree.map(lambda x: flatten_rows(x)[0], teacher), weights
+
+
+def _take(teacher: PyTree, positions: jax.Array) -> PyTree:
+    return jax.tree.map(lambda x: x[positions], teacher)
 
 
 def _backward(heads, beta, chunk, sharding, grads, cotangents):
@@ -130,8 +159,11 @@ class Compared(NamedTuple):
         return jnp.where(weights != 0, self.losses * weights, 0.0).sum(), (self.equal * weights).sum()
 
 
-def _compare(student: jax.Array, teacher: jax.Array, vocab_axis: str | None, beta: float) -> Compared:
+def _compare(student: jax.Array, teacher: jax.Array | NamedTokens, vocab_axis: str | None, beta: float) -> Compared:
     """Compares logits [N, V] of both models, whose vocabulary may be sharded over `vocab_axis`.
+
+    A teacher of NamedTokens is completed to a whole distribution in which the other tokens have the student's
+    proportions. That adds nothing to the divergence of the named tokens and the rest, nor to its gradient.
 
     The gradient of every divergence is p (g - sum p g), with g = log(p / q) for beta 1 and (1 - beta) log(p / m) below;
     for beta 0 it is p - q.
@@ -141,6 +173,24 @@ def _compare(student: jax.Array, teacher: jax.Array, vocab_axis: str | None, bet
     else:
         max_over_vocab = functools.partial(jax.lax.pmax, axis_name=vocab_axis)
         sum_over_vocab = functools.partial(jax.lax.psum, axis_name=vocab_axis)
+
+    def log_sum_over_vocab(logits: jax.Array) -> jax.Array:
+        maximum = max_over_vocab(logits.max(-1, keepdims=True))
+        maximum = jnp.where(jnp.isfinite(maximum), maximum, 0.0)
+        return maximum + jnp.log(sum_over_vocab(jnp.exp(logits - maximum).sum(-1, keepdims=True)))
+
+    def complete(named: NamedTokens) -> tuple[jax.Array, jax.Array]:
+        """The teacher's log-probabilities, and which token is its likeliest."""
+        size, exists = student.shape[-1], named.ids >= 0
+        local = named.ids - (0 if vocab_axis is None else size * jax.lax.axis_index(vocab_axis))
+        places = jnp.arange(len(student))[:, None], jnp.where((local >= 0) & (local < size) & exists, local, size)
+        log_probs = jnp.where(exists, named.log_probs, -jnp.inf)
+        values = jnp.full_like(student, -jnp.inf).at[places].max(log_probs, mode="drop")
+        is_named = jnp.zeros(student.shape, bool).at[places].set(True, mode="drop")
+        rest = jnp.where(is_named, -jnp.inf, student)
+        sum_of_named = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), LARGEST_LOG_SUM)
+        of_rest = jnp.log(-jnp.expm1(sum_of_named)) + student - log_sum_over_vocab(rest)
+        return jnp.where(is_named, values, of_rest), is_named & (values == log_probs.max(-1, keepdims=True))
 
     def predict(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         maximum = max_over_vocab(logits.max(-1, keepdims=True))
@@ -155,7 +205,11 @@ def _compare(student: jax.Array, teacher: jax.Array, vocab_axis: str | None, bet
         return jnp.where(probabilities > 0, probabilities * logs, 0.0)  # also for a logit of minus infinity
 
     p, log_p, likeliest = predict(student)
-    q, log_q, teacher_likeliest = predict(teacher)
+    if isinstance(teacher, NamedTokens):
+        completed, teacher_likeliest = complete(teacher)
+        q, log_q, _ = predict(completed)
+    else:
+        q, log_q, teacher_likeliest = predict(teacher)
     equal = sum_over_vocab((likeliest & teacher_likeliest).any(-1).astype(jnp.float32)) > 0
     if beta == 0:
         losses, gradients = total(product(q, log_q - log_p)), p - q

@@ -40,6 +40,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("slots", ()),
     ("units", ()),
     ("segments", ()),
+    ("named", ()),
     ("layers", ()),
     ("whole", ()),
 )

@@ -22,6 +22,7 @@ from meshtune.setup.choices import Decision
 BASE, CACHED, AUTO = "base", "cached", "auto"
 abstract_critic = LazyFunction("meshtune.objectives.critic:abstract_critic")
 online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+named_sizes = LazyFunction("meshtune.rollout.batch:named_sizes")
 loss_temperature = LazyFunction("meshtune.rollout.batch:loss_temperature")
 computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
@@ -90,6 +91,8 @@ def batch_arrays(
             names.append("reference")
     units = max(1, length // (stage.unit_segments * PLANNED_LENGTH)) if recipe.data.packing else 1
     sizes = {"batch": rows, "length": length, "units": units, "segments": stage.unit_segments * units}
+    if recipe.rollout is not None:
+        sizes |= named_sizes(recipe)
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
 
