@@ -122,7 +122,12 @@ LF_FILES = [
             {"loraplus_lr_ratio": 4, "additional_target": "lm_head"},
         ),
     )
-] + [LLAMA_FACTORY | {"finetuning_type": "oft"}, LLAMA_FACTORY | {"adapter_name_or_path": "a"}]  # fmt: skip
+] + [
+    LLAMA_FACTORY | fields
+    for fields in (
+        {"finetuning_type": "oft"}, {"adapter_name_or_path": "a"}, {"stage": "ppo", "max_steps": 5},
+    )
+]  # fmt: skip
 AXOLOTL_FILES = [
     AXOLOTL | ({"rl": rl, "datasets": [{"path": "a", "type": "chat_template.default"}]} if rl else {}) | fields
     for rl, fields in itertools.product(
@@ -159,7 +164,11 @@ TRL_FILES = [
     [
         (llama_factory.TABLE, LF_FILES, [{}]),
         (axolotl.TABLE, AXOLOTL_FILES, [{}]),
-        (trl.TABLE | online.TABLE, TRL_FILES, [{"is_trl": True, "trainer": trainer} for trainer in trl.TRAINERS]),
+        (
+            trl.TABLE | online.TABLE | online.ONLINE_DPO,
+            TRL_FILES,
+            [{"is_trl": True, "trainer": trainer} for trainer in trl.TRAINERS],
+        ),
     ],
     ids=["LLaMA-Factory", "axolotl", "TRL"],
 )
