@@ -322,6 +322,19 @@ def test_an_environment_that_cannot_be_one_is_named(file, name, message):
         Environments(RolloutSection(environment=text))
 
 
+@pytest.mark.parametrize("stage", ["ppo", "distill"])
+def test_stages_that_train_on_every_token_refuse_environments(stage, file):
+    """GAE passes rewards back through every token, and a teacher's predictions of a tool's result teach nothing."""
+    fields = {
+        "model": "m", "data": {"train": "d.jsonl", "max_length": 512}, "output": "o",
+        "stage": {"kind": stage} | ({"on_policy": 1.0} if stage == "distill" else {}),
+        "rollout": {"prompts": 2, "samples": 1, "max_tokens": 64, "environment": f"{file}:Counter"},
+    } | ({"teacher": "t"} if stage == "distill" else {})  # fmt: skip
+    with pytest.raises(UserError, match=f"rollout.environment is not possible with stage {stage}.*use grpo or rloo"):
+        load_recipe(fields)
+    load_recipe(fields | {"stage": "grpo", "teacher": None, "rollout": fields["rollout"] | {"samples": 2}})
+
+
 def test_what_ends_a_run_is_named(model, file):
     tokenizer = AutoTokenizer.from_pretrained(model)
     records = records_of(tokenizer)
