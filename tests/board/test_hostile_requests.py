@@ -34,7 +34,7 @@ PATHS = (
 OTHER_TEXTS = (
     *("model.revision", "model.new_tokens[]", "model.new_special_tokens[]", "data.system", "method.targets"),
     *("method.targets[]", "method.train_modules[]", "method.modules[]", "optimizer.no_decay[]", "evaluate.metrics[]"),
-    *("hub.repository", "hub.base_model", "sample.prompts[]", "log.project", "teacher.revision"),
+    *("hub.repository", "hub.base_model", "sample.prompts[]", "log.project", "teacher.revision", "teacher.model"),
     # Those of rewards that are paths are tried in test_app, environments below.
     *(f"rewards[].{key}" for key in ("column", "function", "group", "json_schema", "model", "name", "pattern", "url")),
     *("rollout.environment", "rollout.environment.*"),
@@ -205,8 +205,21 @@ def test_every_key_of_a_recipe_that_takes_text_is_known_as_a_path_or_not():
 def test_no_path_of_a_recipe_leads_outside(workspace, path):
     checked_recipe(workspace, json.dumps(with_value(path, "inside/file")))
     for escape in escapes(workspace):
-        with pytest.raises(UserError, match=r"path|outside|empty|board's own|null character|a server"):
+        with pytest.raises(UserError, match=r"path|outside|empty|board's own|null character|an address"):
             checked_recipe(workspace, json.dumps(with_value(path, escape)))
+
+
+def test_servers_of_rewards_and_teachers_are_named_by_http_addresses_only(workspace):
+    server = {"url": "http://127.0.0.1:9/score"}
+    distill = with_value("teacher.path", "http://127.0.0.1:9/v1")
+    distill |= {"stage": {"kind": "distill", "on_policy": 1.0}, "rollout": {"samples": 1, "max_tokens": 8}}
+    grpo = with_value("rewards[].url", "") | {"stage": "grpo", "rollout": {"max_tokens": 8}, "rewards": [server]}
+    for content in (distill, grpo):
+        checked_recipe(workspace, json.dumps(content))
+        for scheme in ("file", "ftp", "data"):
+            text = json.dumps(content).replace("http:", f"{scheme}:")
+            with pytest.raises(UserError, match=r"it is an address|is no address"):
+                checked_recipe(workspace, text)
 
 
 def test_an_environment_runs_code_only_with_leave_and_inside(tmp_path):

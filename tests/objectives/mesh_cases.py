@@ -35,7 +35,8 @@ def case(stage: str, options: dict) -> list[dict]:
     spec = model_spec(BY_NAME["llama3"].changed(vocab_size=96, num_hidden_layers=2).torch_config().to_dict())
     spec = scored_spec(spec) if STAGES[stage].has_score_head else spec
     teacher = model_spec(BY_NAME["qwen2"].changed(vocab_size=96).torch_config().to_dict())
-    is_taught = stage == "distill"
+    is_served = options.pop("served", False)
+    is_taught = stage == "distill" and not is_served
     objective = STAGES[stage].make(STAGES[stage].config(**options), *[teacher] * is_taught)
     documents = random_pairs(96, 8, longest=10)
     documents = [(*d[:2], float(n // 2 % 2)) for n, d in enumerate(documents)]
@@ -54,8 +55,13 @@ def case(stage: str, options: dict) -> list[dict]:
         values["entropy_weights"] = arrays["weights"]
         tokens = {name: np.where(trained, array, 0).astype(np.float32) for name, array in values.items()}
         arrays = {name: arrays[name] for name in TOKEN_ARRAYS} | tokens | {"units": arrays["units"].repeat(2, axis=1)}
-    if is_taught:
+    if stage == "distill":
         arrays = {name: arrays[name] for name in TOKEN_ARRAYS}
+    if is_served:  # the target and three other tokens, of which one may be none
+        ids = np.stack([arrays["targets"], *((arrays["targets"] * k + k) % 96 for k in (2, 3, 5))], axis=-1)
+        repeated = np.array([[[i in row[:n] for n, i in enumerate(row)] for row in rows] for rows in ids.tolist()])
+        log_probs = np.log(np.random.default_rng(1).uniform(0.01, 0.2, ids.shape)).astype(np.float32)
+        arrays |= {"named_ids": np.where(repeated, -1, ids).astype(np.int32), "named_log_probs": log_probs}
     results = []
     for axes in (None, *MESHES):
         prepared = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.kernels.divergence import divergence
+from meshtune.kernels.divergence import NamedTokens, divergence, named_tokens
 from meshtune.model.compute import Compute
 from meshtune.objectives.config import DistillConfig
 from meshtune.objectives.stages import STAGES
@@ -140,3 +141,70 @@ def test_a_model_learns_from_another_as_in_trl_and_packing_and_splits_change_not
 def test_beta_is_of_the_mixture_only():
     with pytest.raises(UserError, match="beta has no meaning for loss reverse_kl"):
         DistillConfig(loss="reverse_kl", beta=0.2)
+
+
+def sparse_oracle(student, named_ids, named_log_probs, beta):
+    """trl's loss of a server's tokens and a last entry for all others, in float64, summed."""
+    exists = named_ids >= 0
+    lowest = torch.tensor(-torch.inf, dtype=student.dtype)
+    log_probs = torch.log_softmax(student, -1).gather(-1, named_ids.clamp(min=0))
+    of_student, mask = _add_tail_bucket(torch.where(exists, log_probs, lowest), exists)
+    of_teacher, _ = _add_tail_bucket(torch.where(exists, named_log_probs, lowest), exists)
+    return _jsd_divergence(of_student, of_teacher, beta, mask).sum()
+
+
+def named_of(log_probs, targets, count):
+    """The `count` likeliest tokens and the target of log-probabilities [.., V], as a server names them."""
+    order = np.argsort(-log_probs, axis=-1, kind="stable")[..., :count]
+    target = np.where((order == targets[..., None]).any(-1), -1, targets)[..., None]
+    ids = np.concatenate([target, order], axis=-1).astype(np.int32)
+    values = np.take_along_axis(log_probs, np.maximum(ids, 0), -1).astype(np.float32)
+    return NamedTokens(jnp.asarray(ids), jnp.asarray(np.where(ids >= 0, values, 0.0)))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_few_named_tokens_are_compared_as_in_trl(beta):
+    rng = np.random.default_rng(5)
+    student, teacher = rng.normal(size=(2, 2, 9, 50)).astype(np.float32) * 2
+    weights = rng.integers(0, 2, (2, 9)).astype(np.float32)
+    targets = rng.integers(0, 50, (2, 9))
+    targets[:, ::2] = teacher[:, ::2].argmax(-1)
+    named = named_of(np.array(jax.nn.log_softmax(teacher)), targets, 4)
+    assert (named.ids < 0).any(), "some targets are among the likeliest"
+    double = torch.tensor(student).double().requires_grad_()
+    trained = torch.tensor(weights > 0)
+    ids, log_probs = torch.tensor(np.array(named.ids)).long(), torch.tensor(np.array(named.log_probs)).double()
+    loss = sparse_oracle(double[trained], ids[trained], log_probs[trained], beta)
+    loss.backward()
+
+    def ours(hidden):
+        heads = (lambda _, hidden: hidden), named_tokens
+        return divergence(heads, {}, {}, hidden, named, jnp.asarray(weights), beta=beta, chunk=3)
+
+    (value, equal), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(jnp.asarray(student))
+    assert float(value) == pytest.approx(loss.item(), rel=2e-6)
+    np.testing.assert_allclose(gradient, double.grad, atol=4e-6 * float(double.grad.abs().max()), rtol=0)
+    assert float(equal) == ((student.argmax(-1) == teacher.argmax(-1)) * weights).sum()
+    whole = divergence(
+        ((lambda _, x: x),) * 2, {}, {}, jnp.asarray(student), jnp.asarray(teacher), weights, beta=beta, chunk=3
+    )[0]
+    assert 0 < float(value) < float(whole), "what is not told apart cannot differ"
+
+
+def test_all_tokens_named_are_the_whole_vocabulary():
+    """Up to the probability of 1e-7 that is always left to the others, as in trl."""
+    rng = np.random.default_rng(6)
+    student, teacher = rng.normal(size=(2, 1, 5, 20)).astype(np.float32)
+    named = named_of(np.array(jax.nn.log_softmax(teacher)), rng.integers(0, 20, (1, 5)), 20)
+    heads = [((lambda _, x: x), (lambda _, x: x)), ((lambda _, x: x), named_tokens)]
+    for beta in (0.0, 0.5, 1.0):
+        values = [
+            jax.value_and_grad(
+                lambda x, heads=head, target=target, beta=beta: divergence(
+                    heads, {}, {}, x, target, jnp.ones((1, 5)), beta=beta, chunk=5
+                )[0]
+            )(jnp.asarray(student))
+            for head, target in zip(heads, (jnp.asarray(teacher), named), strict=True)
+        ]
+        np.testing.assert_allclose(*(value for value, _ in values), rtol=1e-5)
+        np.testing.assert_allclose(*(gradient for _, gradient in values), atol=1e-6)

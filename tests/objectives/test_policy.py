@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import types
 
 import jax
@@ -30,7 +31,7 @@ from meshtune.config.sections import STAGE_PRESETS, written_out
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
 from meshtune.objectives import policy
-from meshtune.objectives.answers import TokenLogProbs, metric_means
+from meshtune.objectives.answers import TokenLogProbs, add_sums, metric_means
 from meshtune.objectives.config import GrpoConfig, RlooConfig
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import entropy_threshold, entropy_weights, importance_correction, loss_weights
@@ -319,6 +320,25 @@ def test_rloo_equals_trls(options, rollout, monkeypatch):
     assert_equal_gradients(gradient, (log_probs.grad, None), PACKED, members)
     for name in ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
         assert metrics[name] == pytest.approx(self._metrics["train"][name][0], rel=1e-6)
+
+
+def test_the_least_and_the_most_clipped_completion_are_found_over_micro_batches(rollout, monkeypatch):
+    def row_of(arrays, row):
+        return {name: array[row : row + 1] for name, array in arrays.items()}
+
+    config, extremes = GrpoConfig(loss="grpo"), ("clip_ratio/low_min", "clip_ratio/high_max")
+    *_, together = ours(config, rollout, PACKED, monkeypatch)
+    batch = {name: jnp.asarray(array) for name, array in arrays_of(config, rollout, PACKED).items()}
+    values = {"log_probs": pack(PACKED, rollout.log_probs), "entropies": pack(PACKED, rollout.entropies)}
+    parts = [
+        STAGES["grpo"].make(config)(row_of(values, row), None, Compute(), row_of(batch, row), None)  # pyright: ignore
+        for row in range(len(PACKED))
+    ]
+    shares = [metric_means(part) for part in parts]
+    assert len({float(share[extremes[1]]) for share in shares}) > 1
+    added = metric_means(functools.reduce(add_sums, parts))
+    for name in extremes:
+        assert float(added[name]) == pytest.approx(together[name], rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [*LOSSES, {"loss": "dapo", "beta": 0.2, "entropy_coef": 0.1}], ids=str)

@@ -201,6 +201,9 @@ def test_a_reference_that_is_a_copy_is_counted():
     assert copied.rollout is not None
     assert plain.rollout is not None
     assert copied.rollout.resident == plain.rollout.resident + int(trained)
+    ppo = ["method=full", "stage=ppo", "rollout.samples=1", "rollout.prompts=8"]
+    without, with_copy = (predict(tiny(*ppo, f"stage.kl_coef={weight}")) for weight in (0, 0.1))
+    assert with_copy.estimate.device_bytes == without.estimate.device_bytes + int(trained), "the critic has no copy"
 
 
 def check(free: int, *changes: str) -> MemoryCheck:

@@ -12,6 +12,7 @@ import types
 import numpy as np
 import pytest
 from random_model import save_random_model
+from scripted_turns import scripted_request
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
@@ -136,38 +137,10 @@ def file(tmp_path_factory):
     return path
 
 
-class Script:
-    """A constraint (generate.request.Constraint) that allows one text."""
-
-    finished = False
-
-    def __init__(self, ids, vocab):
-        self.ids, self.words = list(ids), -(-vocab // 32)
-
-    def mask(self):
-        mask = np.zeros(self.words, np.uint32)
-        mask[self.ids[0] // 32] = np.uint32(1) << np.uint32(self.ids[0] % 32)
-        return mask
-
-    def accept(self, token):
-        assert token == self.ids.pop(0)
-
-
 @pytest.fixture
 def scripted(monkeypatch):
     """Lets replies be those of a function from the ids of all that precedes a turn."""
-
-    def replace(reply):
-        request = Engine.request
-
-        def with_script(self, prompt, *args, **options):
-            ids = reply(list(prompt))
-            grammar = types.SimpleNamespace(start=lambda: Script(ids, self.spec.vocab))
-            return request(self, prompt, *args, grammar=grammar, **options)
-
-        monkeypatch.setattr(Engine, "request", with_script)
-
-    return replace
+    return lambda reply: monkeypatch.setattr(Engine, "request", scripted_request(reply))
 
 
 class Replies:
@@ -347,6 +320,19 @@ def test_an_environment_that_cannot_be_one_is_named(file, name, message):
     text = "collections:OrderedDict" if name == "json" else f"{file}:{name}"
     with pytest.raises(UserError, match=message):
         Environments(RolloutSection(environment=text))
+
+
+@pytest.mark.parametrize("stage", ["ppo", "distill"])
+def test_stages_that_train_on_every_token_refuse_environments(stage, file):
+    """GAE passes rewards back through every token, and a teacher's predictions of a tool's result teach nothing."""
+    fields = {
+        "model": "m", "data": {"train": "d.jsonl", "max_length": 512}, "output": "o",
+        "stage": {"kind": stage} | ({"on_policy": 1.0} if stage == "distill" else {}),
+        "rollout": {"prompts": 2, "samples": 1, "max_tokens": 64, "environment": f"{file}:Counter"},
+    } | ({"teacher": "t"} if stage == "distill" else {})  # fmt: skip
+    with pytest.raises(UserError, match=f"rollout.environment is not possible with stage {stage}.*use grpo or rloo"):
+        load_recipe(fields)
+    load_recipe(fields | {"stage": "grpo", "teacher": None, "rollout": fields["rollout"] | {"samples": 2}})
 
 
 def test_what_ends_a_run_is_named(model, file):

@@ -4,6 +4,7 @@ Processes are really killed (SIGKILL), in a rollout, in a reward, between a roll
 in a save; the same command then goes on.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -13,9 +14,13 @@ import sys
 
 import numpy as np
 import pytest
+from random_model import save_random_model
+from serving import serving
 
+from data.stock_templates import tokenizer_of_trl
 from meshtune.rollout.saved import decode_rollout, read_rollout
 from meshtune.runs.rollouts import read_rollouts
+from meshtune.serve.models import Models, load_served
 from meshtune.train.report.metrics_log import TIMINGS, parse_line
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "train/run_and_die.py"
@@ -49,7 +54,7 @@ def live(tmp_path, stories260k):
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
 
-    def run(name: str, when: str, environment: dict[str, str] | None = None, **sections) -> int:
+    def run(name: str, when: str, environment: dict[str, str] | None = None, script: str = "", **sections) -> int:
         fields = {
             "model": str(stories260k),
             "data": {"train": str(tmp_path / "prompts.jsonl"), "max_length": 48},
@@ -67,7 +72,7 @@ def live(tmp_path, stories260k):
         recipe = tmp_path / f"{name}.json"
         recipe.write_text(json.dumps(fields))
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(recipe), when],
+            [sys.executable, str(SCRIPT), str(recipe), when, *filter(None, [script])],
             env=os.environ | {"MESHTUNE_CACHE": str(tmp_path / "cache"), **(environment or {})},
             capture_output=True,
             text=True,
@@ -119,6 +124,66 @@ def test_a_killed_run_of_ppo_continues_with_its_critic(live, tmp_path):
     assert learned(tmp_path / "killed") == expected
     assert any(row["loss/value_avg"] > 0 for row in expected["metrics"])
     assert b"critic" not in expected["adapter"]
+
+
+ENVIRONMENT = '''
+import itertools, os, signal
+
+made, calls = itertools.count(), itertools.count()
+
+
+class Counter:
+    def __init__(self):
+        self.number = next(made)  # which completion of a rollout it is of
+
+    def reset(self, start, **columns):
+        self.total = start
+        return f" It is {start + self.number}."
+
+    def add(self, amount: int) -> int:
+        """Adds to the count.
+
+        Args:
+            amount: What is added.
+        """
+        if str(next(calls)) == os.environ.get("DIE_IN_CALL"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.total += amount
+        return self.total
+
+    def get_reward(self):
+        return self.total % 7 / 7
+'''
+
+
+@pytest.mark.slow
+def test_a_run_with_an_environment_that_is_killed_ends_with_the_same_files(live, tmp_path, shared):
+    """In a tool's call of a later turn, in the middle of a rollout, before its updates and between them."""
+    model = save_random_model(tmp_path / "random", shared)
+    tokenizer_of_trl("qwen3_instruct_2507", shared).save_pretrained(model)
+    (tmp_path / "counter.py").write_text(ENVIRONMENT)
+    questions = [{"prompt": [{"role": "user", "content": "Count."}], "start": n} for n in range(3)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in questions))
+    options = {
+        "model": str(model),
+        "data": {"train": str(tmp_path / "questions.jsonl"), "max_length": 480},
+        "rollout": {"environment": f"{tmp_path}/counter.py:Counter", "prompts": 2, "samples": 2, "max_tokens": 200}
+        | {"updates": 2, "iterations": 2},
+        "rewards": [],
+        "train": {"steps": 9},
+    }
+    script = str(pathlib.Path(__file__).with_name("scripted_turns.py"))
+    assert live("whole", "never", script=script, **options) == 0
+    assert live("killed", "never", {"DIE_IN_CALL": "6"}, script, **options) == KILLED
+    assert live("killed", "rollout:0", None, script, **options) == KILLED
+    assert live("killed", "generate:1", None, script, **options) == KILLED
+    assert live("killed", "step:7", None, script, **options) == KILLED
+    assert live("killed", "never", None, script, **options) == 0
+    expected = learned(tmp_path / "whole")
+    assert learned(tmp_path / "killed") == expected
+    assert {row["tools/call_frequency"] for row in expected["metrics"]} == {2.0}
+    assert all(len(row["completion"].split("<tool_response>")) == 3 for row in expected["rollouts"])
+    assert any(row["grad_norm"] > 0 for row in expected["metrics"])
 
 
 def test_what_a_reward_drew_is_read_back(live, tmp_path):
@@ -181,7 +246,8 @@ def test_micro_batches_packing_and_shared_prompts_change_nothing(live, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_mixed_distillation_that_is_killed_ends_with_the_same_files(live, tmp_path, stories260k):
+@pytest.mark.parametrize("behind_an_address", [False, True])
+def test_a_mixed_distillation_that_is_killed_ends_with_the_same_files(live, tmp_path, stories260k, behind_an_address):
     """Own samples and the data's answers by turns; the teacher is the model with noise on its weights."""
     from safetensors.numpy import load_file, save_file
 
@@ -194,13 +260,24 @@ def test_a_mixed_distillation_that_is_killed_ends_with_the_same_files(live, tmp_
         save_file({name: value.astype(np.float32) for name, value in tensors.items()}, file, {"format": "pt"})
     records = [{"prompt": text, "completion": " went home. The end."} for text in PROMPTS]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"train": str(tmp_path / "answers.jsonl"), "max_length": 48, "validation": str(tmp_path / "answers.jsonl")}
+    place = contextlib.nullcontext(str(teacher))
+    if behind_an_address:
+        models = Models(load_served(str(teacher), "teacher", {}, dtype="float32", quantize="auto"), rows=8, queue=8)
+        place = serving(models)
+    with place as address:
+        _compare_killed(live, tmp_path, data, f"{address}/v1" if behind_an_address else address)
+
+
+def _compare_killed(live, tmp_path, data, teacher):
     sections = {
-        "data": {"train": str(tmp_path / "answers.jsonl"), "max_length": 48},
-        "teacher": str(teacher),
+        "data": data,
+        "teacher": teacher,
         "stage": {"kind": "distill", "on_policy": 0.5},
         "rollout": {"prompts": 4, "samples": 1, "max_tokens": 12, "updates": 2},
         "rewards": [],
         "train": {"steps": 8},
+        "eval": {"every": 4, "at_start": True},
     }
     assert live("distilled", "never", **sections) == 0
     assert live("cut", "step:3", **sections) == KILLED
@@ -211,3 +288,5 @@ def test_a_mixed_distillation_that_is_killed_ends_with_the_same_files(live, tmp_
     assert set(own.values()) == {0.0, 1.0}, "seed 0 draws both kinds"
     assert {row["reason"] == "data" for row in expected["rollouts"]} == {True, False}
     assert {bool(own[row["step"]]) == (row["reason"] != "data") for row in expected["rollouts"]} == {True}
+    losses = [row["loss"] for row in expected["metrics"] if row["kind"] == "eval"]
+    assert losses[-1] < 0.9 * losses[0]

@@ -104,6 +104,31 @@ def test_a_stop_string_ends_the_text_before_it(client, model):
     assert "".join(chunk.choices[0].text for chunk in streamed) == full[: full.index(stop)]
 
 
+def test_likeliest_tokens_of_a_prompt_are_named_by_id_as_vllm_does(client, model, stories260k):
+    prompts = [model.tokenizer(text)["input_ids"] for text in ("Once upon a time there was", "A small dog")]
+    request = {"model": "stories", "prompt": prompts, "temperature": 0, "max_tokens": 1}
+    answer = client.completions.create(**request, extra_body={"prompt_logprobs": 3})
+    reference = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
+    for choice, ids in zip(answer.choices, prompts, strict=True):
+        assert choice.logprobs is None
+        with torch.no_grad():
+            scores = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert choice.prompt_logprobs[0] is None
+        assert len(choice.prompt_logprobs) == len(ids)
+        for row, id_, entry in zip(scores[:-1], ids[1:], choice.prompt_logprobs[1:], strict=True):
+            expected = [*row.topk(3).indices.tolist(), id_]
+            assert list(entry) == list(dict.fromkeys(map(str, expected)))
+            assert [fields["rank"] for fields in entry.values()][:3] == [1, 2, 3]
+            for key, fields in entry.items():
+                assert fields["logprob"] == pytest.approx(float(row[int(key)]), abs=1e-4)
+                assert fields["decoded_token"] == model.tokenizer.decode([int(key)])
+    both = client.completions.create(**request, logprobs=1, echo=True, extra_body={"prompt_logprobs": 3})
+    assert [choice.prompt_logprobs for choice in both.choices] == [choice.prompt_logprobs for choice in answer.choices]
+    assert all(len(entry) == 1 for choice in both.choices for entry in choice.logprobs.top_logprobs[1:])
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        list(client.completions.create(**request, stream=True, extra_body={"prompt_logprobs": 3}))
+
+
 def test_log_probabilities_of_a_prompt_are_those_of_transformers(client, model, stories260k):
     """As lm-eval asks for them: token ids echoed with their log-probabilities, and one token more."""
     prompts = [model.tokenizer(text)["input_ids"] for text in ("Once upon a time there was", "A small dog")]

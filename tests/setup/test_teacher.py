@@ -67,12 +67,14 @@ def test_another_tokenizer_is_refused_with_a_token_that_differs(tmp_path):
     resolve(recipe(str(MODEL))).check_tokenizer(load_tokenizer(MODEL))
 
 
-def test_reward_models_and_servers_are_no_teachers(tmp_path):
+def test_reward_models_are_no_teachers_and_servers_have_no_arrays(tmp_path):
     scored = save(tmp_path / "rm", cls=transformers.LlamaForSequenceClassification, num_labels=1, pad_token_id=0)
     with pytest.raises(UserError, match="reward model"):
         resolve(recipe(str(scored)))
-    with pytest.raises((UserError, pydantic.ValidationError), match="whole vocabularies"):
-        recipe("http://localhost:8000/v1")
+    served = recipe("http://localhost:8000/v1", rollout={"prompts": 2, "samples": 1, "max_tokens": 16})
+    assert resolve(served) is None
+    program = step_of(served, length=300)
+    assert program.run.teacher is None
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 """A training run in a separate process that kills itself (SIGKILL) at a named point. Not a test: see test_resume.py.
 
-python run_and_die.py RECIPE.json WHEN, where WHEN is: never; save:N, in the middle of writing the checkpoint of update
-N; step:N, after update N is reported; generate:N, in the middle of generating rollout N; rollout:N, when rollout N is
-on disk and no update is made of it; delete:N, when the checkpoint of update N is about to be thinned out; time:S,
-after S seconds; int:N or term:N, which send SIGINT or SIGTERM after update N instead.
+python run_and_die.py RECIPE.json WHEN [SCRIPT], where SCRIPT is run before, and WHEN is: never; save:N, while it is
+writing the checkpoint of update N; step:N, after update N is reported; generate:N, in the middle of generating rollout
+N; rollout:N, when rollout N is on disk and no update is made of it; delete:N, when the checkpoint of update N is about
+to be thinned out; time:S, after S seconds; int:N or term:N, which send SIGINT or SIGTERM after update N instead.
 """
 
 import inspect
 import json
 import os
 import pathlib
+import runpy
 import signal
 import sys
 import threading
@@ -109,6 +110,8 @@ def arrange(when: str, output: pathlib.Path) -> None:
 def main() -> None:
     sys.modules["torch"] = None  # Training needs no torch, and starts sooner without it.
     fields, when = json.loads(pathlib.Path(sys.argv[1]).read_text()), sys.argv[2]
+    if len(sys.argv) > 3:
+        runpy.run_path(sys.argv[3], run_name="__main__")
     arrange(when, pathlib.Path(fields["output"]))
     from meshtune.config.load import load_recipe
     from meshtune.train.run import train

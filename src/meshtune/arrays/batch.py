@@ -54,6 +54,9 @@ BATCH_ARRAYS = {
     "visual": BatchArray(np.int32, _TOKENS),
     "mrope_positions": BatchArray(np.int32, (*_TOKENS, "axes")),
     "reach": BatchArray(np.int32, _TOKENS),
+    # The tokens that a server names in place of a target, with their log-probabilities; -1 is no token.
+    "named_ids": BatchArray(np.int32, (*_TOKENS, "named")),
+    "named_log_probs": BatchArray(np.float32, (*_TOKENS, "named")),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
 

@@ -311,7 +311,7 @@ def _models(recipe: Recipe) -> list[tuple[str, str]]:
         ("model.adapter", model.adapter),
         *(("model.merge_adapters", path) for path in model.merge_adapters),
         ("stage.reference", getattr(recipe.stage, "reference", None)),
-        ("teacher.path", None if recipe.teacher is None else recipe.teacher.path),
+        ("teacher.path", None if recipe.teacher is None or recipe.teacher.is_server else recipe.teacher.path),
     ]
     return [(where, part) for where, path in paths if path for part in (path, path.rpartition(MARK)[0]) if part]
 

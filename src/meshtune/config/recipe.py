@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
@@ -132,23 +133,37 @@ QuantizeSection = Annotated[QuantizeConfig, refuse_truth_values(QuantizeConfig)]
 
 
 class TeacherSection(Section):
-    """The model that stage distill learns from. It is frozen, and in memory beside the student."""
+    """The model that stage distill learns from: frozen, in memory beside the student, or behind an address."""
 
     path: PathText = Field(
-        description="A Hugging Face directory, a hub id, or a run (RUN, RUN@best); of the student's vocabulary."
+        description="A Hugging Face directory, a hub id, or a run (RUN, RUN@best), of the student's vocabulary; or the "
+        "address of a server with vLLM's completions API, such as http://localhost:8000/v1."
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the teacher in few bits (nf4, int8, fp8 or int4); null: as it is."
     )
 
+    model: str | None = Field(default=None, description="Of a server: the model's name; null: its only one.")
+    top_k: int = Field(
+        default=20, ge=1, le=1000, description="Of a server: likeliest tokens whose probabilities it is asked for."
+    )
+    timeout: float = Field(default=600.0, gt=0, description="Of a server: seconds for all completions of a rollout.")
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the teacher is behind an address, so that it takes no memory here."""
+        return self.path.startswith(("http://", "https://"))
+
     @model_validator(mode="after")
-    def _no_address(self) -> TeacherSection:
-        if self.path.startswith(("http://", "https://")):
-            raise ValueError(
-                "a server gives the probabilities of a few tokens, and distillation compares whole vocabularies: give "
-                "the folder or hub id of its model, or let it answer (meshtune predict) and use stage: sft"
-            )
+    def _fits_place(self) -> TeacherSection:
+        unread = ("revision", "quantize") if self.is_server else ("model", "top_k", "timeout")
+        for key in unread:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                kind, other = ("a server", "a model's files") if self.is_server else ("a model's files", "a server")
+                raise ValueError(f"{key} is an option of {other}, and {self.path} is {kind}: leave it out")
+        if self.is_server and not re.match(r"https?://[^/\s]+", self.path):
+            raise ValueError(f"'{self.path}' names no server: write http://HOST:PORT/v1")
         return self
 
 

@@ -187,12 +187,21 @@ def _check_distillation(recipe: Recipe) -> None:
         raise ValueError("stage distill needs a teacher: give its model, such as teacher: Qwen/Qwen3-8B")
     if recipe.rewards:
         raise ValueError("stage distill has no rewards, the teacher's predictions are what it learns: remove rewards")
-    if recipe.stage.on_policy == 0:
-        return
-    if recipe.rollout is None:
+    example = "rollout, such as {prompts: 16, samples: 1, max_tokens: 256}"
+    if recipe.teacher.is_server and recipe.stage.temperature != 1:
+        raise ValueError(
+            f"a server gives probabilities at temperature 1, and stage.temperature is {recipe.stage.temperature:g}: "
+            "leave it out, or give the teacher's folder or hub id"
+        )
+    if recipe.rollout is None and recipe.stage.on_policy:
         raise ValueError(
             f"stage.on_policy {recipe.stage.on_policy:g} trains on completions that the student generates: give "
-            "rollout, such as {prompts: 16, samples: 1, max_tokens: 256}"
+            f"{example}"
+        )
+    if recipe.rollout is None and recipe.teacher.is_server:
+        raise ValueError(
+            "a teacher behind an address is asked for some completions at a time, also those of the data: give "
+            f"{example}"
         )
 
 
@@ -207,7 +216,9 @@ def _check_online(recipe: Recipe) -> None:
     """Rules for stages that train on completions of their own."""
     stage, rollout, online = recipe.stage.kind, recipe.rollout, recipe.stage.kind in ONLINE_STAGES
     if not online:
-        generates = isinstance(recipe.stage, DistillConfig) and recipe.stage.on_policy > 0
+        generates = recipe.teacher is not None and (
+            getattr(recipe.stage, "on_policy", 0) > 0 or recipe.teacher.is_server
+        )
         if rollout is not None and generates:
             _check_rollout(recipe, rollout)
         for section, given in (

@@ -16,7 +16,8 @@ from meshtune.costs.roofline import residual_bytes
 from meshtune.costs.workload import Candidate, LayerCost
 from meshtune.mesh.layout import SHARDS
 from meshtune.model.block import HEADROOM
-from meshtune.objectives.config import GrpoConfig, RlooConfig
+from meshtune.objectives.answers import CRITIC
+from meshtune.objectives.config import ONLINE_STAGES
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")
 
@@ -108,9 +109,13 @@ def persistent_bytes(candidate: Candidate) -> dict[str, float]:
 def reference_bytes(candidate: Candidate) -> float:
     """Bytes on one device of the reference model that an online stage keeps: a copy of what is trained, where the base
     with its adapters off is not what the run starts from."""
-    recipe, obstacle = candidate.workload.recipe, candidate.workload.method.reference_obstacle
-    is_kept = isinstance(recipe.stage, GrpoConfig | RlooConfig) and recipe.stage.beta > 0 and obstacle is not None
-    return candidate.local_bytes("full", "adapter") if is_kept else 0.0
+    workload = candidate.workload
+    stage = workload.recipe.stage
+    weight = getattr(stage, "kl_coef", 0.0) if stage.kind == "ppo" else getattr(stage, "beta", 0.0)
+    if stage.kind not in ONLINE_STAGES or not weight or workload.method.reference_obstacle is None:
+        return 0.0
+    trained = [array for array in workload.persistent if array.role in ("full", "adapter")]
+    return sum(array.local_bytes(candidate.layout) for array in trained if not array.path.startswith(f"{CRITIC}/"))
 
 
 def activation_bytes(candidate: Candidate) -> float:

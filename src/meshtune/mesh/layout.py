@@ -44,6 +44,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("pixels", ()),
     ("grid", ()),
     ("axes", ()),
+    ("named", ()),
     ("layers", ()),
     ("whole", ()),
 )

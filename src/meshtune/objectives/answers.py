@@ -51,6 +51,19 @@ class WeightedMetric(NamedTuple):
     weight: Float[Array, ""]
 
 
+class Largest(NamedTuple):
+    """A metric that is the largest value over a batch, at least 0."""
+
+    value: Float[Array, ""]
+
+
+class Smallest(NamedTuple):
+    """A metric that is the smallest value over a batch, at most 1: it is held as 1 minus that."""
+
+    complement: Float[Array, ""]
+
+
+Metric = Float[Array, ""] | WeightedMetric | Largest | Smallest
 NO_SUMS: Sums = {}
 
 
@@ -58,13 +71,14 @@ class LossSums(NamedTuple):
     """Sums over a batch, as float32 scalars.
 
     The loss to report and to differentiate is `loss / weight`, divided once after all micro-batches, devices and
-    processes are summed. Metrics are divided by `weight` too, except a WeightedMetric, which is divided by its own.
+    processes are summed. Metrics are divided by `weight` too, except a WeightedMetric, which is divided by its own, and
+    Largest and Smallest.
     `layers` are the sums of the model's layers; `with_layers` adds their share of the loss.
     """
 
     loss: Float[Array, ""]
     weight: Float[Array, ""]
-    metrics: Mapping[str, Float[Array, ""] | WeightedMetric]
+    metrics: Mapping[str, Metric]
     layers: Sums = NO_SUMS
 
 
@@ -95,16 +109,29 @@ def with_layers(spec: ModelSpec, loss_sums: LossSums) -> LossSums:
     return LossSums(loss_sums.loss + loss, loss_sums.weight, {**metrics, "aux_loss": jax.lax.stop_gradient(loss)})
 
 
+def add_sums(total: LossSums, new: LossSums) -> LossSums:
+    """The sums of two parts of a batch."""
+
+    def add(a: Metric, b: Metric) -> Metric:
+        return jax.tree.map(jnp.maximum if isinstance(a, Largest | Smallest) else jnp.add, a, b)
+
+    return jax.tree.map(add, total, new, is_leaf=lambda node: isinstance(node, Largest | Smallest))
+
+
 def metric_means(loss_sums: LossSums) -> dict[str, Float[Array, ""]]:
     """Every metric of summed losses as a mean; 0 where its weight is 0."""
 
-    def mean(total: Array, weight: Array) -> Array:
-        return total / jnp.where(weight > 0, weight, 1.0)
+    def mean(metric: Metric) -> Array:
+        match metric:
+            case Largest(value):
+                return value
+            case Smallest(complement):
+                return 1 - complement
+            case WeightedMetric(total, weight):
+                return total / jnp.where(weight > 0, weight, 1.0)
+        return metric / jnp.where(loss_sums.weight > 0, loss_sums.weight, 1.0)
 
-    return {
-        name: mean(*metric) if isinstance(metric, WeightedMetric) else mean(metric, loss_sums.weight)
-        for name, metric in loss_sums.metrics.items()
-    }
+    return {name: mean(metric) for name, metric in loss_sums.metrics.items()}
 
 
 def max_segments(batch: Batch, unit_segments: int = 2) -> int:

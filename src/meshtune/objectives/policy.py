@@ -22,8 +22,11 @@ from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import (
     Batch,
+    Largest,
     LossSums,
+    Metric,
     Objective,
+    Smallest,
     WeightedMetric,
     max_segments,
     segment_sum,
@@ -171,9 +174,7 @@ def online_dpo(config: OnlineDpoConfig, temperature: float = 1.0) -> Objective:
             "logps/chosen": sum_over_pair(jnp.where(advantages > 0, log_probs, 0.0)),
             "logps/rejected": sum_over_pair(jnp.where(advantages < 0, log_probs, 0.0)),
         }
-        metrics: dict[str, Array | WeightedMetric] = {
-            name: _masked_sum(values, pairs) for name, values in per_pair.items()
-        }
+        metrics: dict[str, Metric] = {name: _masked_sum(values, pairs) for name, values in per_pair.items()}
         metrics["entropy"] = _mean(completions.entropies, completions.mask)
         metrics["kl"] = _mean(difference, completions.mask)
         return LossSums(_masked_sum(losses, pairs), jnp.sum(pairs), metrics, completions.layers)
@@ -268,11 +269,11 @@ def _metrics(
     ratio: PerToken,
     shares: PerToken,
     batch: Batch,
-) -> dict[str, Array | WeightedMetric]:
+) -> dict[str, Metric]:
     """Means over trained tokens, under trl's names; those of ratios with `shares`, which give a completion 1 in all
     where it has one ratio."""
     mask, advantages, ratio = completions.mask, batch["advantages"], jax.lax.stop_gradient(ratio)
-    metrics: dict[str, Array | WeightedMetric] = {
+    metrics: dict[str, Metric] = {
         "entropy": _mean(completions.entropies, mask),
         "ratio/mean": _mean(ratio, shares),
         "ratio/distance": _mean(jnp.abs(ratio - 1), shares),
@@ -287,6 +288,11 @@ def _metrics(
         high = (capped > 1 + config.upper_epsilon) & (advantages > 0)
         for name, clipped in (("low", low), ("high", high), ("region", low | high)):
             metrics[f"clip_ratio/{name}_mean"] = _mean(clipped, shares)
+        of_low, of_high = (
+            completions.sum_over_completion(clipped * mask) / completions.length for clipped in (low, high)
+        )
+        metrics["clip_ratio/low_min"] = Smallest(jnp.max((1 - of_low) * mask))
+        metrics["clip_ratio/high_max"] = Largest(jnp.max(of_high * mask))
     elif config.loss == "cispo":
         metrics["cispo_clip_ratio"] = _mean((ratio > config.upper_epsilon) & (advantages > 0), shares)
     return metrics

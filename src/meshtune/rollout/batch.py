@@ -27,7 +27,7 @@ class CompletionRows:
 
     def scatter(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Values of every completion's tokens as an array [B, T], 0 elsewhere."""
-        result = np.zeros(self.arrays["tokens"].shape, np.float32)
+        result = np.zeros((*self.arrays["tokens"].shape, *values[0].shape[1:]), values[0].dtype)
         for span, of_tokens in zip(self.spans, values, strict=True):
             result[span.row, span.start : span.stop] = of_tokens
         return result
@@ -104,7 +104,7 @@ def online_arrays(recipe: Recipe, *, shared: bool) -> list[str]:
     """The arrays of a batch of an online stage, whose prompts are `shared` or not."""
     stage, names = recipe.stage, [*TOKEN_ARRAYS, "units", "completion"] + ["parent_ids"] * shared
     if isinstance(stage, DistillConfig):
-        return names
+        return names + ["named_ids", "named_log_probs"] * (recipe.teacher is not None and recipe.teacher.is_server)
     names.append("advantages")
     if isinstance(stage, OnlineDpoConfig):
         return [*names, "reference_tokens"]
@@ -116,6 +116,11 @@ def online_arrays(recipe: Recipe, *, shared: bool) -> list[str]:
     if isinstance(stage, PpoConfig):
         names += ["values_old", "returns"]
     return names + ["policy_weights"] * has_policy_weights(recipe)
+
+
+def named_sizes(recipe: Recipe) -> dict[str, int]:
+    """The size of the logical axis of the tokens that a teacher's server names."""
+    return {"named": 1 if recipe.teacher is None else recipe.teacher.top_k + 1}
 
 
 def loss_temperature(recipe: Recipe) -> float:

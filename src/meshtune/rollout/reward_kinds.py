@@ -14,8 +14,6 @@ import logging
 import re
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
@@ -27,13 +25,11 @@ from meshtune.errors import UserError, pip_install
 from meshtune.json_text import parse_json, read_json
 from meshtune.rollout.code_sandbox import START_SECONDS, Limits, passed_share
 from meshtune.rollout.reward_functions import Prompt, RewardFunction
+from meshtune.rollout.servers import ask_server, server_error
 
 Options = Mapping[str, Any]
 COMPLETION_SECONDS = 2.0  # in which a pattern or a schema must decide about one completion
 MATHS_SECONDS = 10  # in which math-verify must read one completion, and compare it
-TRIES = 3
-PAUSE = 1.0  # seconds between the first two tries; then twice that
-LARGEST_ANSWER = 64 << 20  # bytes that a server may answer
 
 
 def text_of(completion: Prompt) -> str:
@@ -256,50 +252,19 @@ def url(options: Options) -> RewardFunction:
 
     def reward(prompts: Any, completions: Any, finish_reasons: Any, **columns: Any) -> list[Any]:
         records = {name: values for name, values in columns.items() if name not in _NO_COLUMNS}
-        body = json.dumps({"prompts": prompts, "completions": completions, "columns": records}).encode()
-        return _post(address, body, time.monotonic() + timeout)
+        body = {"prompts": prompts, "completions": completions, "columns": records}
+        failure, fix = "the server of rewards gave none", "start the server, or raise the reward's timeout"
+        answer = ask_server(address, body, time.monotonic() + timeout, failure=failure, fix=fix)
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list):
+            problem = f"its answer has no list 'rewards': {json.dumps(answer)[:100]}"
+            raise server_error(address, failure, problem, "let it answer {rewards: [...]}")
+        return rewards
 
     return reward
 
 
 _NO_COLUMNS = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-
-
-def _post(address: str, body: bytes, deadline: float) -> list[Any]:
-    """The list "rewards" of the server's answer."""
-    problem = "it did not answer"
-    for number in range(TRIES):
-        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        try:
-            left = max(0.01, deadline - time.monotonic())
-            with urllib.request.urlopen(request, timeout=left) as response:
-                content = response.read(LARGEST_ANSWER)
-        except urllib.error.HTTPError as error:
-            problem = f"it answered {error.code}: {error.read(200).decode('utf-8', 'replace')}"
-            if error.code < 500 and error.code not in (408, 429):
-                raise _url_error(address, problem, "correct the address, or what the server expects") from error
-        except OSError as error:
-            problem = str(getattr(error, "reason", None) or error)
-        else:
-            answer = parse_json(content, address)
-            rewards = answer.get("rewards") if isinstance(answer, dict) else None
-            if not isinstance(rewards, list):
-                shown = content[:100].decode("utf-8", "replace")
-                raise _url_error(
-                    address, f"its answer has no list 'rewards': {shown}", "let it answer {rewards: [...]}"
-                )
-            return rewards
-        pause = PAUSE * 2**number
-        if number + 1 == TRIES or time.monotonic() + pause >= deadline:
-            break
-        time.sleep(pause)
-    raise _url_error(
-        address, f"{problem} (tried {number + 1} times)", "start the server, or raise the reward's timeout"
-    )
-
-
-def _url_error(address: str, problem: str, fix: str) -> UserError:
-    return UserError(f"the server of rewards gave none: {problem}", where=address, fix=fix)
 
 
 def reasoning_gym(options: Options) -> RewardFunction:

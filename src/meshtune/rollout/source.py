@@ -24,7 +24,14 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import without_critic
 from meshtune.objectives.stages import STAGES
 from meshtune.rollout.advantages import rollout_tokens, total_rewards
-from meshtune.rollout.batch import CompletionRows, completion_rows, computed_values, micro_batches, online_arrays
+from meshtune.rollout.batch import (
+    CompletionRows,
+    completion_rows,
+    computed_values,
+    micro_batches,
+    named_sizes,
+    online_arrays,
+)
 from meshtune.rollout.environment import Environments, Episodes
 from meshtune.rollout.generate import Completion, FollowTurns, generate, sample_seed
 from meshtune.rollout.rewards import Completions, Rewards, Scores
@@ -39,6 +46,8 @@ from meshtune.rollout.scoring import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.rollout.teacher_server import TeacherServer
 
 HELD_OUT = -1  # the number of the rollouts of validation prompts: all evaluations draw with the same seeds
 
@@ -74,7 +83,7 @@ class RolloutSource:
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
     `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
     gets messages; `progress(done, all)`, if it is set, is called while completions are generated. With `environments`,
-    completions have turns that call tools of theirs.
+    completions have turns that call tools of theirs. `teacher` is that of a distillation, behind an address.
     """
 
     uses_state = True
@@ -90,6 +99,7 @@ class RolloutSource:
         folder: pathlib.Path,
         notify: Callable[[str], None] = print,
         environments: Environments | None = None,
+        teacher: TeacherServer | None = None,
     ):
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
@@ -98,6 +108,7 @@ class RolloutSource:
         self.reward_names = reward_names(recipe.rewards) + of_environments
         self._weights = np.array([reward.weight for reward in recipe.rewards] + [1.0] * len(of_environments))
         self._notify, self._shared, self._environments = notify, model.compute.shared_prompts, environments
+        self.teacher = teacher
         self.progress: Callable[[int, int], None] | None = None
         self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt, which an environment may change;
@@ -109,7 +120,8 @@ class RolloutSource:
     @property
     def rows_sizes(self) -> dict[str, int]:
         """The sizes of the logical axes of a batch."""
-        return {"batch": self.loader.batch_size, "length": self.loader.row_length, "units": self._segments}
+        sizes = {"batch": self.loader.batch_size, "length": self.loader.row_length, "units": self._segments}
+        return sizes | named_sizes(self.recipe)
 
     def empty_batch(self) -> dict[str, np.ndarray]:
         """The arrays of a batch that holds nothing: of their shapes and dtypes."""

@@ -32,7 +32,7 @@ class TextCompletion:
     @property
     def scores_prompt(self) -> bool:
         """Whether prompts' log-probabilities are asked for."""
-        return self.request.echo and self.request.logprobs is not None
+        return self.request.prompt_logprobs is not None or (self.request.echo and self.request.logprobs is not None)
 
     def choice(self, request: ChoiceRequest, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         """A choice of a whole response, after its prompt where that is to be echoed."""
@@ -44,7 +44,10 @@ class TextCompletion:
             tokens = prompt_tokens + [
                 PlacedToken(token, place._replace(offset=place.offset + len(before))) for token, place in tokens
             ]
-        return self._choice(request.index, text, tokens, deltas[-1].finish_reason)
+        choice = self._choice(request.index, text, tokens, deltas[-1].finish_reason)
+        if self.request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_log_probabilities(request.request.prompt)
+        return choice
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Nothing comes before the text of a stream."""
@@ -65,13 +68,35 @@ class TextCompletion:
         served, decoder = self.served, Detokenizer(self.served.model.tokenizer)
         if self.request.logprobs is None:
             return decoder.push(prompt) + decoder.finish(), []
-        if prompt not in self.prompts:
-            tokens = served.model.token_log_probabilities(list(prompt), self.request.logprobs)
-            self.prompts[prompt] = [Token(prompt[0]), *tokens]
+        prompt_tokens = self._prompt_tokens(prompt, self.request.logprobs)
         alignment = Alignment(decoder, served.token_bytes, served.special_ids, continued=False)
         parts = [*(alignment.push(id_) for id_ in prompt), alignment.finish()]
         places: list[Place] = [place for _, several in parts for place in several]
-        return "".join(text for text, _ in parts), list(map(PlacedToken, self.prompts[prompt], places))
+        return "".join(text for text, _ in parts), list(map(PlacedToken, prompt_tokens, places))
+
+    def _prompt_tokens(self, prompt: tuple[int, ...], alternatives: int) -> list[Token]:
+        """The tokens of a prompt, all but the first with log-probabilities, which are computed once for all choices."""
+        if prompt not in self.prompts:
+            most = max(alternatives, self.request.prompt_logprobs or 0, self.request.logprobs or 0)
+            tokens = self.served.model.token_log_probabilities(list(prompt), most)
+            self.prompts[prompt] = [Token(prompt[0]), *tokens]
+        return [dataclasses.replace(token, likeliest=token.likeliest[:alternatives]) for token in self.prompts[prompt]]
+
+    def _prompt_log_probabilities(self, prompt: tuple[int, ...]) -> list[dict[str, dict[str, Any]] | None]:
+        """As vLLM has them: by id, for every token after the first the likeliest ones in its place, and itself."""
+        assert self.request.prompt_logprobs is not None
+        tokenizer = self.served.model.tokenizer
+        entries: list[dict[str, dict[str, Any]] | None] = [None]
+        for token in self._prompt_tokens(prompt, self.request.prompt_logprobs)[1:]:
+            ranked = {id_: (value, rank) for rank, (id_, value) in enumerate(token.likeliest, start=1)}
+            ranked.setdefault(token.id, (token.log_probability, None))
+            entries.append(
+                {
+                    str(id_): {"logprob": value, "rank": rank, "decoded_token": tokenizer.decode([id_])}
+                    for id_, (value, rank) in ranked.items()
+                }
+            )
+        return entries
 
 
 def prepare_completion(request: CompletionRequest, served: Served, client: str, seed: int) -> TextCompletion:

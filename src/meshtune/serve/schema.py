@@ -346,10 +346,11 @@ class ChatRequest(CompletionFields):
 
 
 class CompletionRequest(CompletionFields):
-    """A text to continue, as words or token ids; or several."""
+    """A text to continue, as words or token ids; or several. `prompt_logprobs` is vLLM's."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
     logprobs: _integer(0, 20) | None = None
+    prompt_logprobs: _integer(0, 20) | None = None
     echo: StrictBool = False
     best_of: _integer(1) | None = None
     suffix: str | None = None
@@ -358,6 +359,8 @@ class CompletionRequest(CompletionFields):
         """Raises ApiError for what cannot be given by a server that takes `capacity` answers at once."""
         if self.stream and self.echo:
             raise ApiError(400, "echo cannot be streamed", param="echo")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens: 0 needs echo: true, to score the prompt alone", param="max_tokens")
         if self.suffix:

@@ -118,6 +118,8 @@ def resolve_run(
     if teacher is not None:
         layout = with_teacher_axes(layout, teacher)
         decisions.append(Decision("teacher", teacher.path, f"{teacher.spec.family}, frozen beside the student"))
+    elif recipe.teacher is not None:
+        decisions.append(Decision("teacher", recipe.teacher.path, "a server, asked about every completion"))
     return Run(recipe, start, source, precision, arrays, machine, layout, decisions, teacher)
 
 

@@ -193,8 +193,7 @@ def workload_of(recipe: Recipe, backend: str, arch: str = "") -> Workload:
     precision, _ = precision_of(recipe, stored_dtype(source, config), backend, arch, config)
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
-    if recipe.teacher is not None:
-        teacher = teacher_of(recipe, precision.frozen, start.spec, weights=False)
+    if recipe.teacher and (teacher := teacher_of(recipe, precision.frozen, start.spec, weights=False)):
         arrays = dataclasses.replace(arrays, frozen=arrays.frozen | {TEACHER: teacher.parameters})
     return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
 

@@ -23,6 +23,7 @@ from meshtune.setup.choices import Decision
 BASE, CACHED, AUTO = "base", "cached", "auto"
 abstract_critic = LazyFunction("meshtune.objectives.critic:abstract_critic")
 online_arrays = LazyFunction("meshtune.rollout.batch:online_arrays")
+named_sizes = LazyFunction("meshtune.rollout.batch:named_sizes")
 loss_temperature = LazyFunction("meshtune.rollout.batch:loss_temperature")
 computed_values = LazyFunction("meshtune.rollout.batch:computed_values")
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
@@ -100,6 +101,8 @@ def batch_arrays(
     if spec.vision is not None:
         names += picture_arrays(spec)
         sizes |= {"patches": planned_patches(recipe, spec, length), "pixels": spec.vision.pixels, "grid": 4, "axes": 3}
+    if recipe.rollout is not None:
+        sizes |= named_sizes(recipe)
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
 

@@ -68,14 +68,16 @@ class Teacher:
         )
 
 
-def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool = True) -> Teacher:
-    """Resolves the teacher of a recipe that has one; its weights will be `dtype`.
+def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool = True) -> Teacher | None:
+    """Resolves the teacher of a recipe that has one; its weights will be `dtype`. None for a server.
 
     Without `weights` the config of a teacher on a hub is enough. Raises: UserError for a teacher that does not exist,
     and for one without predictions over the student's vocabulary.
     """
     section = recipe.teacher
     assert section is not None
+    if section.is_server:
+        return None
     directory, _ = split_state(section.path)
     if not weights and not is_run(directory) and not (directory / ADAPTER_CONFIG).is_file():
         source = Source(locate(section.path, section.revision, allow=CONFIG), None, section.path, None)

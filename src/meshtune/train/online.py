@@ -33,6 +33,7 @@ from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
 from meshtune.rollout.scoring import Scorer
 from meshtune.rollout.source import RolloutModel, RolloutSource
+from meshtune.rollout.teacher_server import TeacherServer
 from meshtune.runs.output import CHECKPOINTS
 from meshtune.runs.rollouts import print_rollouts
 from meshtune.train.assemble import LoadedRun, load_run
@@ -64,6 +65,9 @@ def rollout_source(
     ends = frozenset(read_ends(run.source)) | tokenizer_end(run.tokenizer) | frozenset(run.ends)
     scorer = Scorer(run.model.spec, run.compute, place, loss_temperature(recipe), order)
     model = RolloutModel(run.model.spec, run.compute, run.tokenizer, ends, scorer, _reference(run))
+    teacher = None
+    if recipe.teacher is not None and recipe.teacher.is_server:
+        teacher = TeacherServer(recipe.teacher, run.tokenizer, run.model.spec.vocab, run.job)
     environments = Environments(rollout) if rollout.environment is not None else None
     return kind(
         recipe,
@@ -75,6 +79,7 @@ def rollout_source(
         run.output / FOLDER,
         run.console.print,
         environments,
+        teacher,
     )
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 materialize_start = LazyFunction("meshtune.setup.materialize:materialize_start")
+teacher_server = LazyFunction("meshtune.rollout.teacher_server:TeacherServer")
 resumed_adapter = LazyFunction("meshtune.setup.materialize:resumed_adapter")
 TOO_LARGE = "this is not expected to fit"
 
@@ -157,6 +158,8 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
     if run.teacher is not None:
         run.teacher.check_tokenizer(tokenizer)
+    elif recipe.teacher is not None:
+        teacher_server(recipe.teacher, tokenizer, run.spec.vocab, job).check()
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
         data = _prepare_data(run, tokenizer, console, share)
     length = data.train.row_length

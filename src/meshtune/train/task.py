@@ -39,6 +39,7 @@ from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import Metrics, TrainState, result_params
 
 rollout_source = LazyFunction("meshtune.train.online:rollout_source")
+named_rows = LazyFunction("meshtune.rollout.distill:NamedRows")
 evaluate_online = LazyFunction("meshtune.train.online:evaluate_online")
 
 
@@ -168,13 +169,15 @@ def _evaluator(
         return None
     if isinstance(loader, PromptLoader):
         return functools.partial(evaluate_online, batches, run.model.frozen, loader)
+    teacher = getattr(batches, "teacher", None)
+    complete = dict if teacher is None else named_rows(teacher)
     step = make_eval_step(
         evaluation_objective_of(run.recipe, run.teacher and run.teacher.spec), run.model.spec, run.compute
     )
 
     def validate(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
-            arrays = (batch.arrays for batch in batches)
+            arrays = (complete(batch.arrays) for batch in batches)
             return evaluate(step, run.model.spec, trainable, run.frozen, arrays, place=place)
 
     return validate

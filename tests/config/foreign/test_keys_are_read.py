@@ -123,7 +123,12 @@ LF_FILES = [
             {"model_name_or_path": "OpenGVLab/InternVL3-1B-hf"},
         ),
     )
-] + [LLAMA_FACTORY | {"finetuning_type": "oft"}, LLAMA_FACTORY | {"adapter_name_or_path": "a"}]  # fmt: skip
+] + [
+    LLAMA_FACTORY | fields
+    for fields in (
+        {"finetuning_type": "oft"}, {"adapter_name_or_path": "a"}, {"stage": "ppo", "max_steps": 5},
+    )
+]  # fmt: skip
 AXOLOTL_FILES = [
     AXOLOTL | ({"rl": rl, "datasets": [{"path": "a", "type": "chat_template.default"}]} if rl else {}) | fields
     for rl, fields in itertools.product(
@@ -160,7 +165,11 @@ TRL_FILES = [
     [
         (llama_factory.TABLE, LF_FILES, [{}]),
         (axolotl.TABLE, AXOLOTL_FILES, [{}]),
-        (trl.TABLE | online.TABLE, TRL_FILES, [{"is_trl": True, "trainer": trainer} for trainer in trl.TRAINERS]),
+        (
+            trl.TABLE | online.TABLE | online.ONLINE_DPO,
+            TRL_FILES,
+            [{"is_trl": True, "trainer": trainer} for trainer in trl.TRAINERS],
+        ),
     ],
     ids=["LLaMA-Factory", "axolotl", "TRL"],
 )

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from files import AXOLOTL, LLAMA_FACTORY, QLORA, finding_of, verdicts
 from trl import GRPOConfig, RLOOConfig
+from trl.experimental.online_dpo import OnlineDPOConfig
 
 from meshtune.cli.main import main
 from meshtune.config.foreign import trainer, trl
@@ -235,7 +236,7 @@ def test_defaults_of_online_trainers_are_trls(recipe_of, name):
 
 
 def test_every_argument_of_trls_online_trainers_is_known():
-    for name, config in (("grpo", GRPOConfig), ("rloo", RLOOConfig)):
+    for name, config in (("grpo", GRPOConfig), ("rloo", RLOOConfig), ("online_dpo", OnlineDPOConfig)):
         fields = {field.name for field in dataclasses.fields(config)}
         assert fields - {*trl.TABLE, *trl.RULES[name]} == set()
 
@@ -277,9 +278,59 @@ def test_axolotls_grpo_is_read(recipe_of, translate_file):
     assert "code of recipes is not run" in finding_of(translate_file(transformed), "datasets").note
 
 
-def test_llama_factorys_ppo_is_refused_with_the_way_out(translate_file):
-    finding = finding_of(translate_file(LLAMA_FACTORY | {"stage": "ppo", "reward_model": "saves/rm"}), "stage")
-    assert "stage: grpo or rloo with rollout and rewards" in finding.fix
+def test_llama_factorys_ppo_is_read(recipe_of, translate_file):
+    """Its numbers are those of its trainer: a step there is a buffer of completions, with all updates of it."""
+    content = LLAMA_FACTORY | {
+        "stage": "ppo", "reward_model": "saves/rm", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
+        "ppo_buffer_size": 2, "max_steps": 10, "cutoff_len": 512, "max_new_tokens": 128, "ppo_whiten_rewards": True,
+    }  # fmt: skip
+    recipe = recipe_of(content)
+    rollout, stage = recipe.rollout, recipe.stage
+    assert (rollout.prompts, rollout.samples, rollout.updates, rollout.iterations) == (16, 1, 2, 4)
+    assert (recipe.train.batch_size, recipe.train.steps, recipe.data.max_length) == (8, 10 * 2 * 4, 640)
+    assert (rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k) == (128, 0.95, 0.7, 50)
+    assert (stage.kl_coef, stage.whiten_rewards, stage.cliprange, stage.vf_coef, stage.lam) == (
+        0.2,
+        True,
+        0.2,
+        0.1,
+        0.95,
+    )
+    assert [(reward.kind, reward.model) for reward in recipe.rewards] == [("model", "saves/rm")]
+    findings = verdicts(translate_file(content))
+    assert (findings["reward_model"], findings["ppo_buffer_size"]) == ("differs", "translated")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        ({"ppo_score_norm": True}, "ppo_score_norm", "running deviation"),
+        ({"reward_model_type": "api", "reward_model": "http://localhost:8000"}, "reward_model_type", "not chats"),
+        ({"reward_model": None}, "reward_model", "names none"),
+        ({"val_size": 0.1}, "val_size", "evaluates nothing"),
+    ],
+)
+def test_what_llama_factorys_ppo_has_and_recipes_have_not_is_refused(translate_file, changes, key, reason):
+    content = LLAMA_FACTORY | {"stage": "ppo", "reward_model": "saves/rm"} | changes
+    finding = finding_of(translate_file({name: value for name, value in content.items() if value is not None}), key)
+    assert finding.verdict == "refused"
+    assert reason in finding.note
+    assert finding.fix
+
+
+def test_trls_online_dpo_is_read(recipe_of, translate_file):
+    command = "trl online_dpo --model_name_or_path m --dataset_name d --reward_model_path rm --output_dir o"
+    config, recipe = OnlineDPOConfig(output_dir="o", use_cpu=True, bf16=False), recipe_of(command)
+    rollout, stage = recipe.rollout, recipe.stage
+    assert (rollout.prompts, rollout.samples) == (config.per_device_train_batch_size, 2)
+    assert (rollout.max_tokens, rollout.temperature) == (config.max_new_tokens, config.temperature)
+    assert (rollout.top_p, rollout.top_k, rollout.min_p) == (config.top_p, config.top_k, config.min_p or 0)
+    assert (stage.beta, stage.loss) == (config.beta, config.loss_type)
+    assert (stage.missing_eos_penalty, recipe.data.max_length) == (config.missing_eos_penalty, config.max_length)
+    assert recipe.optimizer.learning_rate == config.learning_rate
+    assert [(reward.kind, reward.model) for reward in recipe.rewards] == [("model", "rm")]
+    several = finding_of(translate_file(f"{command} --beta 0.1 0.05"), "beta")
+    assert (several.verdict, "one beta" in several.note) == ("refused", True)
 
 
 def test_every_key_of_a_file_gets_one_verdict(translate_file):
@@ -356,7 +407,7 @@ BAD = {
     ),
     "an environment variable": (LLAMA_FACTORY | {"output_dir": "${HOME}/x"}, "output_dir", "environment"),
     "jinja in a value": (AXOLOTL | {"output_dir": "runs/{{ name }}"}, "output_dir", "Jinja"),
-    "ppo": (LLAMA_FACTORY | {"stage": "ppo"}, "stage", "no stage ppo"),
+    "ppo without a reward": (LLAMA_FACTORY | {"stage": "ppo"}, "reward_model", "names none"),
     "vision": (LLAMA_FACTORY | {"model_name_or_path": "mistralai/Pixtral-12B"}, "model_name_or_path", "images"),
     "adapters on a tower": (LLAMA_FACTORY | SEES | {"freeze_vision_tower": False}, "freeze_vision_tower", "in full"),
     "lengths that our schema refuses": (LLAMA_FACTORY | {"cutoff_len": 0}, "", "data.max_length"),

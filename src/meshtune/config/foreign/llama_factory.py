@@ -144,6 +144,17 @@ STAGE: Table = {
     "kto_chosen_weight": direct("stage.desirable_weight", number, 1.0, when="kto"),
     "kto_rejected_weight": direct("stage.undesirable_weight", number, 1.0, when="kto"),
     "ref_model": direct("stage.reference", text, when="dpo kto"),
+    "ppo_epochs": direct("rollout.iterations", integer, 4, when="ppo"),
+    "ppo_buffer_size": part("rollout.updates", integer, 1),
+    "ppo_target": part("stage.kl_coef", number, 6.0),
+    "ppo_whiten_rewards": direct("stage.whiten_rewards", flag, False, when="ppo"),
+    "ppo_score_norm": part("rewards", flag, False),
+    "reward_model": part("rewards", text),
+    "reward_model_type": part("rewards", text, "lora"),
+    "temperature": direct("rollout.temperature", number, 0.95, when="ppo"),
+    "top_p": direct("rollout.top_p", number, 0.7, when="ppo"),
+    "top_k": direct("rollout.top_k", integer, 50, when="ppo"),
+    "max_new_tokens": direct("rollout.max_tokens", integer, 1024, when="ppo"),
     "use_dft_loss": part("stage.loss", flag, False),
     "early_stopping_steps": direct("eval.early_stopping", integer),
     **refused_keys(
@@ -176,17 +187,17 @@ WITHOUT_EFFECT = idle(
     hyper_parallel_args include_effective_tokens_per_second
     infer_backend infer_dtype kt_config kt_cpu_activation kt_expert_checkpoint_path kt_lora_expert_intermediate_size
     kt_lora_expert_num kt_non_expert_weight_path kt_use_lora_experts kt_weight_path length_penalty low_cpu_mem_usage
-    masked_softmax_fusion master_addr master_port max_length max_new_tokens megatron_bridge_args
+    masked_softmax_fusion master_addr master_port max_length megatron_bridge_args
     megatron_pretrained_checkpoint mixed_precision moe_grouped_gemm moe_token_dispatcher_type ms_hub_token num_beams
-    offload_folder om_hub_token overlap_grad_reduce overlap_param_gather overwrite_cache plot_loss ppo_buffer_size
-    ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate preprocessing_batch_size
+    offload_folder om_hub_token overlap_grad_reduce overlap_param_gather overwrite_cache plot_loss
+    predict_with_generate preprocessing_batch_size
     preprocessing_num_workers print_param_status profile_modules profiler_active_steps profiler_output_dir
     profiler_profile_memory profiler_record_shapes profiler_repeat profiler_wait_steps profiler_warmup_steps
     profiler_with_stack quantization_device_map ray_init_kwargs ray_num_workers recompute_granularity recompute_method
-    recompute_num_layers repetition_penalty reward_model reward_model_quantization_bit reward_model_type
+    recompute_num_layers repetition_penalty reward_model_quantization_bit
     sequence_parallel sglang_config sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size
     skip_special_tokens sortish_sampler swanlab_api_key swanlab_lark_secret swanlab_lark_webhook_url swanlab_logdir
-    swanlab_mode swanlab_project swanlab_run_name swanlab_workspace temperature top_k top_p trust_remote_code
+    swanlab_mode swanlab_project swanlab_run_name swanlab_workspace trust_remote_code
     upcast_layernorm upcast_lmhead_output use_audio_in_video use_distributed_optimizer use_fast_tokenizer
     use_hyper_parallel use_kv_cache use_mca use_megatron_bridge use_packed_sequences use_reentrant_gc use_swanlab
     use_unsloth use_unsloth_gc use_v1_kernels video_fps video_max_pixels video_maxlen video_min_pixels
@@ -197,10 +208,6 @@ TOOLS_WRITTEN = (
     "that template must also write the tools and calls of the data: where it does not, set model.chat_template"
 )
 
-PPO = (
-    "write stage: grpo or rloo with rollout and rewards, such as rewards: [{model: RUN}] of the reward_model "
-    "(docs/rl.md): they need no model of values"
-)
 TABLE: Table = {**TRAINER, **MODEL, **DATA, **STAGE, **LORA, **OPTIMIZER, **WITHOUT_EFFECT}
 
 
@@ -214,6 +221,9 @@ def train(draft: Draft) -> None:
     _optimizer(draft)
     validation = _sources(draft, kind)
     trainer.trainer_settings(draft, validation=validation, sharing=SHARING)
+    if kind == "ppo" and draft.value("train.steps"):
+        updates = draft.get("ppo_buffer_size") * draft.get("ppo_epochs")
+        draft.put("train.steps", draft.get("max_steps") * updates, "max_steps", note=f"{updates} updates a step")
     stream(draft, "streaming", "buffer_size")
     _precision(draft)
     draft.remark(OTHER_ORDER)
@@ -245,9 +255,8 @@ def _model(draft: Draft) -> None:
 def _stage(draft: Draft) -> str:
     """Writes the stage, and returns our name of it."""
     name, loss = str(draft.get("stage")), str(draft.get("pref_loss"))
-    if name not in ("sft", "pt", "rm", "dpo", "kto"):
-        fix = PPO if name == "ppo" else "use sft, pt, rm, dpo or kto"
-        draft.refuse("stage", f"there is no stage {name} in recipes here", fix)
+    if name not in ("sft", "pt", "rm", "dpo", "kto", "ppo"):
+        draft.refuse("stage", f"there is no stage {name} in recipes here", "use sft, pt, rm, dpo, kto or ppo")
         return "sft"
     kind = loss if name == "dpo" and loss in ("orpo", "simpo") else name
     draft.put("stage.kind", kind, "stage", *(["pref_loss"] if kind != name else []))
@@ -260,7 +269,39 @@ def _stage(draft: Draft) -> str:
         draft.put("stage.loss", loss, "pref_loss", note=note, differs=bool(note))
     if kind in ("dpo", "orpo", "simpo"):
         _put_sft_term(draft, kind)
+    if kind == "ppo":
+        _ppo(draft)
     return kind
+
+
+REWARD_MODEL = (
+    "the head of LLaMA-Factory's reward models is not read: import their file too, train it, and give that run"
+)
+
+
+def _ppo(draft: Draft) -> None:
+    """Writes the rollouts and the reward of PPO. A step there is a buffer and all updates made of it."""
+    buffer = draft.get("ppo_buffer_size")
+    update = (draft.get("per_device_train_batch_size") or 1) * (draft.get("gradient_accumulation_steps") or 1)
+    update *= max(draft.devices, 1)
+    draft.put("rollout.prompts", update * buffer, "ppo_buffer_size", note="one completion of each")
+    draft.put("rollout.samples", 1)
+    draft.put("rollout.updates", buffer, "ppo_buffer_size")
+    note = (
+        f"a constant weight, where LLaMA-Factory starts and then steers the divergence to {draft.get('ppo_target'):g}"
+    )
+    draft.put("stage.kl_coef", 0.2, "ppo_target", note=note, differs=True)
+    draft.remark("The temperature divides the logits in the loss too; in LLaMA-Factory only those of the sampler.")
+    if draft.get("ppo_score_norm"):
+        draft.refuse("ppo_score_norm", "rewards are not divided by a running deviation here", "use ppo_whiten_rewards")
+    if draft.get("reward_model_type") == "api":
+        fix = "write a function that asks it, rewards: [reward.py:score], or a server for {url: ...} (docs/rl.md)"
+        draft.refuse("reward_model_type", "a url gets {prompts, completions, columns} here, not chats", fix)
+    elif draft.get("reward_model") is None:
+        draft.refuse("reward_model", "ppo needs a reward, and the file names none", "add reward_model")
+    else:
+        draft.put("rewards.0.kind", "model", "reward_model_type")
+        draft.put("rewards.0.model", draft.get("reward_model"), "reward_model", note=REWARD_MODEL, differs=True)
 
 
 def _put_sft_term(draft: Draft, kind: str) -> None:
@@ -445,7 +486,11 @@ def _sources(draft: Draft, kind: str) -> bool:
         draft.differ(
             "tokenized_path", "training prepares its data and keeps them; LLaMA-Factory stops when they are written"
         )
-    return _validation(draft)
+    held_out = _validation(draft)
+    if held_out and kind == "ppo":
+        key = "eval_dataset" if draft.get("eval_dataset") else "val_size"
+        draft.refuse(key, "LLaMA-Factory's ppo evaluates nothing, and stops", "leave it out")
+    return held_out
 
 
 def _put_streaming(draft: Draft) -> None:
@@ -505,6 +550,11 @@ def _mixing(draft: Draft, count: int) -> None:
 
 def _lengths(draft: Draft, kind: str) -> None:
     note = "documents go on in the next row" if kind == "pt" else ""
+    if kind == "ppo":
+        note = "prompts and completions; longer prompts are left out, where LLaMA-Factory cuts them"
+        room = draft.get("cutoff_len") + draft.get("max_new_tokens")
+        draft.put("data.max_length", room, "cutoff_len", "max_new_tokens", note=note, differs=True)
+        return
     draft.put("data.max_length", draft.get("cutoff_len"), "cutoff_len", note=note)
     if kind != "pt":
         draft.put("data.train_on_tail", True, "template", note="the line break after a turn's end is trained on")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from meshtune.config.foreign.draft import (
     ABSENT,
     Draft,
@@ -91,6 +93,25 @@ RLOO: Table = {
     "num_generations": part("rollout.samples", integer, 2),
     "beta": part("stage.beta", number, 0.05),
 }
+# Arguments of TRL's online DPO, which has its own names and defaults for many.
+ONLINE_DPO: Table = {
+    "max_new_tokens": direct("rollout.max_tokens", integer, 64),
+    "max_length": part("data.max_length", integer, 512),
+    "temperature": direct("rollout.temperature", number, 0.9),
+    **{key: dataclasses.replace(TABLE[key], when="") for key in ("top_p", "top_k", "min_p")},
+    "missing_eos_penalty": direct("stage.missing_eos_penalty", number),
+    "beta": part("stage.beta", numbers, [0.1]),
+    "loss_type": direct("stage.loss", text, "sigmoid"),
+    "reward_model_path": part("rewards", text),
+    "disable_dropout": part("method.dropout", flag, True),
+    **{
+        key: rule
+        for key, rule in TABLE.items()
+        if rule.kind == "idle"
+        or key in ("reward_funcs", "reward_weights", "repetition_penalty", "generation_kwargs")
+        or key in ("shuffle_dataset", "vllm_structured_outputs_regex")
+    },
+}
 # TRL's own rewards, and ours that give the same values.
 REWARDS: dict[str, dict[str, object]] = {
     "accuracy_reward": {"kind": "maths", "column": "solution"},
@@ -118,6 +139,23 @@ def put_stage(draft: Draft, name: str) -> None:
         draft.refuse("multi_objective_aggregation", note, "use sum_then_normalize or normalize_then_sum")
     if draft.get("cast_lm_head_to_fp32"):
         draft.mention("cast_lm_head_to_fp32", "logits are float32 in any precision")
+
+
+def put_online_dpo(draft: Draft) -> None:
+    """Translates the options of online DPO's loss."""
+    betas = draft.get("beta")
+    draft.put("stage.beta", float(betas[0]), "beta")
+    if len(betas) > 1:
+        draft.refuse("beta", "one beta holds for the whole run", "give one, or make a run of each")
+
+
+def put_pairs(draft: Draft, per_device: str = "per_device_train_batch_size") -> None:
+    """Translates the prompts of an update of online DPO, with two completions each."""
+    update = (draft.get(per_device) or 1) * (draft.get("gradient_accumulation_steps") or 1) * max(draft.devices, 1)
+    draft.put("rollout.prompts", update, per_device, "gradient_accumulation_steps", note="pairs an update")
+    draft.put("rollout.samples", 2)
+    note = "longer prompts are left out; there they are cut at their beginning"
+    draft.put("data.max_length", draft.get("max_length"), "max_length", note=note, differs=True)
 
 
 def put_rollout(draft: Draft, per_device: str = "per_device_train_batch_size") -> None:

@@ -33,8 +33,8 @@ from meshtune.config.foreign.models import NotExpandableError, is_expression, la
 from meshtune.config.foreign.trainer import TRAINER, stream
 
 NAME = "TRL"
-TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo")
-OTHER_TRAINERS = ("online_dpo", "ppo", "gkd", "distillation", "prm", "xpo", "nash_md", "bco")
+TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo", "online_dpo")
+OTHER_TRAINERS = ("ppo", "gkd", "distillation", "prm", "xpo", "nash_md", "bco")
 ADAPTERS = "lora dora"
 
 TABLE: Table = {
@@ -110,11 +110,15 @@ FIELDS = {
 # Trainers whose loss balances the load of experts, and by how much where the arguments do not say it.
 BALANCED, BALANCE = ("sft", "dpo"), 0.001
 # Learning rates where the arguments name none.
-RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "orpo": 1e-6, "cpo": 1e-6, "grpo": 1e-6, "rloo": 1e-6}
+RATES = {
+    "sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "orpo": 1e-6, "cpo": 1e-6, "grpo": 1e-6, "rloo": 1e-6,
+    "online_dpo": 5e-7,
+}  # fmt: skip
 # The rules of keys that a trainer has, or has with another default.
 RULES: dict[str, Table] = {
     "grpo": {**online.TABLE, "disable_dropout": part("method.dropout", flag, False)},
     "rloo": {**online.TABLE, **online.RLOO, "disable_dropout": part("method.dropout", flag, False)},
+    "online_dpo": online.ONLINE_DPO,
 }
 OF_TRAINER = {
     "rloo": {"normalize_advantages", "reward_clip_range"},
@@ -133,6 +137,7 @@ STAGES = {
     "cpo": "cpo",
     "grpo": "grpo",
     "rloo": "rloo",
+    "online_dpo": "online_dpo",
 }
 
 
@@ -204,7 +209,7 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
 def _switch(key: str, value: object) -> tuple[str, object]:
     """--no_KEY, which turns a switch off, as the key itself."""
     plain = key.removeprefix("no_")
-    known = {*TABLE, *online.TABLE}
+    known = {*TABLE, *online.TABLE, *online.ONLINE_DPO}
     return (plain, False) if plain != key and key not in known and plain in known and value is True else (key, value)
 
 
@@ -229,7 +234,7 @@ def _balance(draft: Draft, name: str) -> None:
 def _stage(draft: Draft, name: str) -> None:
     draft.put("stage.kind", STAGES[name], note=f"the trainer {name}")
     if name in RULES:
-        online.put_stage(draft, name)
+        online.put_online_dpo(draft) if name == "online_dpo" else online.put_stage(draft, name)
         return
     losses = draft.get("loss_type")
     losses = losses if isinstance(losses, list) else [losses or {"sft": "nll", "kto": "kto"}.get(name, "sigmoid")]
@@ -330,8 +335,12 @@ def _put_prompts(draft: Draft) -> None:
         draft.put(key.replace(".path", ".format"), "prompt", note="the field prompt; all others go to the rewards")
     if not draft.get("shuffle_dataset"):
         draft.put("data.shuffle", False, "shuffle_dataset")
-    online.put_rollout(draft)
-    online.put_rewards(draft)
+    if draft.value("stage.kind") == "online_dpo":
+        online.put_pairs(draft)
+        online.put_rewards(draft, "reward_model_path")
+    else:
+        online.put_rollout(draft)
+        online.put_rewards(draft)
 
 
 def _put_validation(draft: Draft, path: str | None) -> bool:

@@ -22,7 +22,7 @@ from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.gather import is_any_offloaded
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import adjust_buffers, layers_loss, no_sums
-from meshtune.objectives.answers import Batch, LossSums, Objective, metric_means, with_layers
+from meshtune.objectives.answers import Batch, LossSums, Objective, add_sums, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer, add_updates
 from meshtune.train.step.loss_scale import DTYPE as FLOAT16
 from meshtune.train.step.loss_scale import next_loss_scale
@@ -115,7 +115,8 @@ def _accumulate(
 
     def add(carry: tuple[LossSums, Tree], x: tuple[Array, Batch]) -> tuple[tuple[LossSums, Tree], Array]:
         loss_sums, gradient, finite = micro_batch(*x)
-        return jax.tree.map(jnp.add, carry, (loss_sums, gradient)), finite
+        total, total_gradient = carry
+        return (add_sums(total, loss_sums), jax.tree.map(jnp.add, total_gradient, gradient)), finite
 
     # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
     add = _skip_empty_rows(add) if "completion" in batch else add
