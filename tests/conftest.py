@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from compiling import FASTER
 from meshtune.cache import processor_key
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,33 +23,40 @@ PROGRAMS = ROOT / ".pytest_cache" / "programs" / processor_key()
 MOST_BYTES = 2 << 30  # of compiled programs; a folder that has grown beyond them is emptied
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # shared by tests, workers and the commands that tests start
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Tests start hundreds of processes, and read this one's modules in each of them: all read the bytecode of the first.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 MAPPED_REGIONS = 25_000  # after which compiled programs are freed
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The fast tests compile with LLVM's optimisations off: the same XLA programs, made in half the time.
-
-    XLA reads its flags once: runs of the product that tests start compile as users do, and so do the other tiers.
-    """
+    """The fast tests, and the processes that they start, compile with FASTER; the other tiers compile as users do."""
     if not config.option.markexpr.startswith("not slow"):
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other where every core has a worker
+    if FASTER not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{FASTER} {os.environ.get('XLA_FLAGS', '')}".strip()
     if PROGRAMS.is_dir() and sum(path.stat().st_size for path in PROGRAMS.iterdir()) > MOST_BYTES:
         shutil.rmtree(PROGRAMS, ignore_errors=True)
-    before = os.environ.get("XLA_FLAGS")
+    if config.getoption("dist", "no") != "no":  # this process only starts those that run the tests
+        return
+    gc.disable()  # until pytest_collection_finish: imported modules and collected tests stay
     import jax
 
-    faster = "--xla_backend_optimization_level=0"
-    if jax.__version_info__ < (0, 11):  # XLA ends the process at a flag that it does not know
-        faster += " --xla_cpu_use_fusion_emitters=false"  # a fifth of the processor time
-    os.environ["XLA_FLAGS"] = f"{faster} {before or ''}"
-    jax.devices()
-    if before is None:
-        del os.environ["XLA_FLAGS"]
-    else:
-        os.environ["XLA_FLAGS"] = before
+    jax.devices()  # XLA reads its flags once: tests may change the variable
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exempts imported modules and collected tests from garbage collection, and makes collections rarer.
+
+    Tracing makes many objects and little garbage: looking through them all was a tenth of the processor time.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

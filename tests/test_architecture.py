@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import pytest
 
 import meshtune
+from compiling import FASTER
 from meshtune.config.recipe import Recipe
 from meshtune.hooks import SECTIONS, WRITE_STATE
 from meshtune.lazy import LazyFunction
@@ -168,7 +169,7 @@ print(json.dumps([before, lines(), sorted(name for name in sys.modules if name.s
 def test_training_imports_no_periphery_and_few_lines(tmp_path: pathlib.Path):
     """A small supervised run without evaluation or push, in a process of its own."""
     command = [sys.executable, "-c", SMALL_RUN, str(tmp_path / "run")]
-    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = os.environ | {"XLA_FLAGS": FASTER}
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert process.returncode == 0, process.stderr
     before, after, modules = json.loads(process.stdout.splitlines()[-1])

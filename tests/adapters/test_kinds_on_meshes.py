@@ -12,6 +12,8 @@ import adapter_mesh_cases
 import numpy as np
 import pytest
 
+from compiling import FASTER
+
 # Float32 sums in other orders; of decompositions, other rounding over the gaps between singular values.
 CLOSE = 2e-4
 QUICK = ["vera"]
@@ -20,7 +22,7 @@ QUICK = ["vera"]
 def compare_meshes(names: list[str]) -> None:
     program = pathlib.Path(adapter_mesh_cases.__file__)
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, str(program), json.dumps(names)]

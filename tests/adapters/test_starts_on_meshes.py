@@ -11,13 +11,15 @@ import sys
 import numpy as np
 import pytest
 
+from compiling import FASTER
+
 SPLIT = {"fsdp": 2, "tp": 2}
 
 
 def run_cases(kind: str, *meshes: dict[str, int], verified: bool = False) -> list[dict]:
     folder = pathlib.Path(__file__).parent
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}

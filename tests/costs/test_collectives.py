@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+from compiling import FASTER
 from meshtune.costs.collectives import Collective, collectives_of, shape_bytes
 
 MODULE = """
@@ -174,7 +175,8 @@ COMPILED = """
 
 
 def test_a_compiled_program_gathers_each_layer_once():
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = f"{FASTER} --xla_force_host_platform_device_count=8"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     code = textwrap.dedent(COMPILED)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert ran.returncode == 0, ran.stderr

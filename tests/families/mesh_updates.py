@@ -97,7 +97,7 @@ def trajectory(
 
 if __name__ == "__main__":
     flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    os.environ |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}", "JAX_PLATFORMS": "cpu"}
     import jax
     import jax.numpy
 

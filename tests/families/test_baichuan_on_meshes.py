@@ -11,6 +11,8 @@ import sys
 import numpy as np
 import pytest
 
+from compiling import FASTER
+
 
 @pytest.mark.parametrize(
     "size", [pytest.param(case, marks=pytest.mark.slow) for case in ("13B", "13B in a ring", "7B")]
@@ -22,7 +24,7 @@ def test_a_mesh_changes_nothing(size):
     """
     folder = pathlib.Path(__file__).parent
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, str(folder / "baichuan_mesh_cases.py"), size]

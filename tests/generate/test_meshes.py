@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
+from compiling import FASTER
 from meshtune.arrays.tree import Tree
 from meshtune.cli.model_options import parse_mesh
 from meshtune.errors import UserError
@@ -70,7 +71,7 @@ def compare() -> None:
 
 def on_four_devices(script: str | Path, *arguments: object) -> None:
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

@@ -14,11 +14,12 @@ import psutil
 import pytest
 from job import free_port
 
+from compiling import FASTER
 from meshtune.errors import UserError
 from meshtune.launch.local import check_gpus
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "src/meshtune/quickstart"
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FASTER}
 COMMAND = [sys.executable, "-m", "meshtune", "launch", "local"]
 
 

@@ -115,5 +115,6 @@ def main(out: str, names: list[str], compiled: bool) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[2]}"
+    devices = f"--xla_force_host_platform_device_count={sys.argv[2]}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     main(sys.argv[1], [name for name in sys.argv[3:] if name != "--compile"], "--compile" in sys.argv)

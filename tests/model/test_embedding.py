@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from compiling import FASTER
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout, make_mesh
 from meshtune.model.inputs import embed_tokens
@@ -64,7 +65,7 @@ def test_rows_are_those_of_torch():
 @pytest.fixture(scope="module")
 def on_meshes():
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compiling import FASTER
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten, merge, named_leaves, unflatten
@@ -167,7 +168,7 @@ def skewed_differences(exchange):
 @pytest.mark.parametrize("meshes", ["some", pytest.param("all", marks=pytest.mark.slow)])
 def test_meshes_are_one_device(meshes):
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, sys.path)]),
     }
     run = subprocess.run([sys.executable, __file__, meshes], capture_output=True, text=True, env=env, timeout=600)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compiling import FASTER
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import make_mesh
 from meshtune.mesh.placement import shardings
@@ -65,7 +66,7 @@ def compare() -> None:
 def test_a_mesh_decodes_what_one_device_does():
     """float32: 1e-5 of the largest number."""
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from compiling import FASTER
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.spec import ArraySpec
@@ -494,7 +495,7 @@ def on_mesh(mesh: dict[str, int], in_backward: bool) -> list[float]:
 def test_fsdp_by_tp_is_one_device(tmp_path):
     """On four simulated devices, in a process of their own; plain updates and updates in the backward pass."""
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, sys.path)]),
     }
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300)

@@ -11,6 +11,8 @@ import sys
 import numpy as np
 import pytest
 
+from compiling import FASTER
+
 STAGES = {
     "dpo": {"ld_alpha": 0.3, "sft_weight": 0.5},
     "kto": {},
@@ -27,7 +29,7 @@ STAGES = {
 def test_a_mesh_changes_nothing(stage):
     """Float32 sums in other orders: 1e-4 of losses, metrics and the norms of all gradients."""
     folder = pathlib.Path(__file__).parent
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"}
+    flags = {"XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=8"}
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
     command = [sys.executable, str(folder / "mesh_cases.py"), json.dumps({stage.split()[0]: STAGES[stage]})]
     ran = subprocess.run(command, env=os.environ | flags | paths, capture_output=True, text=True)

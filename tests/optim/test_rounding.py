@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from optimizer_problems import CONSTANT, abstract_of, tree_of
 
+from compiling import FASTER
 from meshtune.arrays.tree import flatten
 from meshtune.optim.build import OPTIMIZERS, OptimizerConfig, make_optimizer
 from meshtune.optim.optimizer import add_updates, round_stochastically
@@ -149,6 +150,7 @@ for spec in (PartitionSpec(None, "a", "b"), PartitionSpec(None, ("a", "b"))):
     np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(split, np.float32))
 assert len(np.unique(np.asarray(one, np.float32))) > 1
 """
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = f"{FASTER} --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

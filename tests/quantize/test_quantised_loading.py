@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from compiling import FASTER
 from weights.load_job import job, write_model
 
 # Rows of 512 and 1024 numbers; a matrix has 32 to 64 blocks of 256 scales.
@@ -95,7 +96,7 @@ def small(tmp_path_factory):
 )
 def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(small, formats, meshes):
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     ran = subprocess.run(
@@ -156,7 +157,7 @@ for kind, shape in re.findall(r"= \\(?(\\w+)\\[([\\d,]*)\\][^=]*? all-gather", t
 
 def test_what_a_layer_gathers_are_codes_and_scales_of_8_bits():
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from compiling import FASTER
 from meshtune import quickstart
 from meshtune.cli.model_options import parse_mesh
 from meshtune.errors import UserError
@@ -30,7 +31,7 @@ STORIES = [
 
 
 def environment(devices: int) -> dict[str, str]:
-    flags = f"{DEVICES}={devices} --xla_backend_optimization_level=0"
+    flags = f"{FASTER} {DEVICES}={devices}"
     tests = str(Path(__file__).resolve().parents[1])
     return os.environ | {
         "XLA_FLAGS": flags,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compiling import FASTER
 from meshtune.generate.api import Model, load
 
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl named Lily went to the park and saw")
@@ -42,7 +43,7 @@ def server(stories260k: Path, tmp_path: Path):
     command = [sys.executable, "-m", "meshtune", "launch", "local", "-n", "2", "--"]
     command += ["serve", str(stories260k), "mesh.tp=2", "--name", "base", "--port", "0", "--rows", "2"]
     command += ["--adapter", f"lora={path}"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FASTER}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None

@@ -164,6 +164,7 @@ def main(out: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     main(sys.argv[1], sys.argv[2:])

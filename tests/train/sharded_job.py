@@ -10,6 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
+from compiling import FASTER
+
 FOLDER = pathlib.Path(__file__).parent
 SOURCE = FOLDER.parents[1] / "src"
 
@@ -23,7 +25,7 @@ def run(
         port = probe.getsockname()[1]
     common = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count={devices}",
         "MESHTUNE_COORDINATOR": f"localhost:{port}",
         "MESHTUNE_PROCESSES": str(processes),
         "PYTHONPATH": str(SOURCE),

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from compiling import FASTER
 from meshtune.train.report.metrics_log import TIMINGS
 
 SCRIPT = pathlib.Path(__file__).with_name("run_and_die.py")
@@ -53,7 +54,7 @@ def live(tmp_path, stories, stories260k, compilation_cache):
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": FASTER,
             "MESHTUNE_CACHE": str(tmp_path / "cache"),
         }
         done = subprocess.run(

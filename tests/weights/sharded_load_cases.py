@@ -115,7 +115,8 @@ def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> d
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     model, result = map(pathlib.Path, sys.argv[1:3])
     if sys.argv[3:] == ["slow"]:
         report = {"prepared": compare_prepared(model, PREPARED_SLOWLY)}
