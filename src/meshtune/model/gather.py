@@ -95,7 +95,7 @@ def gather_layer_params(node: Tree, kind: LayerSpec, embed: int, compute: Comput
         node = jax.tree.map(lambda x: checkpoint_name(_fetch(x), GATHERED) if is_offloaded(x) else x, node)
     if shared is not None:
         node = with_shared(node, shared)
-    return gather_params(node, kind.params(embed), compute)
+    return node if compute.layout is None else gather_params(node, kind.params(embed), compute)
 
 
 def gather_params(node: Tree, params: Tree, compute: Compute) -> Tree:

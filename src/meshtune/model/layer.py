@@ -74,11 +74,6 @@ class LayerSpec:
         return tuple(block for block in blocks if block is not None)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it is a stack by itself."""
-        return self.tapped or self.stores is not None
-
-    @property
     def stores(self) -> str | None:
         """The name of the memory that the mixer stores for later layers."""
         return self.mixer.stores if isinstance(self.mixer, SharedMemory) else None

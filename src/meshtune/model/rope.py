@@ -155,12 +155,10 @@ class RopeSpec:
     sections: tuple[int, ...] = ()
     axes: RopeAxes = "blocks"
 
-    def __post_init__(self):
-        assert not self.sections or 2 * sum(self.sections) == self.dim, (self.sections, self.dim)
-
     @property
     def axis_of_pair(self) -> np.ndarray:
         """Which of its positions turns each pair, int [dim/2]."""
+        assert 2 * sum(self.sections) == self.dim, (self.sections, self.dim)
         if self.axes != "interleaved":
             return np.repeat(np.arange(len(self.sections)), self.sections)
         pairs = np.arange(self.dim // 2)

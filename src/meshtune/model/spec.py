@@ -243,7 +243,7 @@ class ModelSpec:
         The key is "s.p": stack s, position p of its pattern. Row r of that stacked subtree is layer numbers[r].
         """
         first = 0
-        for s, stack in enumerate(self.roots[root]):
+        for s, stack in enumerate(self.stacks if root == "" else self.roots[root]):
             width = len(stack.pattern)
             for p, layer in enumerate(stack.pattern):
                 yield f"{s}.{p}", stack.repeats, layer, [first + r * width + p for r in range(stack.repeats)]
@@ -257,10 +257,11 @@ class ModelSpec:
 def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
     """Groups layers, at least one, into the stacks to scan. A layer that others read, by a memory that it stores or as
     a tap, is a stack by itself."""
-    if len(set(layers)) == 1 and not layers[0].is_alone:
+    alone = {layer for layer in layers if layer.tapped or layer.stores is not None}
+    if len(set(layers)) == 1 and not alone:
         return (Stack((layers[0],), len(layers)),)
     for place, layer in enumerate(layers):
-        if layer.is_alone:
+        if layer in alone:
             parts = layers[:place], [layer], layers[place + 1 :]
             before, after = (stacks_of(part) if part else () for part in (parts[0], parts[2]))
             return (*before, Stack((layer,), 1), *after)

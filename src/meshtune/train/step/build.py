@@ -74,24 +74,16 @@ def mean_gradient(
     has_sums, loss_of = bool(no_sums(spec.stacks)), operator.attrgetter("loss")
     if has_sums:
         loss_of = _loss_with_layers(functools.partial(loss_sums_of, trained), spec, batch)
+    scaling = None if scale is None else _LossScaling(scale, batch["tokens"].shape[0])
 
     def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
         loss_sums = loss_sums_of(trained, index, micro)
-        total = loss_of(loss_sums)
-        return (total if scale is None else total * factor(loss_sums)), loss_sums
-
-    def factor(loss_sums: LossSums) -> Array:
-        """What the loss of a micro-batch is multiplied by for its backward pass."""
-        assert scale is not None
-        count = batch["tokens"].shape[0]
-        return scale / (count * jnp.maximum(jax.lax.stop_gradient(loss_sums.weight), 1.0))
+        return (loss_of(loss_sums) if scaling is None else loss_of(loss_sums) * scaling.factor(loss_sums)), loss_sums
 
     def micro_batch(index: Array, micro: Batch) -> tuple[LossSums, Tree, Array]:
         (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
         gradient = place(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
-        if scale is not None:
-            back = 1.0 / factor(loss_sums)
-            gradient = jax.tree.map(lambda g: g * back, gradient)
+        gradient = gradient if scaling is None else scaling.unscale(gradient, loss_sums)
         return loss_sums, gradient, jnp.isfinite(loss_sums.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
@@ -102,6 +94,22 @@ def mean_gradient(
     finite = jnp.all(finite_micro) & jnp.isfinite(norm)
     metrics = {"loss": total.loss / weight, "weight": total.weight, "grad_norm": norm, "finite": finite}
     return Gradient(gradient, norm, finite, metric_means(total) | metrics | {"finite_micro": finite_micro}, sums)
+
+
+class _LossScaling(NamedTuple):
+    """The loss of each of `count` micro-batches is multiplied by a factor for its backward pass."""
+
+    scale: Array
+    count: int
+
+    def factor(self, loss_sums: LossSums) -> Array:
+        """The scale over the weight of a micro-batch."""
+        return self.scale / (self.count * jnp.maximum(jax.lax.stop_gradient(loss_sums.weight), 1.0))
+
+    def unscale(self, gradient: Tree, loss_sums: LossSums) -> Tree:
+        """The gradient of the loss itself."""
+        back = 1.0 / self.factor(loss_sums)
+        return jax.tree.map(lambda g: g * back, gradient)
 
 
 def _accumulate(
@@ -185,6 +193,14 @@ class SummedStep(Protocol):
     ) -> tuple[TrainState, Metrics, Sums]: ...
 
 
+def _with_next_scale(state: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+    """(the state after an update from `state`, with the next loss scale; its metrics)."""
+    scale = next_loss_scale(state.loss_scale, metrics["finite"])
+    metrics = metrics | {"loss_scale": scale["scale"], "skipped_updates": scale["skipped"]}
+    # The batch of an update that is skipped is used up.
+    return dataclasses.replace(after, step=state.step + 1, loss_scale=scale), metrics
+
+
 def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
     """The step of a state with buffers, frozen in its forward and backward passes, and with a scale of the loss.
 
@@ -195,10 +211,7 @@ def with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
         state = dataclasses.replace(state, buffers={})
         after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
         if state.loss_scale:
-            scale = next_loss_scale(state.loss_scale, metrics["finite"])
-            metrics |= {"loss_scale": scale["scale"], "skipped_updates": scale["skipped"]}
-            # The batch of an update that is skipped is used up.
-            after = dataclasses.replace(after, step=state.step + 1, loss_scale=scale)
+            after, metrics = _with_next_scale(state, after, metrics)
         if buffers:
             new = adjust_buffers(spec, buffers, sums)
             buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
