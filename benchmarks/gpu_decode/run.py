@@ -53,7 +53,7 @@ def measure(params, spec, compute, rows: int, context: int) -> dict[str, object]
     steps, seconds, decoded = (np.int32(programs.STEPS), np.bool_(False)), [], None
     for _ in range(5):
         start = time.perf_counter()
-        layers, _, decoded = programs.decode(params, layers, counts, feed, knobs, *steps, alternatives=0, **static)
+        layers, counts, decoded = programs.decode(params, layers, counts, feed, knobs, *steps, alternatives=0, **static)
         jax.block_until_ready(decoded)
         seconds.append(time.perf_counter() - start)
     assert decoded is not None
