@@ -46,16 +46,17 @@ def measure(params, spec, compute, rows: int, context: int) -> dict[str, object]
     switches, knobs = programs.compiled_form([Sampling(1.0, seed=row) for row in range(rows)])
     layers = programs.empty_layers(spec, compute, rows, SLOTS)
     layers = jax.tree.map(lambda array: array + jnp.asarray(0.01, array.dtype), layers)
-    numbers = [np.full(rows, n, np.int32) for n in (1, context, programs.STEPS)]
-    feed = programs.Feed(*numbers, np.full((rows, 8), -1, np.int32))
-    counts = programs.Counts(np.zeros((rows, 0), bool), np.zeros((rows, 0), np.int32))
+    token, length, remaining = (jnp.full(rows, n, jnp.int32) for n in (1, context, programs.STEPS))
+    feed = programs.Feed(token, length, remaining, jnp.full((rows, 8), -1, jnp.int32))
+    counts = programs.Counts(jnp.zeros((rows, 0), bool), jnp.zeros((rows, 0), jnp.int32))
     static = {"spec": spec, "compute": compute, "switches": dataclasses.replace(switches, reports_drawn=True)}
     steps, seconds, decoded = (np.int32(programs.STEPS), np.bool_(False)), [], None
     for _ in range(5):
         start = time.perf_counter()
-        layers, _, decoded = programs.decode(params, layers, counts, feed, knobs, *steps, alternatives=0, **static)
+        layers, counts, decoded = programs.decode(params, layers, counts, feed, knobs, *steps, alternatives=0, **static)
         jax.block_until_ready(decoded)
         seconds.append(time.perf_counter() - start)
+    assert decoded is not None
     step = min(seconds[1:]) / programs.STEPS
     return {"ms": 1e3 * step, "tokens_per_second": rows / step, "first": np.asarray(decoded.tokens)[:4, 0].tolist()}
 

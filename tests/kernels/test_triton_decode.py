@@ -47,7 +47,8 @@ def test_values_equal_the_definition_in_float64(window, softcap, with_sinks, pro
     request = request_for_gpu(q, by_token[0], options | {"sinks": with_sinks})
     inputs = AttentionInputs(q, *by_token, **tokens, sinks=None if sinks is None else jnp.asarray(sinks))
     ours = triton_decode.run(inputs, request, StackedCaches(k, v, 1), interpret=True)
-    expected = torch_gradients(*map(np.asarray, (q, *by_token, q)), tokens, **options, sinks=sinks)[0]
+    x, y, z = (np.asarray(array) for array in (q, *by_token))
+    expected = torch_gradients(x, y, z, x, tokens, **options, sinks=sinks)[0]
     np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_array_equal(np.asarray(ours)[2], 0)
     direct = attention(q, *by_token, **tokens, **options, sinks=inputs.sinks, backend="direct")

@@ -484,7 +484,7 @@ def _backward(head: Head, chunk: int, sharding: LossSharding | None, with_entrop
     cotangent, entropy_cotangent = (None if isinstance(c, SymbolicZero) else c for c in cotangents)
     if cotangent is None and entropy_cotangent is None:
         return jax.tree.unflatten(treedef, [None] * len(leaves)), None, None, None
-    if derivatives is not None and entropy_cotangent is None:
+    if derivatives is not None and cotangent is not None and entropy_cotangent is None:
         factors = jnp.where(mask != 0.0, cotangent, 0.0)[..., None]
         d_hidden = jnp.where(factors != 0.0, derivatives * factors, 0.0).astype(hidden.dtype)
         return jax.tree.unflatten(treedef, [None] * len(leaves)), d_hidden, None, None

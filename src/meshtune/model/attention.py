@@ -296,8 +296,8 @@ class AttentionSpec(Mixer):
             if cache is not None:
                 past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.sequences, self._reach)
                 qkv |= past_kv
-                if (arrays := cache.stacked("k", "v")) is not None:
-                    caches = StackedCaches(*arrays, cache.index)
+                k, v = cache.stacked("k"), cache.stacked("v")
+                caches = None if k is None or v is None else StackedCaches(k, v, cache.index)
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
@@ -305,7 +305,8 @@ class AttentionSpec(Mixer):
         if self.windowed:
             assert rows.windows is not None, "rows of a tower with windows"
             rows = dataclasses.replace(rows, segment_ids=rows.windows)
-        options = self._score_options() | (self._score_arrays(node) if self.alibi is not None or self.sinks else {})
+        options: dict[str, Any] = self._score_options()
+        options |= self._score_arrays(node) if self.alibi is not None or self.sinks else {}
         options |= {"chunk": self.chunk, "caches": caches}
         mixed = attend(qkv["q"], qkv["k"], qkv["v"], rows, past, context.compute, **options)
         if self.gate is not None:

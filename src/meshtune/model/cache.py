@@ -137,13 +137,9 @@ class LayerCache:
         """This layer's array, [B, ..]."""
         return lax.dynamic_index_in_dim(self.arrays[name], self.index, keepdims=False)
 
-    def stacked(self, *names: str) -> tuple[Array, ...] | None:
-        """The arrays of all layers; None where one is held as codes."""
-        return (
-            None
-            if any(scale_name(name) in self.arrays for name in names)
-            else tuple(self.arrays[name] for name in names)
-        )
+    def stacked(self, name: str) -> Array | None:
+        """The array of all layers; None where it is held as codes."""
+        return None if scale_name(name) in self.arrays else self.arrays[name]
 
     def replace(self, name: str, value: Array) -> LayerCache:
         """With this layer's array replaced by `value`, in its dtype."""
