@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         compiled = program.step.lower(state, frozen, rows, np.int32(0)).compile()  # as train does, with arrays
         compile_seconds = time.perf_counter() - start
-        prediction = predict(compiled, recipe, local_target(this_machine()), program.layout, args.length)
+        prediction = predict(compiled, program.run.recipe, local_target(this_machine()), program.layout, args.length)
     seconds, losses = [], []
     for _ in range(args.updates):
         start = time.perf_counter()
