@@ -95,6 +95,8 @@ class ModelModules:
             adapted = {name: config for name, config in adapted.items() if self.by_name[name].part != "language"}
             trained = {name for name in trained if self.by_name[name].part != "language"}
         trained |= {name for name, module in self.by_name.items() if module.part in vision.train}
+        if method.adapters is not None:  # what lies in no module of the model has no place beside adapters of peft
+            trained = {name for name in trained if not (self.by_name[name].bare and name.count(".") == 1)}
         if both := [name for name in adapted if name in trained]:
             raise UserError(
                 f"{both[0]} is to have an adapter and to be trained in full",

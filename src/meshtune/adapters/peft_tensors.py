@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import re
 from collections.abc import Mapping
 
 import jax
@@ -103,7 +103,7 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
             for name in owners:
                 out.ranks[name] = leaf.rank
                 out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
-    out.trained[:] = _in_parts(out.trained, among)
+    out.trained[:] = _in_parts(out.trained, among, spec)
     experts = written_experts(on_experts)
     out.tensors.extend(experts.tensors)
     for name, rank in experts.ranks.items():
@@ -118,25 +118,31 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
     return out
 
 
-def _in_parts(trained: list[str], among: Mapping[str, Module]) -> list[str]:
-    """Names for modules_to_save: a tower or projector that is trained as a whole is one module, with the parameters
-    that no module inside it holds.
+def _in_parts(trained: list[str], among: Mapping[str, Module], spec: ModelSpec) -> list[str]:
+    """Names for modules_to_save: of a tower and a projector the largest modules of which all is trained, so that
+    parameters which no module inside holds by itself are saved too.
 
-    Raises UserError for such a parameter of a part that is not trained as a whole, which peft could not save.
+    Raises UserError for such a parameter of a module that is not trained as a whole, which peft could not save.
     """
     names = set(trained)
-    for part in ("tower", "projector"):
-        inside = [name for name, module in among.items() if module.part == part]
-        if inside and names.issuperset(inside):
-            names = names - set(inside) | {os.path.commonpath([name.replace(".", "/") for name in inside])}
-    names = {name.replace("/", ".") for name in names}
-    if bare := [name for name in names if name in among and among[name].bare]:
+    others = [name for name in among if name not in names]
+    if spec.vision is not None and spec.vision.partial:
+        layer = next(name for name, module in among.items() if module.part == "tower" and module.layer is not None)
+        others.append(re.split(r"\.\d+\.", layer, maxsplit=1)[0] + ".not_computed")
+
+    def largest(name: str) -> str:
+        parts = name.split(".")
+        prefixes = [".".join(parts[:n]) for n in range(2, len(parts))]
+        return next((p for p in prefixes if not any(other.startswith(f"{p}.") for other in others)), name)
+
+    modules = [name if among[name].part == "language" else largest(name) for name in trained]
+    if bare := [name for name in modules if name in among and among[name].bare]:
         raise UserError(
             f"{bare[0]} is no module of transformers, and peft could not save it by itself",
             where="method.train_modules",
             fix="leave it out, or train the whole tower: vision.train: [tower]",
         )
-    return [name for name in dict.fromkeys([*trained, *sorted(names)]) if name in names]
+    return list(dict.fromkeys(modules))
 
 
 def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfig, where: str) -> Content:

@@ -76,7 +76,8 @@ def module_name(spec: ModelSpec, name: str) -> str:
 def _own_name(composite: Composite, name: str) -> str:
     """Returns the name in the plain text model, or of a tower's module in memory, given that in the files or in either
     layout."""
-    return replace_prefix(name, [(written, own) for own, written in (*composite.tensors, *BEFORE, *SINCE)])
+    pairs = [(written, own) for own, written in (*composite.tensors, *BEFORE, *SINCE)]
+    return replace_prefix(name, sorted(pairs, key=lambda pair: -len(pair[0])))  # "model." begins others
 
 
 def passed_through(spec: ModelSpec, name: str) -> str | None:

@@ -134,7 +134,7 @@ class VisionSpec:
     embedding for the end of a row of features. `taps` make features of what leaves the tapped layers, which are added
     to what leaves the first layers of the decoder (DeepStack, https://arxiv.org/abs/2406.04334). In windowed layers
     patches see those of their window, `window` x `window` patches of a picture. `mutual`: the tokens of a picture see
-    each other both ways in the decoder, by Inputs.reach.
+    each other both ways in the decoder, by Inputs.reach. `partial`: its files have more layers, which are not computed.
     """
 
     kind: str
@@ -155,6 +155,7 @@ class VisionSpec:
     taps: tuple[ProjectorSpec, ...] = ()
     window: int | None = None
     mutual: bool = False
+    partial: bool = False
 
     @property
     def layers(self) -> int:

@@ -53,6 +53,7 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
         positions=PatchPositions("learned", tile, tile),
         first_norm=dataclasses.replace(layer.norm),
         newline=config["model_type"] == "llava_next",
+        partial=layers < count,
     )
     fields.harmless("initializer_factor", "initializer_range", "projection_dim", "vocab_size")
     fields.finish("CLIPVisionModel")
