@@ -10,7 +10,6 @@ import numpy as np
 
 from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
-from meshtune.data.prompts import PromptLoader
 from meshtune.data.store import Store
 from meshtune.data.tokens import TokenCounts
 from meshtune.errors import amount
@@ -18,6 +17,7 @@ from meshtune.errors import amount
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from meshtune.data.prompts import PromptLoader
     from meshtune.data.stream import Stream, WindowRows
     from meshtune.objectives.stages import DatasetType
 

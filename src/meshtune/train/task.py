@@ -13,13 +13,13 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
-from meshtune.data.prompts import PromptLoader
 from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.objectives.answers import Batch
+from meshtune.objectives.config import ONLINE_STAGES
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.assemble import LoadedRun, step_for
@@ -49,7 +49,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     order = _order(run)
     place = _placing(run.compute.layout, order)
     step = step_for(run, run.compute, run.optimizer)
-    if isinstance(loader, PromptLoader):
+    if recipe.rollout is not None:
         batches = rollout_source(run, place, order, start=record.step)
         first = batches.empty_batch()
     else:
@@ -148,7 +148,7 @@ def _evaluator(
     loader = run.data.validation
     if loader is None or run.recipe.eval.every is None:
         return None
-    if isinstance(loader, PromptLoader):
+    if run.recipe.stage.kind in ONLINE_STAGES:
         return functools.partial(evaluate_online, batches, run.model.frozen, loader)
     teacher = getattr(batches, "teacher", None)
     complete = dict if teacher is None else named_rows(teacher)
