@@ -222,7 +222,7 @@ def _load_policy(
                 fix="use another initialisation, or tune on conversations first and continue the adapter",
             )
         with console.status(f"measuring the inputs of weights on {run.method.calibration_rows} rows"):
-            sizes = _measure_inputs(run, params, compute, loader)
+            sizes = _measure_inputs(run, params, compute, loader)  # pyright: ignore[reportArgumentType]
 
     def original(path: str) -> Original:
         return Original(load_weight(run.source, run.spec, path, run.layout), sizes.get(path))

@@ -53,8 +53,9 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         batches = rollout_source(run, place, order, start=record.step)
         first = batches.empty_batch()
     else:
-        batches = LoadedBatches(loader.iterate, record.step, run.total_steps)
-        first = loader.batch(0).arrays if record.step < run.total_steps else {}
+        # Without rollouts it is no PromptLoader, whose module would be imported to say so.
+        batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
+        first = loader.batch(0).arrays if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:
         step = _compile(run, step, state, place(first))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
@@ -157,7 +158,7 @@ def _evaluator(
     )
 
     def validate(trainable: Tree) -> Evaluation:
-        with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
+        with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore
             arrays = (complete(batch.arrays) for batch in batches)
             return evaluate(step, run.model.spec, trainable, run.frozen, arrays, place=place)
 
