@@ -10,6 +10,7 @@ import shutil
 import pytest
 from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, requests_of, running, texts
 from clicks import SHORT, follow, jsonl, pick_model, put, run_ends, send_file, yaml
+from yaml import safe_load as read_yaml
 
 from meshtune.board import app
 from meshtune.quickstart import MODEL
@@ -84,6 +85,32 @@ def test_preferences_are_tuned_on_by_clicks_alone(tmp_path: pathlib.Path):
         tensors = run_ends(driver, root, "runs/pairs")
         assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
         eventually(lambda: any("Reward margin" in text for text in texts(driver, "figcaption")))
+        assert complaints(driver) == []
+
+
+def test_rewards_are_added_changed_and_removed_by_clicks(tmp_path: pathlib.Path):
+    root = tmp_path / "root"
+    root.mkdir()
+    with running(root) as board, chromium() as driver:
+        driver.get(board.address)
+        pick_model(driver, str(MODEL))
+        press(driver, "GRPO")
+        eventually(lambda: "kind: equals" in yaml(driver))
+        follow(driver, "recipe")
+        put(driver, "rewards.0.weight", "2")
+        press(driver, "Add an entry")
+        kind = eventually(lambda: driver.find_element("css selector", "select[aria-label='Kind of entry 2']"))
+        assert kind.get_property("value") == "function"
+        eventually(lambda: "rewards.1" in texts(driver, "[data-path=rewards] > .wrong")[0])  # no function yet
+        kind.find_element("css selector", "option[value=length]").click()
+        eventually(lambda: "kind: length" in yaml(driver))
+        put(driver, "rewards.1.target", "40")
+        assert axe(driver) == []
+        recipe = read_yaml(yaml(driver))
+        expected = [{"kind": "equals", "column": "answer", "weight": 2}, {"kind": "length", "target": 40}]
+        assert recipe["rewards"] == expected
+        eventually(lambda: driver.find_element("css selector", "button[aria-label='Remove entry 1']")).click()
+        eventually(lambda: read_yaml(yaml(driver))["rewards"] == expected[1:])
         assert complaints(driver) == []
 
 

@@ -31,8 +31,8 @@ class AnsweredPrompts:
             raise UserError(
                 f"no document has a prompt of at most {longest} tokens before an answer, which the student could "
                 "complete",
-                where="data.train, stage.on_policy",
-                fix="give conversations, raise data.max_length, or set stage.on_policy: 0",
+                where="data.train, rollout",
+                fix="give conversations, raise data.max_length, or lower rollout.max_tokens",
             )
         self.lengths, self._stops = starts[self._places], stops[self._places]
         self._store, self._tokenizer = store, tokenizer

@@ -16,7 +16,6 @@ from meshtune.data.documents import DocumentList, Documents, load_documents, ope
 from meshtune.data.formats.record import MARGIN
 from meshtune.data.loader import Loader, Units, nll_share
 from meshtune.data.progress import Progress
-from meshtune.data.prompts import PromptLoader
 from meshtune.data.report import DataReport, make_report, prompt_report
 from meshtune.data.store import Store
 from meshtune.data.tokenise import (
@@ -36,8 +35,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from meshtune.data.pictures.reader import PictureReader
+    from meshtune.data.prompts import PromptLoader
     from meshtune.data.stream import Stream
 
+prompt_loader = LazyFunction("meshtune.data.prompts:PromptLoader")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 PictureFiles = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
@@ -192,7 +193,7 @@ class _Preparation:
         recipe, rollout = self.recipe, self.recipe.rollout
         assert rollout is not None, "config.rules requires it"
         answered = STAGES[recipe.stage.kind].dataset_type == "documents"
-        return PromptLoader(
+        return prompt_loader(
             AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,

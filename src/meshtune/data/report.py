@@ -10,7 +10,6 @@ import numpy as np
 
 from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
-from meshtune.data.prompts import PromptLoader
 from meshtune.data.store import Store
 from meshtune.data.tokens import TokenCounts
 from meshtune.errors import amount
@@ -18,6 +17,7 @@ from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
     from meshtune.data.pictures.rows import PictureCounts
+    from meshtune.data.prompts import PromptLoader
     from meshtune.objectives.stages import DatasetType
 
 count_pictures = LazyFunction("meshtune.data.pictures.rows:count_pictures")

@@ -141,7 +141,7 @@ class TeacherServer:
 
     def _check_text(self, id_: int, text: object) -> None:
         """Raises: UserError for a token that the student reads as another text; parts of characters may differ."""
-        ours = self._tokenizer.decode([id_])
+        ours = str(self._tokenizer.decode([id_]))
         if not isinstance(text, str) or "\ufffd" in ours + text:
             return
         if ours.strip() and text.strip(" ▁Ġ") and ours.strip() != text.strip(" ▁Ġ\n\t\r"):

@@ -88,7 +88,9 @@ class TextCompletion:
         tokenizer = self.served.model.tokenizer
         entries: list[dict[str, dict[str, Any]] | None] = [None]
         for token in self._prompt_tokens(prompt, self.request.prompt_logprobs)[1:]:
-            ranked = {id_: (value, rank) for rank, (id_, value) in enumerate(token.likeliest, start=1)}
+            ranked: dict[int, tuple[float | None, int | None]] = {
+                id_: (value, rank) for rank, (id_, value) in enumerate(token.likeliest, start=1)
+            }
             ranked.setdefault(token.id, (token.log_probability, None))
             entries.append(
                 {

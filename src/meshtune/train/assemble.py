@@ -15,7 +15,6 @@ from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.batch import batch_axes
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.data.loader import Loader
-from meshtune.data.prompts import PromptLoader
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
@@ -45,6 +44,7 @@ from meshtune.train.step.state import TrainState, abstract_state, init_state
 from meshtune.weights.load import LoadReport, load_params, load_weight, with_score
 
 if TYPE_CHECKING:
+    from meshtune.data.prompts import PromptLoader
     from meshtune.data.stream import Stream
     from meshtune.setup.teacher import Teacher
 
@@ -216,7 +216,7 @@ def _load_policy(
     if run.method.calibration_rows:
         assert compute is not None
         assert loader is not None
-        if isinstance(loader, PromptLoader):
+        if run.recipe.rollout is not None:
             raise UserError(
                 "this initialisation of adapters is measured on rows of training data, and an online stage has none "
                 "before it trains",
@@ -224,7 +224,7 @@ def _load_policy(
                 fix="use another initialisation, or tune on conversations first and continue the adapter",
             )
         with console.status(f"measuring the inputs of weights on {run.method.calibration_rows} rows"):
-            sizes = _measure_inputs(run, params, compute, loader)
+            sizes = _measure_inputs(run, params, compute, loader)  # pyright: ignore[reportArgumentType]
 
     def original(path: str) -> Original:
         return Original(load_weight(run.source, run.spec, path, run.layout), sizes.get(path))

@@ -13,13 +13,13 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import Recipe
-from meshtune.data.prompts import PromptLoader
 from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.objectives.answers import Batch
+from meshtune.objectives.config import ONLINE_STAGES
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.assemble import LoadedRun, step_for
@@ -49,12 +49,13 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     order = _order(run)
     place = _placing(run.compute.layout, order)
     step = step_for(run, run.compute, run.optimizer)
-    if isinstance(loader, PromptLoader):
+    if recipe.rollout is not None:
         batches = rollout_source(run, place, order, start=record.step)
         first = batches.empty_batch()
     else:
-        batches = LoadedBatches(loader.iterate, record.step, run.total_steps)
-        first = loader.batch(0).arrays if record.step < run.total_steps else {}
+        # Without rollouts it is no PromptLoader, whose module would be imported to say so.
+        batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
+        first = loader.batch(0).arrays if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:
         step = _compiled_steps(run, step, state, place(first))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
@@ -167,7 +168,7 @@ def _evaluator(
     loader = run.data.validation
     if loader is None or run.recipe.eval.every is None:
         return None
-    if isinstance(loader, PromptLoader):
+    if run.recipe.stage.kind in ONLINE_STAGES:
         return functools.partial(evaluate_online, batches, run.model.frozen, loader)
     teacher = getattr(batches, "teacher", None)
     complete = dict if teacher is None else named_rows(teacher)
@@ -176,7 +177,7 @@ def _evaluator(
     )
 
     def validate(trainable: Tree) -> Evaluation:
-        with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
+        with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore
             arrays = (complete(batch.arrays) for batch in batches)
             return evaluate(step, run.model.spec, trainable, run.frozen, arrays, place=place)
 

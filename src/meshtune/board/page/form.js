@@ -1,7 +1,7 @@
 // A form of a recipe's fields. Each has its key, its help, what is wrong with it, and a way back to the default.
 
 import { fill, h } from './dom.js';
-import { at, keysOf, kindsOf } from './schema.js';
+import { at, entryFields, keysOf, kindsOf, kindsOfEntries } from './schema.js';
 import { has, helpOf, t } from './text.js';
 
 // A field's element and what it shows. `change(changes)` is called with [{path, value | text}] when a person edits it;
@@ -16,7 +16,7 @@ export function formField(schema, field, change) {
   const known = `recipe.field.${field.path.replace('.', '_')}`;
   const help = helpOf(field.help);
   const element = h('div', { class: `field ${field.kind}`, 'data-path': field.path },
-    h('div', { class: 'label' }, h('label', { for: id }, has(known) ? t(known) : field.path), has(known) && h('code', {}, field.path), reset),
+    h('div', { class: 'label' }, h('label', { for: id }, has(known) ? t(known) : field.label ?? field.path), has(known) && h('code', {}, field.path), reset),
     control.element, field.help && h('p', { class: 'help', lang: help.lang, id: `${id}-help` }, help.text), wrong);
   const labelled = control.element.id === id ? control.element : control.element.querySelector(`#${id}`);
   labelled?.setAttribute('aria-describedby', `${id}-help ${id}-wrong`);
@@ -91,6 +91,7 @@ const CONTROLS = {
     return { element: input, show: (value, values) => { current = at(values, section) ?? {}; put(input, value ?? current.kind ?? field.fallback ?? kinds[0]); } };
   },
   sources,
+  sections,
 };
 
 function yaml(field, change, id, props) {
@@ -148,5 +149,38 @@ function sources(field, change, id) {
     if (JSON.stringify(next) === JSON.stringify(entries.filter((entry) => entry.path || entry.name)) || rows.contains(document.activeElement)) return;
     entries = next;
     draw();
+  } };
+}
+
+// A list of sections of several kinds, such as rewards: each with its kind, and the fields of that kind.
+function sections(field, change, id, schema) {
+  const kinds = kindsOfEntries(schema, field.path);
+  const rows = h('div', {});
+  const element = h('div', {}, rows, h('button', { type: 'button', class: 'small', id, onclick: () => send([...entries, { kind: kinds[0] }]) }, t('recipe.addentry')));
+  let entries = [];
+  let fields = [];
+
+  function send(next) {
+    change(next.length ? { path: field.path, value: next } : { path: field.path });
+  }
+
+  function draw() {
+    fields = entries.map((entry, index) => entryFields(schema, field.path, index, entry.kind).map((inner) => formField(schema, inner, (changes) => change(...changes))));
+    fill(rows, entries.map((entry, index) => h('div', { class: 'entry-section', 'data-kind': entry.kind },
+      h('div', { class: 'source' },
+        h('select', { 'aria-label': t('recipe.entrykind', { number: index + 1 }),
+          onchange: (event) => send(entries.map((other, n) => (n === index ? { kind: event.target.value } : other))) },
+        kinds.map((kind) => h('option', { value: kind, selected: kind === entry.kind }, kind))),
+        h('button', { type: 'button', class: 'plain', 'aria-label': t('recipe.removeentry', { number: index + 1 }),
+          onclick: () => send(entries.filter((_, n) => n !== index)) }, '×')),
+      h('div', { class: 'form-grid' }, fields[index].map((inner) => inner.element)))));
+  }
+
+  return { element, show: (value, values) => {
+    const next = Array.isArray(value) ? value.filter((entry) => kinds.includes(entry?.kind)) : [];
+    const changed = next.map(({ kind }) => kind).join() !== entries.map(({ kind }) => kind).join();
+    entries = next;
+    if (changed) draw();
+    for (const inner of fields.flat()) inner.show(values);
   } };
 }

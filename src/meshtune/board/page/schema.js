@@ -5,7 +5,7 @@ const SECTIONS = ['model', 'data', 'stage', 'rollout', 'method', 'quantize', 'tr
 const PLACED = { rewards: 'rollout' }; // a list that is shown with a section
 
 // The fields of a recipe with these values, in the order of the schema: {path, section, kind, choices, fallback, help}.
-// `kind` is boolean, choice, number, text, lines, yaml, sources; `fallback` is the default.
+// `kind` is boolean, choice, number, text, lines, yaml, sources, sections; `fallback` is the default.
 export function fieldsOf(schema, values) {
   const fields = [];
   for (const [name, property] of Object.entries(schema.properties)) {
@@ -31,6 +31,22 @@ function sectionOf(schema, property, value) {
   }
   const inner = property.anyOf?.find((entry) => entry.$ref);
   return inner && resolved(schema, inner);
+}
+
+// The kinds of the entries of a list of sections such as `rewards`, in the order of the schema.
+export function kindsOfEntries(schema, name) {
+  const { oneOf, discriminator: { mapping } } = schema.properties[name].items;
+  return oneOf.map(({ $ref }) => Object.keys(mapping).find((kind) => mapping[kind] === $ref));
+}
+
+// The fields of entry `index` of a list of sections: first those that must be given, last those of all kinds.
+export function entryFields(schema, name, index, kind) {
+  const { mapping } = schema.properties[name].items.discriminator;
+  const sections = Object.values(mapping).map(($ref) => resolved(schema, { $ref }));
+  const { properties, required = [] } = resolved(schema, { $ref: mapping[kind] });
+  const rank = (key) => (required.includes(key) ? 0 : sections.every((section) => key in section.properties) ? 2 : 1);
+  return Object.keys(properties).filter((key) => key !== 'kind').sort((first, second) => rank(first) - rank(second))
+    .map((key) => ({ ...field(schema, `${name}.${index}.${key}`, name, properties[key]), label: key }));
 }
 
 // The kinds of a section such as `method`.
@@ -59,6 +75,7 @@ function field(schema, path, section, property) {
 
 function kindOf(path, schema, section, choices, rest) {
   if (path === 'data.train') return 'sources';
+  if (rest[0]?.items?.discriminator) return 'sections';
   if (path === `${section}.kind` && schema.properties[section].discriminator) return 'kind';
   if (choices.length && !rest.length) return 'choice';
   if (choices.length || rest.length !== 1) return 'yaml';

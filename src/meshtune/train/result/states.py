@@ -22,7 +22,6 @@ from meshtune.arrays.tree import Tree, named_leaves
 from meshtune.config.load import load_recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
-from meshtune.data.prompts import PromptLoader
 from meshtune.data.stream import Stream
 from meshtune.digests import FILE
 from meshtune.errors import UserError
@@ -39,6 +38,8 @@ from meshtune.weights.publish import disk_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.data.prompts import PromptLoader
 
 RESULTS = "results"  # in a run: what its states are as results, by their updates
 RECORD = "state.json"  # in such a folder, written last: the digest of the checkpoint that it was made from
