@@ -139,7 +139,7 @@ AXOLOTL_FILES = [
             {"lr_scheduler": "one_cycle"}, {"pretraining_dataset": "x", "max_steps": 5},
             {"unfrozen_parameters": ["a"]}, {"noisy_embedding_alpha": 5},
             {"streaming": True, "max_steps": 4, "datasets": [{"path": "a"}, {"path": "b"}]},
-            {"model_quantization_config": "x"},
+            {"model_quantization_config": "x"}, {"base_model": "HuggingFaceTB/SmolVLM-256M-Instruct"},
             {"datasets": [{"path": "a", "type": "chat_template"}], "chat_template": "jinja"},
         ),
     )
