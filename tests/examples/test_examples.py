@@ -101,7 +101,7 @@ def test_example_runs(name, models, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONLINE)
 def test_online_example_runs(name, models, tmp_path, monkeypatch):
-    """Two updates; the small model's tokens are shorter. The recipe with a tool begins from the adapter of its first step."""
+    """Two updates; the small model's tokens are shorter. The tool recipe begins from its first step's adapter."""
     monkeypatch.chdir(ROOT)
     small = ["train.steps=2", "rollout.prompts=2", "rollout.samples=2", "rollout.max_tokens=8", "data.max_length=512"]
     small += ["data.max_length=2048"] * (name == "tool")  # a prompt with tools is long in a vocabulary of 512
