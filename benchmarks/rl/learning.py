@@ -1,4 +1,4 @@
-"""Files the curves of runs: learning.json with every update, curves.png of what was held out.
+"""Files the curves of runs: learning.json with every update, curves.png of the rewards.
 
     python benchmarks/rl/learning.py NAME=RUN ...      adds runs to learning.json, and draws
     python benchmarks/rl/learning.py                   only draws
