@@ -11,7 +11,7 @@ def right_number(completions, answer, **kwargs):
 
 
 def json_line(completions, fruit, count, **kwargs):
-    """0.3 for a line that begins as an object, 0.3 more if it is JSON, and 0.4 for the right keys and count."""
+    """0.3 for a text that begins as an object, 0.3 more if it is JSON, and 0.2 each for the right count and fruit."""
     texts = [completion[0]["content"].strip() for completion in completions]
     return [json_score(*fields) for fields in zip(texts, fruit, count, strict=True)]
 
@@ -24,4 +24,7 @@ def json_score(text, fruit, count):
         return score
     if not isinstance(value, dict):
         return score
-    return score + 0.3 + 0.4 * (value.keys() == {"fruit", "count"} and value["count"] == count)
+    score += 0.3
+    if value.keys() == {"fruit", "count"}:
+        score += 0.2 * (value["count"] == count) + 0.2 * (value["fruit"] == fruit)
+    return score
