@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from meshtune.adapters.adapter_set import select
@@ -20,7 +21,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs, Visual
 from meshtune.model.model_cache import rows_bucket
 from meshtune.model.spec import ModelSpec
-from meshtune.model.vision import encode_pictures
+from meshtune.model.vision import PictureFeatures, encode_pictures
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +30,7 @@ class Pictures:
     """The pictures of n rows of tokens, with the names of model.inputs. `features` are those of each row, of which
     `visual` names one a token. An array that is None has no place in the inputs."""
 
-    features: tuple[Tree, ...] = ()
+    features: tuple[PictureFeatures, ...] = ()
     visual: Int[Array, "n T"] | None = None
     rope_positions: Int[Array, "n T 3"] | None = None
     reach: Int[Array, "n T"] | None = None
@@ -44,7 +45,9 @@ class Pictures:
         return dataclasses.replace(inputs, visual=visual, rope_positions=self.rope_positions, reach=self.reach)
 
 
-def encode(params: Tree, arrays: PatchArrays, adapters: Array | None, *, spec: ModelSpec, compute: Compute) -> Tree:
+def encode(
+    params: Tree, arrays: PatchArrays, adapters: ArrayLike | None, *, spec: ModelSpec, compute: Compute
+) -> PictureFeatures:
     """The features of pictures, as `Visual` takes them, in a row of a bucketed number of patches. `adapters` are as in
     `programs.read`."""
     assert spec.vision is not None, "a model without a tower reads no pictures"
@@ -64,7 +67,7 @@ def _encode(
     *,
     spec: ModelSpec,
     compute: Compute,
-) -> Tree:
+) -> PictureFeatures:
     visual = Visual(patches, segments, grid, jnp.zeros((patches.shape[0], 0), jnp.int32))
     return encode_pictures(select(params, adapters), spec, compute, visual)
 

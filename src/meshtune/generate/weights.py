@@ -34,6 +34,7 @@ from meshtune.generate.visual import Pictures, encode
 from meshtune.model.compute import Compute
 from meshtune.model.linear import TiledWeight
 from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.model.vision import PictureFeatures
 from meshtune.quantize.weight import QuantisedWeight
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class BatchCaches:
         self.number = 0 if driver is None else driver.new_batch(self, model)
         self.layers: dict[str, Tree] = {}
         self.counts: Counts | None = None
-        self.features: dict[int, Tree] = {}
+        self.features: dict[int, PictureFeatures] = {}
 
     @_announce_call
     def create(self, rows: int, slots: int) -> None:
@@ -313,7 +314,7 @@ class BatchCaches:
         """Computes the features of the pictures of a row's request; returns the places for features."""
         arrays, options = PatchArrays(patches, segments, grid), {"spec": self._spec, "compute": self._compute}
         self.features[row] = encode(self.weights.reading, arrays, adapters, **options)
-        return jax.tree.leaves(self.features[row])[0].shape[1]
+        return self.features[row].features.shape[1]
 
     @_announce_call
     def forget(self, rows: Numbers) -> None:
