@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class NamedTokens(NamedTuple):
     log_probs: Float[Array, "B T K"]
 
 
-def named_tokens(params: PyTree, named: NamedTokens) -> NamedTokens:
+def named_tokens(params: PyTree, named: Any) -> Any:
     """The head of a teacher of which only some tokens' log-probabilities are known."""
     return named
 
@@ -66,7 +66,7 @@ def _score_chunk(
     vocab_axis: str | None,
     params: tuple[PyTree, PyTree],
     logits: jax.Array,
-    teacher: jax.Array | NamedTokens,
+    teacher: Any,
     weights: jax.Array,
     *,
     teacher_head: Head,

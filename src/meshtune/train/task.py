@@ -33,7 +33,7 @@ from meshtune.train.evaluation.evaluate import (
     evaluations,
     save_interval,
 )
-from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, Task
+from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, PlacedBatch, Task
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import Metrics, TrainState, result_params
@@ -121,12 +121,12 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
 
 
 def _compiled_steps(
-    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, first: Batch
-) -> Callable[[TrainState, Tree, Batch, np.int32], tuple[TrainState, Metrics]]:
+    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, first: PlacedBatch
+) -> Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]:
     """The step, compiled for batches like `first`, and for others when they come: with or without pictures."""
     compiled = {_shapes(first): _compile(run, step, state, first)}
 
-    def apply(state: TrainState, frozen: Tree, batch: Batch, seed: np.int32) -> tuple[TrainState, Metrics]:
+    def apply(state: TrainState, frozen: Tree, batch: PlacedBatch, seed: np.int32) -> tuple[TrainState, Metrics]:
         shapes = _shapes(batch)
         if shapes not in compiled:
             compiled[shapes] = _compile(run, step, state, batch)
@@ -135,11 +135,11 @@ def _compiled_steps(
     return apply
 
 
-def _shapes(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _shapes(batch: PlacedBatch) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, array.shape) for name, array in sorted(batch.items()))
 
 
-def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch: PlacedBatch) -> jax.stages.Compiled:
     started = time.monotonic()
     with run.console.status("compiling the training step"):
         compiled = step.lower(state, run.frozen, batch, np.int32(0)).compile()

@@ -127,10 +127,10 @@ def _accumulate(
         return (add_sums(total, loss_sums), jax.tree.map(jnp.add, total_gradient, gradient)), finite
 
     # The rows of a rollout are more than its completions fill, and those that are empty cost nothing.
-    add = _skip_empty_rows(add) if "completion" in batch else add
+    body: Callable[[Any, Any], tuple[Any, Array]] = _skip_empty_rows(add) if "completion" in batch else add
     shapes = jax.eval_shape(micro_batch, indices[0], first)[:2]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (loss_sums, gradient), finite = lax.scan(add, zeros, (indices, batch))
+    (loss_sums, gradient), finite = lax.scan(body, zeros, (indices, batch))
     return loss_sums, gradient, finite
 
 

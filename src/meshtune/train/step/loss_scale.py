@@ -7,11 +7,11 @@ INTERVAL updates without one it is doubled.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
@@ -20,30 +20,22 @@ START, GROWTH, BACKOFF, INTERVAL = 65536.0, 2.0, 0.5, 2000  # GradScaler's defau
 DTYPE = "float16"
 
 
-class LossScale(TypedDict):
-    """The scale, the updates in a row without an overflow, and the updates that were skipped so far."""
-
-    scale: Float[Array, ""]
-    good: Int[Array, ""]
-    skipped: Int[Array, ""]
+# The scale, the updates in a row without an overflow, and the updates that were skipped so far.
+FORMS = {"scale": "float32", "good": "int32", "skipped": "int32"}
 
 
 def abstract_loss_scale(dtype: str) -> Tree:
-    """A LossScale of ArraySpecs for activations in `dtype`; empty for those that need none."""
-    if dtype != DTYPE:
-        return {}
-    forms = {"scale": "float32", "good": "int32", "skipped": "int32"}
-    return {name: ArraySpec((), form, (), "zeros") for name, form in forms.items()}
+    """The loss scale as ArraySpecs for activations in `dtype`; empty for those that need none."""
+    return {name: ArraySpec((), form, (), "zeros") for name, form in FORMS.items()} if dtype == DTYPE else {}
 
 
 def initial_loss_scale(dtype: str) -> dict[str, np.ndarray]:
-    """The LossScale before the first update; empty where none is needed."""
-    if dtype != DTYPE:
-        return {}
-    return {"scale": np.float32(START)[()], "good": np.int32(0), "skipped": np.int32(0)}  # pyright: ignore[reportReturnType]
+    """The loss scale before the first update; empty where none is needed."""
+    values = {"scale": START, "good": 0, "skipped": 0}
+    return {name: np.asarray(values[name], form) for name, form in FORMS.items()} if dtype == DTYPE else {}
 
 
-def next_loss_scale(before: LossScale, finite: Bool[Array, ""]) -> LossScale:
+def next_loss_scale(before: Mapping[str, Array], finite: Bool[Array, ""]) -> dict[str, Array]:
     """The scale after an update whose gradient was `finite`, or not."""
     good = jnp.where(finite, before["good"] + 1, 0)
     grows = good == INTERVAL

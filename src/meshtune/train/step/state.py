@@ -26,7 +26,7 @@ Metrics = dict[str, Array]
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """The number of updates so far, the trained leaves, the optimizer's state, the buffers that each update adjusts
-    without a gradient (model.buffers), and the scale of the loss where products are float16 (loss_scale.LossScale)."""
+    without a gradient (model.buffers), and the scale of the loss where products are float16 (loss_scale.FORMS)."""
 
     step: Int[Array, ""]
     trainable: Tree
@@ -50,9 +50,8 @@ def abstract_state(
     With "optimizer" in `offload` the optimizer's state lies in the host's memory; with "weights", and an optimizer that
     updates layer by layer, the trained weights do.
     """
-    state = TrainState(
-        ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract), buffers or {}, abstract_loss_scale(dtype)
-    )  # pyright: ignore[reportArgumentType]
+    count, scale = ArraySpec((), "int32", ()), abstract_loss_scale(dtype)
+    state = TrainState(count, abstract, optimizer.specs(abstract), buffers or {}, scale)  # pyright: ignore[reportArgumentType]
 
     def shape_of(array: ArraySpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
