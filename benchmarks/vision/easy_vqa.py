@@ -1,4 +1,4 @@
-"""Tunes a model that sees on easy-vqa, and measures whether it looks: with the pictures, with blank and with exchanged ones.
+"""Tunes a model that sees on easy-vqa, and measures whether it looks: with right, blank and exchanged pictures.
 
     ../shared/tools/make-vlm MODEL; ../shared/tools/make-easy-vqa DATA
     python benchmarks/vision/easy_vqa.py MODEL DATA OUTPUT [--pictures right|blank|exchanged] [KEY=VALUE ...]
@@ -31,7 +31,7 @@ def kind_of(answer: str) -> str:
 
 
 def read_records(data: pathlib.Path, split: str, count: int, pictures: str) -> list[dict[str, object]]:
-    """The first records of a split as questions, answers and absolute paths of pictures, blank or exchanged if asked."""
+    """The first records of a split with absolute paths of their pictures, which are blank or exchanged if asked."""
     records = [json.loads(line) for line in (data / f"{split}.llamafactory.jsonl").read_text().splitlines()[:count]]
     paths = [str((data / record["images"][0]).resolve()) for record in records]
     if pictures == "exchanged":
