@@ -96,6 +96,8 @@ def test_pairs_with_pictures_are_learned(seeing, tmp_path):
     sections = {"data": {"train": str(data), "max_length": 64}, "stage": "dpo", "output": str(tmp_path / "run")}
     meshtune.train(seeing | sections)
     assert losses(tmp_path / "run")[-1] < 0.9 * np.log(2)
+    console = (tmp_path / "run" / "console.log").read_text()
+    assert "cached (auto: vision.train changes the projector" in " ".join(console.split())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,10 @@ def test_pairs_with_pictures_are_learned(seeing, tmp_path):
     [
         (["stage=grpo", "rollout={max_tokens: 8}", "rewards=[a.py:b]"], "vision is not possible with stage grpo"),
         (["mesh={cp: 2}"], "a picture is on one device"),
+        (
+            ["method=full", "optimizer={in_backward: true, max_grad_norm: null}", "vision={freeze_language: true}"],
+            "vision.freeze_language freezes",
+        ),
         (["vision={train: [eyes]}"], "vision.train"),
         (["vision=null"], "vision"),
     ],

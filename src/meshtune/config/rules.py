@@ -40,6 +40,11 @@ def _check_pictures(recipe: Recipe) -> None:
         )
     if recipe.mesh != "auto" and recipe.mesh.cp != 1:
         raise ValueError("vision is not possible with mesh.cp: a picture is on one device; use dp, fsdp or tp")
+    if recipe.vision and recipe.vision.freeze_language and recipe.optimizer.layerwise:
+        raise ValueError(
+            "an update in the backward pass goes through the layers of the language model, which "
+            "vision.freeze_language freezes: leave optimizer.in_backward (or badam) or vision.freeze_language out"
+        )
     if recipe.method.kind == "llama_pro":
         raise ValueError("vision is not possible with method llama_pro: use lora, full or freeze")
 

@@ -128,7 +128,9 @@ def reference_of(recipe: Recipe, method: Method) -> Decision | None:
     requested = getattr(recipe.stage, "reference", None)
     if requested is None:
         return None
-    decision = _reference(requested, method)
+    vision = vision_training(recipe)
+    trained = f"vision.train changes the {' and the '.join(vision.train)}" if vision and vision.train else None
+    decision = _reference(requested, method.reference_obstacle or trained)
     if recipe.data.streaming and decision.value != BASE:
         raise UserError(
             f"data.streaming is not possible with the reference {decision.value} ({decision.reason}): its "
@@ -140,8 +142,7 @@ def reference_of(recipe: Recipe, method: Method) -> Decision | None:
     return decision
 
 
-def _reference(requested: str, method: Method) -> Decision:
-    obstacle = method.reference_obstacle
+def _reference(requested: str, obstacle: str | None) -> Decision:
     if requested == AUTO:
         if obstacle is None:
             return Decision("reference", BASE, "auto: the base with its adapters off, no second copy")
