@@ -29,12 +29,20 @@ MODEL, LESSON = str(DIRECTORY / "model"), str(DIRECTORY / "lesson.jsonl")
 PATHS = (
     *("model.path", "model.tokenizer", "model.chat_template", "model.adapter", "model.merge_adapters[]"),
     *("data.train[].path", "data.validation[].path", "data.registry", "output", "stage.reference", "evaluate.tasks.*"),
-    "teacher.path",
+    *("teacher.path", "vision.media_dir"),
 )
 OTHER_TEXTS = (
     *("model.revision", "model.new_tokens[]", "model.new_special_tokens[]", "data.system", "method.targets"),
     *("method.targets[]", "method.train_modules[]", "method.modules[]", "optimizer.no_decay[]", "evaluate.metrics[]"),
-    *("hub.repository", "hub.base_model", "sample.prompts[]", "log.project", "teacher.revision", "teacher.model"),
+    *(
+        "hub.repository",
+        "hub.base_model",
+        "sample.prompts[]",
+        "sample.prompts[][].*",
+        "log.project",
+        "teacher.revision",
+        "teacher.model",
+    ),
     # Those of rewards that are paths are tried in test_app, environments below.
     *(f"rewards[].{key}" for key in ("column", "function", "group", "json_schema", "model", "name", "pattern", "url")),
     *("rollout.environment", "rollout.environment.*"),

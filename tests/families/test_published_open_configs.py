@@ -81,7 +81,7 @@ def test_gpt2_can_be_a_reward_model():
         ("tiiuae/falcon-7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
         (GPT2, {"num_hidden_layers": 6}, "n_layer is 4, and num_hidden_layers, its other name, is 6"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True"),
-        (GPT2, {"activation_function": "quick_gelu"}, "activation_function 'quick_gelu'"),
+        (GPT2, {"activation_function": "mish"}, "activation_function 'mish'"),
         ("nvidia/Minitron-4B-Base", {"rope_percent": 1.0}, "rope_percent = 1.0"),
     ],
 )

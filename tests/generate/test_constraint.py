@@ -9,7 +9,8 @@ import pytest
 
 from meshtune.errors import UserError
 from meshtune.generate.api import load
-from meshtune.generate.request import Sampling, mask_words, packed_masks
+from meshtune.generate.request import Sampling, mask_words
+from meshtune.generate.scheduler import packed_masks
 
 VOCAB = 512
 

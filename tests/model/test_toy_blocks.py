@@ -191,7 +191,9 @@ def toy_tensors(spec):
 def register_toy() -> Iterator[None]:
     """With the toy among the families."""
     FAMILIES["toy"] = "toy"
-    sys.modules["meshtune.families.toy"] = types.SimpleNamespace(model_spec=toy_spec, tensors=toy_tensors)  # pyright: ignore[reportArgumentType]
+    sys.modules["meshtune.families.toy"] = types.SimpleNamespace(
+        DESCRIPTIONS={}, model_spec=toy_spec, tensors=toy_tensors
+    )  # pyright: ignore[reportArgumentType]
     yield
     del FAMILIES["toy"], sys.modules["meshtune.families.toy"]
 

@@ -139,7 +139,8 @@ def test_matrices_no_wider_than_the_rank_have_plain_adamw():
     params, noise = problem(SHAPES)
     narrow = run_ours(OptimizerConfig("galore", RATE, CONSTANT, rank=7), params, noise, 5)
     plain = run_ours(OptimizerConfig("adamw", RATE, CONSTANT), params, noise, 5)
-    np.testing.assert_array_equal(narrow[WIDE], plain[WIDE])
+    # The same operations; a compiler may round the last bit otherwise in a larger program.
+    np.testing.assert_allclose(narrow[WIDE], plain[WIDE], rtol=3e-7)
     assert np.abs(narrow[TALL] - plain[TALL]).max() > 1e-3
 
 

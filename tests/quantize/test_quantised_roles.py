@@ -25,7 +25,7 @@ def of_role(role, *, stacked=True):
 
 def test_matrices_and_experts_of_stacks_are_quantised():
     roles = ("matrix", "experts", "router", "vector", "table", "head", "conv")
-    assert {role for role in roles if is_quantised("w", of_role(role))} == {"matrix", "experts"}
+    assert {role for role in roles if is_quantised("layers/0.0/w", of_role(role))} == {"matrix", "experts"}
     assert not is_quantised("projector/weight", of_role("matrix", stacked=False))
 
 

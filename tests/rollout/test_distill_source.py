@@ -17,6 +17,7 @@ from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.rollout.distill import DistillSource
 from meshtune.setup.stage import batch_arrays
+from meshtune.weights.load import load_spec
 
 MODEL = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 RECORDS = """\
@@ -79,7 +80,8 @@ def test_the_share_of_own_rollouts_is_that_of_the_recipe_and_the_same_each_time(
 
 def test_a_planned_batch_has_what_the_loss_reads(tmp_path):
     asked = recipe(tmp_path)
-    planned = batch_arrays(asked, asked.method.resolved(), (1, 2, 64))
+    spec, _ = load_spec(MODEL)
+    planned = batch_arrays(asked, asked.method.resolved(), spec, (1, 2, 64))
     assert set(planned) == {"tokens", "targets", "positions", "segment_ids", "weights", "units", "completion"}
 
 

@@ -15,6 +15,7 @@ from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.setup.stage import batch_arrays, draws, reference_of, row_length
+from meshtune.weights.load import load_spec
 
 MODEL = pathlib.Path(meshtune.__file__).parent / "quickstart/model"
 FREEZE = ["method.kind=freeze", "method.last_layers=1"]
@@ -44,7 +45,8 @@ def test_a_planned_batch_has_the_arrays_of_a_loaded_one(stage, packing, tmp_path
     batch = data.train.batch(0).arrays
     length = batch["tokens"].shape[-1]
     assert length == row_length(asked) or not packing
-    planned = batch_arrays(asked, asked.method.resolved(), (2, 2, length))
+    spec, _ = load_spec(MODEL)
+    planned = batch_arrays(asked, asked.method.resolved(), spec, (2, 2, length))
     assert set(planned) == set(batch)
     for name, (shape, dtype) in planned.items():
         assert np.dtype(dtype) == batch[name].dtype, name

@@ -109,7 +109,8 @@ def family_module(model_type: str) -> FamilyModule:
 def float16_obstacle(config: Mapping[str, Any]) -> str | None:
     """Why a model's activations are beyond float16's range, with the source; None where that is not known."""
     kind = str(text_config(config).get("model_type"))
-    return family_module(kind).DESCRIPTIONS[kind].overflow if kind in FAMILIES else None
+    description = family_module(kind).DESCRIPTIONS.get(kind) if kind in FAMILIES else None
+    return None if description is None else description.overflow
 
 
 def model_spec(

@@ -123,7 +123,12 @@ def sees(directory: Path) -> bool:
     from meshtune.families.vision import TOWERS
 
     prepared = any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return prepared and load_config(directory).get("model_type") in FAMILIES.keys() & TOWERS.keys()
+    if not prepared or load_config(directory).get("model_type") not in FAMILIES.keys() & TOWERS.keys():
+        return False
+    try:
+        return load_spec(directory, vision=True)[0].vision is not None
+    except UserError:  # its tower is not implemented: the text model is used without it
+        return False
 
 
 def mesh_of(sizes: Mapping[str, int]) -> MeshConfig:

@@ -9,12 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from meshtune.errors import UserError
 from meshtune.options import option
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import UInt32
 
     from meshtune.generate.pictures import PromptPictures
@@ -248,15 +247,6 @@ def check_max_tokens(max_tokens: int, prompt: int, context: int) -> int:
             fix=f"give max_tokens = {context - prompt} at most, or shorten the prompt",
         )
     return max_tokens
-
-
-def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
-    """The mask of every row; all tokens where a row has no constraint."""
-    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
-    for row, constraint in zip(masks, constraints, strict=True):
-        if constraint is not None:
-            row[:] = constraint.mask()
-    return masks
 
 
 class QueueFull(UserError):

@@ -38,7 +38,7 @@ from meshtune.generate.request import (
     QueueFull,
     Sampling,
     Token,
-    packed_masks,
+    mask_words,
 )
 from meshtune.generate.visual import piece_arrays
 from meshtune.generate.weights import BatchCaches, Weights
@@ -339,6 +339,15 @@ class Rows:
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
 READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanwhile soon begin
 ALTERNATIVES = (0, 5, 20)  # likeliest tokens that a program is compiled for
+
+
+def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32[np.ndarray, "B V/32"]:
+    """The mask of every row; all tokens where a row has no constraint."""
+    masks = np.full((len(constraints), mask_words(vocab)), 0xFFFFFFFF, np.uint32)
+    for row, constraint in zip(masks, constraints, strict=True):
+        if constraint is not None:
+            row[:] = constraint.mask()
+    return masks
 
 
 class Scheduler:

@@ -190,10 +190,11 @@ def _automatic_precision(platform: str, chip: Chip, obstacle: str | None) -> tup
         return "mixed", Translatable("auto: {value} on {backend}", value="mixed", backend=platform)
     if obstacle is None:
         return "float16", Translatable("auto: {chip} has no bfloat16", chip=chip)
-    text = (
-        "auto: {chip} has no bfloat16, and float16 overflows ({obstacle}); twice the memory for activations, and slower"
+    return "float32", Translatable(
+        "auto: {chip} has no bfloat16, and float16 overflows ({obstacle}); twice the memory for activations, slower",
+        chip=chip,
+        obstacle=obstacle,
     )
-    return "float32", Translatable(text, chip=chip, obstacle=obstacle)
 
 
 def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:
