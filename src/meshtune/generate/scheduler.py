@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from meshtune.errors import UserError
 from meshtune.generate.pictures import PromptPictures
