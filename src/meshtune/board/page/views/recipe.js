@@ -164,7 +164,10 @@ function page(place, { schema, presets, devices }) {
     for (const group of rest.children) {
       let count = 0;
       for (const element of group.querySelectorAll('.field')) {
-        const match = fields.find((field) => field.element === element).matches(words);
+        const field = fields.find((known) => known.element === element);
+        if (!field) continue; // of an entry of a list, shown with the list
+        const entries = [...element.querySelectorAll('.field')];
+        const match = field.matches(words) || entries.some(({ dataset }) => words.every((word) => dataset.path.includes(word)));
         element.hidden = !match;
         count += match;
       }
