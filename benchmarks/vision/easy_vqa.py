@@ -87,7 +87,7 @@ def main() -> None:
     recipe = {
         "model": options.model,
         "data": {"train": str(file), "max_length": 256},
-        "vision": {"train": ["projector"]},
+        "vision": {"train": ["projector"], "media_dir": str(options.data.resolve())},
         "method": {"kind": "lora", "rank": 16},
         "train": {"epochs": 1, "batch_size": 1},
         "optimizer": {"learning_rate": 1e-3, "warmup_ratio": 0.03},
