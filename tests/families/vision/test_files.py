@@ -19,13 +19,19 @@ from families.vision.sights import VisionCase, load
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import flatten
+from meshtune.data.pictures.families import FAMILIES
 from meshtune.errors import UserError
 from meshtune.families import module_names
+from meshtune.families.vision import TOWERS
 from meshtune.json_text import read_json
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 
 WEIGHTS = "model.safetensors"
+
+
+def test_every_tower_has_a_reader_of_its_pictures():
+    assert TOWERS.keys() == FAMILIES.keys()
 
 
 def copy_model(case: VisionCase, tmp_path: pathlib.Path) -> pathlib.Path:
