@@ -70,12 +70,13 @@ def padded_rows(documents: list[Document]) -> dict[str, jax.Array]:
 
 
 def tower_targets(spec: ModelSpec) -> tuple[str, ...]:
-    """Patterns for every linear layer of the tower, one of the projector, and the queries of the language model."""
+    """Patterns for every linear layer of the tower, one of the projector if it has any, and the queries of the language
+    model."""
     linear = [module for module in modules(spec).values() if module.linear]
     tower = {m.name.rpartition(".")[2] for m in linear if m.part == "tower"}
     root = next(m.name for m in linear if m.part == "tower").split(".")[1]
-    projector = next(m.name for m in linear if m.part == "projector")
-    return ("self_attn.q_proj", projector, *(f"{root}.*.{name}" for name in sorted(tower)))
+    projector = [m.name for m in linear if m.part == "projector"][:1]
+    return ("self_attn.q_proj", *projector, *(f"{root}.*.{name}" for name in sorted(tower)))
 
 
 @every_case
