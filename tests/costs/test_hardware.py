@@ -19,6 +19,12 @@ from meshtune.plan.compilers.topology import target_config
         ("h200", 1, 1, "H200"),
         ("4xtpuv5p", 1, 4, "TPUv5p"),
         ("gfx906-16", 1, 1, "gfx906-16"),
+        ("RX 9070 XT", 1, 1, "RX9070XT"),
+        ("nvidia geforce rtx 4090", 1, 1, "RTX4090"),
+        ("2xRadeon RX 7900 XTX", 1, 2, "RX7900XTX"),
+        ("NVIDIA GB10", 1, 1, "DGXSpark"),
+        ("strix halo", 1, 1, "StrixHalo-128"),
+        ("M4-24", 1, 1, "M4-24"),
     ],
 )
 def test_a_target_is_hosts_times_devices_of_a_type(text, hosts, per_host, name):
@@ -31,6 +37,22 @@ def test_an_unknown_device_type_is_refused_with_near_names():
     with pytest.raises(UserError, match="no device is called 'M300X'") as caught:
         find_target("8xM300X", env={})
     assert "MI300X" in (caught.value.fix or "").split(";")[0]
+
+
+def test_a_device_in_several_sizes_is_refused_with_their_names():
+    with pytest.raises(UserError, match="no device is called 'M4 Pro'") as caught:
+        find_target("M4 Pro", env={})
+    assert "M4Pro-24 or M4Pro-48 or M4Pro-64?" in (caught.value.fix or "")
+
+
+def test_a_macs_memory_is_what_metal_gives_to_programs(tmp_path):
+    devices = known_devices({})
+    assert (devices["M4-24"].memory, devices["M4Max-128"].memory) == (16 * 2**30, 96 * 2**30)
+    assert all(device.unified for device in devices.values() if device.platform == "metal")
+    file = tmp_path / "own.toml"
+    file.write_text('[Mine]\nplatform = "metal"\nmemory_gib = 8\nsizes_gib = [8]\n')
+    with pytest.raises(UserError, match="in place of memory_gib"):
+        known_devices({"MESHTUNE_HARDWARE": str(file)})
 
 
 @pytest.mark.parametrize("text", ["", "8x", "x8", "8*H100", "0xH100", "8x0xH100"])

@@ -11,7 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.plan.program import step_of
@@ -107,3 +109,13 @@ def test_neither_weights_nor_data_are_read(llama):
 def test_a_mesh_for_another_number_of_devices_is_refused(llama):
     with pytest.raises(UserError, match="the mesh fsdp=3 is for 3 devices"):
         step_of(Recipe.model_validate(llama | {"mesh": {"fsdp": 3}, "train": {"batch_size": 3}}))
+
+
+def test_offloaded_arrays_are_no_part_of_explicit_sharding():
+    """JAX 0.11 makes an AbstractMesh explicit unless told otherwise, and an update by rows then mixes two shardings."""
+    recipe = load_recipe("examples/headline/8b-qlora.yaml", ["compute.offload=[optimizer]"])
+    state, *_ = step_of(recipe).arguments
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding is not None}
+    offloaded = [sharding for sharding in shardings if sharding.memory_kind == "pinned_host"]
+    assert offloaded
+    assert {kind for sharding in offloaded for kind in sharding.mesh.axis_types} == {AxisType.Auto}

@@ -92,6 +92,10 @@ def test_a_library_whose_libraries_are_missing_loads_with_their_stand_ins(tmp_pa
     first = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert build_stand_ins([user], tmp_path / "cache", library_folders({})) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == first
+    # An installed library gets a stub where the caller says so.
+    replaced = build_stand_ins([user], tmp_path / "cache", library_folders({}), ["libkept.so.1", "libother.so.1"])
+    assert replaced is not None
+    assert sorted(path.name for path in replaced.iterdir()) == ["libkept.so.1", "libplain.so.1", "libversioned.so.7"]
 
 
 @needs_cc

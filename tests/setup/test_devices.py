@@ -12,7 +12,7 @@ from rich.console import Console
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.setup.machine import ProcessDevices, check_devices, device_table, gather_devices
+from meshtune.setup.machine import ProcessDevices, check_devices, device_table, gather_devices, platform_named
 from meshtune.train.report import metrics_log
 
 
@@ -128,3 +128,21 @@ def test_without_a_drivers_package_memory_is_still_told(monkeypatch: pytest.Monk
 
 def test_a_cpu_has_no_figures():
     assert metrics_log.DeviceMetrics().read() == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "platform"),
+    [
+        ("cpu", "<unknown>", "cpu"),
+        ("tpu", "libtpu 0.0.30", "tpu"),
+        ("gpu", "PJRT C API\ncuda 12090", "cuda"),
+        ("gpu", "PJRT C API\nrocm 70000", "rocm"),
+        ("gpu", "PJRT C API\nsycl 1.6", "oneapi"),
+        ("oneapi", "PJRT C API", "oneapi"),
+        ("mps", "MPS 0.11.1", "metal"),
+        ("METAL", "metaljax", "metal"),
+        ("neuron", "", "neuron"),
+    ],
+)
+def test_a_platform_is_known_by_the_names_of_its_plugins(backend, version, platform):
+    assert platform_named(backend, version) == platform

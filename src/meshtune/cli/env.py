@@ -32,9 +32,15 @@ def env() -> None:
     print(", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
 
 
-MAKERS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "tpu": "Google TPUs", "cpu": "this CPU"}
+MAKERS = {
+    "cuda": "NVIDIA GPUs",
+    "rocm": "AMD GPUs",
+    "tpu": "Google TPUs",
+    "oneapi": "Intel GPUs",
+    "cpu": "this CPU",
+}
 # The target of the check of each compiler.
-CHECK_TARGETS = {"cuda": "8xH100", "rocm": "8xMI300X", "tpu": "8xTPUv5p", "cpu": "2xCPU"}
+CHECK_TARGETS = {"cuda": "8xH100", "rocm": "8xMI300X", "tpu": "8xTPUv5p", "oneapi": "1xArcProB60", "cpu": "2xCPU"}
 
 
 def doctor(
@@ -42,7 +48,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--install",
-            help="Install the compiler for cuda, rocm, tpu or all of them into a folder of its own; may be repeated.",
+            help="Install the compiler for cuda, rocm, tpu, oneapi or all of them into a folder of its own; may be repeated.",
             show_default=False,
         ),
     ] = None,

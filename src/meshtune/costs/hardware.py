@@ -14,15 +14,17 @@ from meshtune.errors import UserError, nearest
 
 FACTS = pathlib.Path(__file__).with_name("hardware.toml")
 HARDWARE_VARIABLE = "MESHTUNE_HARDWARE"  # environment variable: a TOML file of the user's own devices
-REQUIRED = ("platform", "memory_gib")
-TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<per_host>\d+)x)?(?P<name>[A-Za-z][\w.-]*)$")
+PLATFORMS = ("cuda", "rocm", "oneapi", "metal", "tpu", "cpu")
+REQUIRED = ("platform", "memory_gib", "sizes_gib")
+TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<per_host>\d+)x)?(?P<name>[A-Za-z][\w. -]*)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
     """A device type, as described in hardware.toml. Fields that are None or empty there are unknown.
 
-    Identity: `platform` is JAX's (cuda, rocm, tpu or cpu), `kind` is JAX's `device_kind`, and `memory` is in bytes.
+    Identity: `platform` is one of PLATFORMS, `kind` is JAX's `device_kind`, and `memory` is in bytes; with `unified` the
+    device has no memory but the host's, and what is offloaded takes the same bytes.
     `arch` is the platform's name of the chip (sm_90a, gfx942:sramecc+:xnack-, v5p); `compiled_as` is the arch of a
     close relative to compile for where XLA refuses the chip itself.
 
@@ -58,10 +60,11 @@ class Device:
     network: float | None = None
     shared_network: bool = False
     host_link: float | None = None
+    unified: bool = False
 
     @property
     def backend(self) -> str:
-        """The value of `jax.default_backend()` on this device."""
+        """The value of `jax.default_backend()` on this device; a platform's name where its plugins have several."""
         return "gpu" if self.platform in ("cuda", "rocm") else self.platform
 
 
@@ -101,6 +104,34 @@ def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
     return devices
 
 
+def find_device(text: str, devices: Mapping[str, Device]) -> Device | None:
+    """The device of this name or kind, or the only one that begins so; 'RX 9070 XT', 'rtx4090' and 'NVIDIA GB10' will do.
+
+    None if there is none, or if there are several sizes of memory.
+    """
+    wanted = _spellings(text)
+    named = [device for name, device in devices.items() if wanted & _spellings(name)]
+    of_kind = [device for device in devices.values() if wanted & _spellings(device.kind)]
+    for matches in (named, of_kind, [devices[name] for name in _names_with_prefix(text, devices)]):
+        if len(matches) == 1:
+            return matches[0]
+    return None
+
+
+def _names_with_prefix(text: str, devices: Mapping[str, Device]) -> list[str]:
+    shortest = min(_spellings(text), key=len)
+    return [name for name in devices if min(_spellings(name), key=len).startswith(shortest)]
+
+
+MAKERS = r"^(nvidia|geforce|tesla|quadro|amd|radeon|instinct|intel|apple)+(?=.)"
+
+
+def _spellings(name: str) -> set[str]:
+    """Lower-case letters and digits of a name, with and without its maker's names."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return {plain, re.sub(MAKERS, "", plain)}
+
+
 def find_target(text: str, env: Mapping[str, str] = os.environ) -> Target:
     """Parses 'MI300X', '8xMI300X' or '2x8xA100-80' (hosts x devices per host x device type).
 
@@ -112,20 +143,26 @@ def find_target(text: str, env: Mapping[str, str] = os.environ) -> Target:
             f"'{text}' is not a target", where="--target", fix="write it as 8xMI300X, or 2x8xA100-80 for two hosts"
         )
     devices = known_devices(env)
-    by_name = {name.lower(): device for name, device in devices.items()}
-    name = match["name"]
-    if name.lower() not in by_name:
-        raise UserError(
-            f"no device is called '{name}'",
-            where="--target",
-            fix=f"{nearest(name, devices)}known devices are {', '.join(devices)}; "
-            f"{HARDWARE_VARIABLE} may name a TOML file with others",
-        )
+    device = require_device(match["name"], devices)
     hosts, per_host = (match["hosts"], match["per_host"]) if match["per_host"] else (None, match["hosts"])
-    target = Target(int(hosts or 1), int(per_host or 1), by_name[name.lower()])
+    target = Target(int(hosts or 1), int(per_host or 1), device)
     if not target.devices:
         raise UserError(f"'{text}' has no devices", where="--target", fix="give at least one host and one device")
     return target
+
+
+def require_device(name: str, devices: Mapping[str, Device]) -> Device:
+    """The device of this name. Raises: UserError with the nearest known names."""
+    device = find_device(name, devices)
+    if device is not None:
+        return device
+    longer = _names_with_prefix(name, devices)
+    nearby = f"did you mean {' or '.join(longer)}?" if longer else nearest(name, devices).strip()
+    raise UserError(
+        f"no device is called '{name}'",
+        where="--target",
+        fix=f"{nearby or 'known devices are ' + ', '.join(devices)}; {HARDWARE_VARIABLE} may name a TOML file with others",
+    )
 
 
 def _read(path: pathlib.Path) -> dict[str, Device]:
@@ -135,13 +172,38 @@ def _read(path: pathlib.Path) -> dict[str, Device]:
         raise UserError(
             f"not valid TOML: {error}", where=str(path), fix="see costs/hardware.toml for the format"
         ) from error
-    return {name: _device(name, facts, path) for name, facts in tables.items()}
+    devices = {}
+    for name, facts in tables.items():
+        for device in _devices(name, facts, path):
+            devices[device.name] = device
+    return devices
+
+
+def _devices(name: str, facts: object, path: pathlib.Path) -> list[Device]:
+    """The device of one table, or one for each size of `sizes_gib`."""
+    if not isinstance(facts, dict) or "sizes_gib" not in facts:
+        return [_device(name, facts, path)]
+    sizes = facts["sizes_gib"]
+    if "memory_gib" in facts or not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise UserError(
+            "sizes_gib is a list of positive integers, in place of memory_gib",
+            where=f"{path}, [{name}]",
+            fix="sizes_gib = [16, 32]",
+        )
+    shared = {key: value for key, value in facts.items() if key != "sizes_gib"}
+    return [_device(f"{name}-{size}", shared | {"memory_gib": usable_gib(size)}, path) for size in sizes]
+
+
+def usable_gib(size: int) -> float:
+    """What Metal lets programs use of a Mac's memory: two thirds up to 36 GB, three quarters above
+    (MTLDevice.recommendedMaxWorkingSetSize; `sysctl iogpu.wired_limit_mb` raises it)."""
+    return size * (2 / 3 if size <= 36 else 3 / 4)
 
 
 def _device(name: str, facts: object, path: pathlib.Path) -> Device:
     where = f"{path}, [{name}]"
-    if not isinstance(facts, dict) or facts.get("platform") not in ("cuda", "rocm", "tpu", "cpu"):
-        raise UserError("a device needs a platform", where=where, fix='platform = "cuda", "rocm", "tpu" or "cpu"')
+    if not isinstance(facts, dict) or facts.get("platform") not in PLATFORMS:
+        raise UserError("a device needs a platform", where=where, fix=f"platform is one of {', '.join(PLATFORMS)}")
     gib = facts.get("memory_gib")
     if not _is_positive(gib):
         raise UserError("a device needs memory_gib, a positive number", where=where, fix="memory_gib = 80.0")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtune.kernels.attention import AttentionSharding
 from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
@@ -171,7 +171,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """The mesh without devices, which is enough to shard abstract arrays for machines that are not attached."""
-    return AbstractMesh(tuple(config.sizes.values()), AXES)
+    return AbstractMesh(tuple(config.sizes.values()), AXES, (AxisType.Auto,) * len(AXES))  # JAX 0.11 makes it explicit
 
 
 def _device_array(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from meshtune.arrays.batch import batch_axes
@@ -31,7 +31,7 @@ def host_sharding(sharding: Sharding | None) -> NamedSharding:
     memory kind of a SingleDeviceSharding; both cases use an abstract mesh.
     """
     if not isinstance(sharding, NamedSharding):
-        return NamedSharding(AbstractMesh((1,), ("single",)), PartitionSpec(), memory_kind=HOST)
+        return NamedSharding(AbstractMesh((1,), ("single",), (AxisType.Auto,)), PartitionSpec(), memory_kind=HOST)
     on_host = sharding.with_memory_kind(HOST)
     if on_host.memory_kind == HOST:
         return on_host

@@ -177,8 +177,9 @@ class StepPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Peak bytes, of an update or of a rollout."""
-        return max(self.update_bytes, 0 if self.rollout is None else self.rollout.device_bytes)
+        """Peak bytes, of an update or of a rollout; with those of the host where the device has the same memory."""
+        update = self.update_bytes + (self.host_bytes if self.predicted.candidate.target.device.unified else 0)
+        return max(update, 0 if self.rollout is None else self.rollout.device_bytes)
 
     @property
     def seconds(self) -> float:

@@ -279,7 +279,7 @@ class MemoryCheck:
         )
         for needed, available, where in (
             (on_device, free.device, "on each device"),
-            (0 if free.shared else estimated.host_bytes, free.host, "of the host for each device"),
+            (0 if free.shared or self.target.device.unified else estimated.host_bytes, free.host, "of the host for each device"),
         ):
             if needed * (1 - ESTIMATE_ERROR) > available:
                 return MemoryShortage(
@@ -402,4 +402,5 @@ class MemoryCheck:
             return None
 
     def _bytes(self, predicted: PredictedCandidate) -> int:
-        return predicted.device_bytes + (predicted.estimate.host_bytes if self.free.shared else 0)
+        apart = not predicted.candidate.target.device.unified  # else device_bytes has those of the host
+        return predicted.device_bytes + (predicted.estimate.host_bytes if self.free.shared and apart else 0)

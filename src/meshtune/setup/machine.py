@@ -23,7 +23,7 @@ from meshtune.setup.shortage import host_memory
 class Machine:
     """The devices of a job as JAX lists them, on all of its processes.
 
-    `platform` is cpu, cuda, rocm or tpu. `chip` is the architecture of the devices; if empty, kernels query them.
+    `platform` is one of costs.hardware.PLATFORMS. `chip` is the architecture of the devices; if empty, kernels query them.
     """
 
     platform: str
@@ -37,11 +37,21 @@ def this_machine() -> Machine:
 
 
 def platform_here() -> str:
-    """Returns JAX's default backend as cpu, cuda, rocm or tpu, where JAX itself calls both cuda and rocm gpu."""
-    name = jax.default_backend()
-    if name != "gpu":
-        return name
-    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+    """Returns the platform of JAX's default backend as costs.hardware.PLATFORMS names it; JAX calls both cuda and rocm
+    gpu, and the plugins for Apple's and Intel's GPUs have names of their own."""
+    return platform_named(jax.default_backend(), jax.devices()[0].client.platform_version)
+
+
+# The names that plugins give to JAX: jax-mps and metaljax; jax-oneapi-plugin and its forerunner.
+PLUGIN_PLATFORMS = {"mps": "metal", "metal": "metal", "oneapi": "oneapi", "sycl": "oneapi", "xpu": "oneapi"}
+
+
+def platform_named(backend: str, version: str) -> str:
+    """The platform of a backend by its name and its client's `platform_version`; another plugin's name as it is."""
+    name = backend.lower()
+    if name == "gpu":
+        name = next((known for known in ("rocm", "oneapi", "sycl") if known in version.lower()), "cuda")
+    return PLUGIN_PLATFORMS.get(name, name)
 
 
 ROUNDS = 4  # of each measurement; the fastest counts
@@ -79,8 +89,8 @@ def local_device(machine: Machine, per_host: int = 1) -> Device:
     memory = int(stats.get("bytes_limit", named.memory if named else 16 * 2**30))
     if named is not None:
         return dataclasses.replace(named, memory=memory)
-    same_platform = (entry for entry in known if entry.platform == machine.platform)
-    closest = min(same_platform, key=lambda entry: abs(entry.memory - memory))
+    same_platform = [entry for entry in known if entry.platform == machine.platform]
+    closest = min(same_platform or known, key=lambda entry: abs(entry.memory - memory))
     return dataclasses.replace(closest, name=str(device.device_kind), memory=memory)
 
 

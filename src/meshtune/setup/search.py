@@ -73,8 +73,11 @@ class PredictedCandidate:
 
     @property
     def device_bytes(self) -> int:
-        """Peak bytes on one device, of an update or of a rollout."""
-        return max(self.estimate.device_bytes, 0 if self.rollout is None else self.rollout.device_bytes)
+        """Peak bytes on one device, of an update or of a rollout; with those of the host where it has the same memory."""
+        update = self.estimate.device_bytes
+        if self.candidate.target.device.unified:
+            update += self.estimate.host_bytes
+        return max(update, 0 if self.rollout is None else self.rollout.device_bytes)
 
     @property
     def seconds(self) -> float:

@@ -20,6 +20,7 @@ from meshtune.plan.compilers.topology import described_devices
 PLUGINS = {
     "cuda": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
     "rocm": ("jax_plugins.xla_rocm7", "jax_plugins.xla_rocm8"),
+    "oneapi": ("jax_plugins.xla_oneapi",),
 }
 
 

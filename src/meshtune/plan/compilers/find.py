@@ -22,7 +22,7 @@ from meshtune.cache import cache_folder
 from meshtune.errors import UserError, nearest, pip_install
 from meshtune.plan.compilers.stand_ins import build_stand_ins, find_linker, library_folders
 
-COMPILERS_VARIABLE = "MESHTUNE_COMPILERS"  # environment variable: the folder that holds cuda/, rocm/ and tpu/
+COMPILERS_VARIABLE = "MESHTUNE_COMPILERS"  # environment variable: the folder that holds cuda/, rocm/, tpu/ and oneapi/
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,8 @@ def find_compiler(platform: str, env: Mapping[str, str] = os.environ) -> Compile
     """The compiler for a platform: the one in `compilers_folder`, else that of the environment."""
     if platform == "cpu":
         return Compiler("cpu", _versions(None, ("jaxlib",)), None, {})
+    if platform not in _FIND:
+        return MissingCompiler(platform, NO_COMPILER, "a run's report compares them with what it measures")
     separate = compilers_folder(env) / platform
     folders = [separate] if separate.is_dir() else []
     results = [_FIND[platform](folder, env) for folder in (*folders, None)]
@@ -148,11 +150,33 @@ def _tpu(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | Miss
     return Compiler("tpu", _versions(folder, ("libtpu",)), folder, variables)
 
 
+def _oneapi(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | MissingCompiler:
+    plugin, packages = _package(folder, "jax_plugins/xla_oneapi"), _versions(folder, ONEAPI)
+    if plugin is None or len(packages) < 2:
+        return MissingCompiler("oneapi", "XLA's compiler for Intel GPUs is not installed", how_to_install("oneapi"))
+    if mismatch := _version_mismatch(packages):
+        return MissingCompiler("oneapi", mismatch, how_to_install("oneapi"))
+    runtime = (pathlib.Path(sys.prefix) if folder is None else folder) / "lib"  # SYCL and MKL, whose wheels have no module
+    objects = [*plugin.glob("*.so"), *runtime.glob("libur_adapter_*.so.0")]
+    stand_ins = build_stand_ins(objects, cache_folder(env), [runtime, *library_folders(env)], LEVEL_ZERO)
+    variables = {
+        "LD_LIBRARY_PATH": ":".join(filter(None, [str(stand_ins or ""), str(runtime), env.get("LD_LIBRARY_PATH")])),
+        # This pass asks the device which of oneDNN's products it has.
+        "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=cublas-gemm-rewriter".strip(),
+    }
+    return Compiler("oneapi", packages, folder, variables, (f"the GPU's driver is replaced by stubs in {stand_ins}",))
+
+
+ONEAPI = ("jax-oneapi-plugin", "jax-oneapi-pjrt")
+LEVEL_ZERO = ("libze_loader.so.1", "libze_tracing_layer.so.1")  # an installed one may be too old, and finds no GPU
+
 _FIND: dict[str, Callable[[pathlib.Path | None, Mapping[str, str]], Compiler | MissingCompiler]] = {
     "cuda": _cuda,
     "rocm": _rocm,
     "tpu": _tpu,
+    "oneapi": _oneapi,
 }
+NO_COMPILER = "programs for Apple's GPUs are run by MLX, which has no compiler to ask for their memory"
 
 
 def _package(folder: pathlib.Path | None, name: str) -> pathlib.Path | None:
@@ -190,16 +214,19 @@ def _cuda_homes(env: Mapping[str, str]) -> list[pathlib.Path]:
 
 
 # The extras of jax that list each platform's wheels with matching versions, in order of preference.
-EXTRAS = {"cuda": ("cuda12-local", "cuda13-local"), "rocm": ("rocm7-local",), "tpu": ("tpu",)}
+EXTRAS = {"cuda": ("cuda12-local", "cuda13-local"), "rocm": ("rocm7-local",), "tpu": ("tpu",), "oneapi": ()}
 # The wheel with ptxas and libdevice, which XLA needs to compile for NVIDIA, and which jax's extra does not list.
 ASSEMBLER = {"12": "nvidia-cuda-nvcc-cu12>=12.6.85", "13": "nvidia-cuda-nvcc>=13"}
 
 
 def requirements(platform: str) -> list[str]:
-    """The packages that compiling for a platform needs, to be installed without their dependencies; about 0.5 GB.
+    """The packages that compiling for a platform needs; about 0.5 GB, and 3 GB with Intel's libraries.
 
     Raises: UserError for an unknown platform, or for one without wheels for this version of jax.
     """
+    if platform == "oneapi":
+        jaxlib = importlib.metadata.version("jaxlib")
+        return [f"{ONEAPI[0]}[with-oneapi]=={jaxlib}", f"{ONEAPI[1]}=={jaxlib}"]
     if platform not in EXTRAS:
         raise UserError(
             f"there is no compiler to install for '{platform}'",
@@ -248,7 +275,9 @@ def install(platform: str) -> pathlib.Path:
     # Installed next to the final folder and renamed when complete, so that a failure leaves no partial compiler.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{platform}-") as scratch:
         fresh = pathlib.Path(scratch) / "packages"
-        ran = subprocess.run([*_installer(), "--no-deps", "--target", str(fresh), *packages])
+        # Intel's libraries are dependencies of its plugin; all others are of jax, which is here.
+        alone = () if platform == "oneapi" else ("--no-deps",)
+        ran = subprocess.run([*_installer(), *alone, "--target", str(fresh), *packages])
         if ran.returncode != 0 or not fresh.is_dir():
             raise UserError(
                 f"the compiler for {platform} could not be installed: {' '.join(packages)}",

@@ -3,7 +3,7 @@
 The wheels of JAX's ROCm plugin contain XLA's whole compiler for AMD GPUs, but can be loaded only where HIP, rocBLAS,
 MIOpen and others are, which come with an installation of ROCm. A stub ("stand-in") defines the symbols that the wheels
 import; each function does nothing and returns hipErrorNoDevice, so nothing can run by mistake. Installed libraries are
-never replaced.
+replaced only where the caller says so.
 
 Layouts as in the System V ABI (generic, chapters 4 and 5) and the GNU symbol versioning of the Linux Standard Base.
 """
@@ -211,17 +211,21 @@ def library_folders(env: Mapping[str, str] = os.environ) -> list[pathlib.Path]:
 
 
 def build_stand_ins(
-    paths: Iterable[pathlib.Path], cache: pathlib.Path, folders: Sequence[pathlib.Path]
+    paths: Iterable[pathlib.Path], cache: pathlib.Path, folders: Sequence[pathlib.Path], replaced: Sequence[str] = ()
 ) -> pathlib.Path | None:
-    """A folder inside `cache` with a stub for every missing library, built once; None if none is missing."""
+    """A folder inside `cache` with a stub for every missing library, built once; None if none is missing.
+
+    The libraries `replaced` get a stub wherever they are needed, installed or not.
+    """
     objects = {path: read(path) for path in paths}
-    missing = missing_libraries(objects, folders)
+    needed = {name for image in objects.values() for name in image.needed}
+    missing = sorted({*missing_libraries(objects, folders), *needed.intersection(replaced)})
     if not missing:
         return None
     functions, versions = _imported_symbols(objects, set(missing), folders)
     images = {name: stand_in(name, functions[name], sorted(versions[name]), NO_DEVICE) for name in missing}
     digest = hashlib.sha256(b"".join(images[name] for name in missing)).hexdigest()[:16]
-    folder = cache / f"rocm-stand-ins-{digest}"
+    folder = cache / f"stand-ins-{digest}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         # Built in a scratch folder and renamed: another process may build them at the same time.
@@ -250,7 +254,8 @@ def _imported_symbols(
     versions: dict[str, set[str]] = {name: set() for name in missing}
     unversioned = set[str]()
     for image in objects.values():
-        installed = {path for name in image.needed if (path := _resolve(name, image, folders))}
+        present = [name for name in image.needed if name not in missing]
+        installed = {path for name in present if (path := _resolve(name, image, folders))}
         defined = set[str]().union(*(read(path).defined for path in installed))
         for symbol, version in image.undefined.items():
             if version is not None and version[0] in missing:

@@ -16,15 +16,16 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     import jax
 
-VENDORS = {"cuda": "NVIDIA Corporation", "rocm": "Advanced Micro Devices, Inc."}
-WARPS = {"cuda": 32, "rocm": 64}
+VENDORS = {"cuda": "NVIDIA Corporation", "rocm": "Advanced Micro Devices, Inc.", "oneapi": "Intel(R) Corporation"}
+NAMES = {"cuda": "CUDA", "rocm": "ROCM", "oneapi": "SYCL"}
+CDNA_WARP, WARP = 64, 32  # threads; gfx9 are AMD's chips for data centres, gfx10 to gfx12 its cards for desktops
 # Versions of libraries that are not installed: XLA decides by them which library kernels it may call.
-DNN = {"cuda": "9.10.2", "rocm": "1.3.0"}
-TOOLKIT = {"cuda": "12.9.0", "rocm": "7.0.0"}
+DNN = {"cuda": "9.10.2", "rocm": "1.3.0", "oneapi": "0.0.0"}
+TOOLKIT = {"cuda": "12.9.0", "rocm": "7.0.0", "oneapi": "1.6.0"}
 
 
 def target_config(device: Device) -> str:
-    """The text proto of a CUDA or ROCm device. Raises: UserError if its description is incomplete."""
+    """The text proto of a CUDA, ROCm or oneAPI device. Raises: UserError if its description is incomplete."""
     facts = {"arch": device.arch, "cores": device.cores, "shared_memory": device.shared_memory, "l2": device.l2}
     facts |= {"clock_ghz": device.clock_ghz, "bandwidth": device.bandwidth}
     missing = [name for name, value in facts.items() if not value]
@@ -38,7 +39,7 @@ def target_config(device: Device) -> str:
     version, toolkit = DNN[device.platform], TOOLKIT[device.platform]
     info = {
         "threads_per_block_limit": 1024,
-        "threads_per_warp": WARPS[device.platform],
+        "threads_per_warp": CDNA_WARP if device.arch.startswith("gfx9") else WARP,
         "shared_memory_per_block": block,
         "shared_memory_per_block_optin": optin,
         "shared_memory_per_core": core,
@@ -74,7 +75,7 @@ def target_config(device: Device) -> str:
             *lines,
             *_capability(device),
             "}",
-            f'platform_name: "{device.platform.upper()}"',
+            f'platform_name: "{NAMES[device.platform]}"',
             f"dnn_version_info {{ major: {major} minor: {minor} patch: {patch} }}",
             f"device_description_str: {_literal(device.kind or device.name)}",
         ]
@@ -83,6 +84,8 @@ def target_config(device: Device) -> str:
 
 def _capability(device: Device) -> list[str]:
     arch = device.compiled_as or device.arch
+    if device.platform == "oneapi":
+        return [f"  oneapi_compute_capability {{ architecture: {_literal(arch)} }}"]
     if device.platform == "rocm":
         return [f"  rocm_compute_capability {{ gcn_arch_name: {_literal(arch)} }}"]
     parsed = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
