@@ -45,7 +45,12 @@ def tuned_model(name, config):
 
 
 @pytest.mark.parametrize(
-    "targets", ["all-linear", ("experts", *ATTENTION), ("experts.up_proj",), ("experts.down_proj",)]
+    "targets",
+    [
+        "all-linear",
+        ("experts.up_proj",),
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (("experts", *ATTENTION), ("experts.down_proj",))),
+    ],
 )
 def test_our_adapters_have_the_same_logits_in_peft(targets, tmp_path):
     model = torch_model(SPARSE)
@@ -102,14 +107,16 @@ def test_our_adapters_on_transposed_experts_have_the_same_logits_in_peft(name, t
         np.testing.assert_array_equal(again[path].b, leaf.b, err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_adapters_of_peft_have_the_same_logits_here(name, tmp_path):
     block = "feed_forward" if name == "llama4" else "mlp"
     expected, folder = of_peft(tmp_path, name, [f"{block}.experts.{part}" for part in ("gate_up_proj", "down_proj")])
     assert np.abs(logits_with(name, folder) - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("parameter", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+@pytest.mark.parametrize(
+    "parameter", ["mlp.experts.down_proj", pytest.param("mlp.experts.gate_up_proj", marks=pytest.mark.slow)]
+)
 def test_one_parameter_alone_is_told_by_target_parameters(parameter, tmp_path):
     expected, folder = of_peft(tmp_path, parameters=(parameter,))
     assert np.abs(logits_with("qwen3_moe", folder) - expected).max() < 1e-4

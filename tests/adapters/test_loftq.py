@@ -50,7 +50,9 @@ def test_turns_are_pefts(turns: int):
         assert np.abs(delta - product).max() < (1e-4 if turns == 1 else 0.02) * np.abs(product).max()
 
 
-@pytest.mark.parametrize("format", ["nf4", "int4", "int8"])
+@pytest.mark.parametrize(
+    "format", ["nf4", *(pytest.param(format, marks=pytest.mark.slow) for format in ("int4", "int8"))]
+)
 def test_every_turn_brings_the_base_nearer(format: str):
     """With scales quantised too, and whatever alpha: the product added is scale * B A."""
     weight = jax.random.normal(jax.random.key(1), (1, 64, 128))

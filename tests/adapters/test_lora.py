@@ -30,8 +30,15 @@ from tiny_models import torch_model
 EVERYTHING = LoraConfig(rank=4, targets=("all-linear", "lm_head"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama_bias", "float32"),
+        ("qwen3", "bfloat16"),
+        pytest.param("llama_bias", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("qwen3", "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_before_training_logits_equal_the_base_bit_for_bit(name: str, dtype: str):
     compute = Compute(dtype=dtype, attention="direct")
     spec, params = base(name)
@@ -77,7 +84,7 @@ def test_abstract_adapters_have_the_axes_of_their_weight():
     assert adapter.b == ArraySpec((4, 32, 4), "float32", ("layers", "embed", "rank"), "zeros", role="matrix")
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scanned", "unrolled"])
 def test_gradients_are_those_of_peft(scan: bool, tmp_path: pathlib.Path):
     """Same loss, same weights: relative to the largest entry of each gradient, 1e-4 is float32 summation order."""
     config = LoraConfig(rank=4, alpha=6, rslora=True, targets=EVERYTHING.targets, train_modules=("embed_tokens",))

@@ -100,6 +100,7 @@ def test_every_stage_has_its_measurements_and_each_its_file(scripts):
         assert all(step.least < 525 for step in steps)  # else no stage of nine minutes would ever begin it
 
 
+@pytest.mark.slow
 def test_tests_are_counted(scripts, capsys):
     file = str(FOLDER.parents[1] / "tests/gpu/test_loss_kernels.py")
     scripts("check_numbers").main("gpu", [file, "-k", "log_probs and odd and float32"])

@@ -13,13 +13,26 @@ import pytest
 from boards import READABLE, client, recipe, wait
 
 from meshtune.board.workspace import workspace_at
+from meshtune.config.load import load_recipe
 from meshtune.runs.output import LOCK, is_claimed
+from meshtune.train.run import train
 
 RUN = "runs/mine"
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> pathlib.Path:
+    """A directory with a run of four updates that has ended."""
+    root = tmp_path_factory.mktemp("root")
+    (root / "recipe.yaml").write_text(recipe(RUN, steps=4, extra="log: {every: 1}\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        train(load_recipe("recipe.yaml"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def stopped_root(tmp_path_factory) -> pathlib.Path:
     """A directory with a run of the command line that was stopped after four of its updates."""
     root = tmp_path_factory.mktemp("root")
     (root / "recipe.yaml").write_text(recipe(RUN, steps=100000, extra="checkpoint: {every: 4}\nlog: {every: 1}\n"))
@@ -49,14 +62,14 @@ def test_a_run_is_attached_once_and_shows_what_it_wrote(board):
     assert job["attached"] is False, "it has ended, and can be gone on with as one of the board's"
     assert attach_run(board)["id"] == job["id"]
     assert [listed["id"] for listed in board.get("/api/jobs").json()["jobs"]] == [job["id"]]
-    assert job["state"] == "stopped"
+    assert job["state"] == "finished"
     shown = board.get(f"/api/jobs/{job['id']}").json()
     assert 4 in shown["checkpoints"]
     assert shown["report"]
     assert "meshtune train" in shown["command"]
     assert board.get(f"/api/jobs/{job['id']}/metrics").json()["rows"]
     assert "trainable" in board.get(f"/api/jobs/{job['id']}/log").json()["text"]
-    assert "steps: 100000" in board.get(f"/api/jobs/{job['id']}/recipe").json()["recipe"]
+    assert "steps: 4" in board.get(f"/api/jobs/{job['id']}/recipe").json()["recipe"]
     assert board.get("/api/compare", params={"job": job["id"]}).json()["runs"][0]["figures"]["step"] >= 4
 
 
@@ -67,15 +80,17 @@ def test_a_run_is_removed_from_the_list_and_not_from_the_disk(board, root: pathl
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_as_one_of_the_board(board, root: pathlib.Path):
+def test_a_run_goes_on_as_one_of_the_board(stopped_root: pathlib.Path):
+    board = client(workspace_at(stopped_root, READABLE))
     job = attach_run(board)
-    step = json.loads((root / RUN / "run.json").read_text())["step"]
+    assert job["state"] == "stopped"
+    step = json.loads((stopped_root / RUN / "run.json").read_text())["step"]
     resumed = board.post(f"/api/jobs/{job['id']}/resume", json={}).json()
     assert (resumed["state"], resumed["attached"]) == ("running", False)
     wait(lambda: (board.get(f"/api/jobs/{job['id']}").json()["progress"].get("step") or 0) > step, 120)
     board.post(f"/api/jobs/{job['id']}/stop", json={})
     wait(lambda: board.get(f"/api/jobs/{job['id']}").json()["state"] == "stopped", 120)
-    assert json.loads((root / RUN / "run.json").read_text())["step"] > step
+    assert json.loads((stopped_root / RUN / "run.json").read_text())["step"] > step
 
 
 def test_what_is_no_run_is_refused(board, root: pathlib.Path):
@@ -97,5 +112,6 @@ def test_a_run_that_was_killed_is_lost(tmp_path: pathlib.Path):
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert is_claimed(output)
     assert board.get(f"/api/jobs/{job['id']}").json()["state"] == "running"
+    assert "end it where it was started" in board.post(f"/api/jobs/{job['id']}/stop", json={}).text
     os.close(descriptor)
     assert not is_claimed(output)

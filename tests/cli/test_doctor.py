@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+import command
 from meshtune.errors import UserError
 from meshtune.plan.compilers.find import install, requirements
 
 
 def doctor(*arguments: str, **variables: str):
-    env = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **variables}
-    command = [sys.executable, "-m", "meshtune", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    return command.run("doctor", *arguments, **variables)
 
 
 def test_every_compiler_that_is_missing_comes_with_the_way_to_get_it(tmp_path):

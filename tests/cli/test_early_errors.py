@@ -191,7 +191,9 @@ LONG = "x" * 300  # no file system has names of so many bytes
 LINKS = "links"  # a symbolic link that leads to itself
 
 
-@pytest.mark.parametrize("path", [LONG, LINKS], ids=["too long", "a link to itself"])
+@pytest.mark.parametrize(
+    "path", [LONG, pytest.param(LINKS, marks=pytest.mark.slow)], ids=["too long", "a link to itself"]
+)
 def test_a_path_that_the_system_refuses_is_no_defect(recipe, tmp_path, path):
     """In every place for a path: an error of the user, with the path and what to do."""
     (tmp_path / LINKS).symlink_to(LINKS)

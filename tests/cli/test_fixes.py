@@ -39,8 +39,13 @@ def text_of(node: ast.expr) -> str:
             return HOLE
 
 
-def fixes() -> Iterator[tuple[str, str]]:
+@functools.cache
+def fixes() -> tuple[tuple[str, str], ...]:
     """(place, text) of every literal `fix=` and `fix = ...`, and of constants that hold one."""
+    return tuple(iterate_fixes())
+
+
+def iterate_fixes() -> Iterator[tuple[str, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             texts: list[ast.expr] = []
@@ -52,9 +57,6 @@ def fixes() -> Iterator[tuple[str, str]]:
             for text in map(text_of, texts):
                 if text.strip(HOLE):
                     yield f"{path.relative_to(PACKAGE)}:{node.value.lineno}", text  # pyright: ignore[reportOptionalMemberAccess]
-
-
-FIXES = list(fixes())
 
 
 @functools.cache
@@ -80,13 +82,13 @@ def commands() -> dict[str, click.Command]:
 
 
 def test_fixes_are_found():
-    assert len(FIXES) > 400
+    assert len(fixes()) > 400
 
 
 def test_keys_that_fixes_name_are_keys():
     sections = "|".join(section_fields(Recipe))
     wrong = []
-    for place, text in FIXES:
+    for place, text in fixes():
         for name in re.findall(rf"(?<![\w./-])((?:{sections})(?:\.[a-z_]+)+)(?![\w.]*\()", text.replace(HOLE, " ")):
             if name.rpartition(".")[2] in ("json", "jsonl", "jinja", "yaml", "csv", "parquet"):
                 continue  # a file
@@ -99,7 +101,7 @@ def test_values_that_fixes_give_to_keys_are_values_of_them():
     sections = "|".join(section_fields(Recipe))
     changes = [
         (place, f"{key}={value.rstrip('.')}")
-        for place, text in FIXES
+        for place, text in fixes()
         for key, value in re.findall(rf"(?<![\w./-])((?:{sections})(?:\.[a-z_]+)+)(?:=|: )([\w.+-]+)(?!\0)", text)
     ]
     assert len(changes) > 30
@@ -122,13 +124,13 @@ def test_options_that_fixes_name_are_options_of_a_command():
     options = COMMON_OPTIONS | {
         name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
     }
-    named = [(place, name) for place, text in FIXES for name in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text)]
+    named = [(place, name) for place, text in fixes() for name in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text)]
     assert len(named) > 30
     assert [f"{place}: {name}" for place, name in named if name not in options] == []
 
 
 def test_commands_that_fixes_name_are_commands():
-    named = [(place, verb) for place, text in FIXES for verb in re.findall(r"(?<![\w./])meshtune ([a-z]+)", text)]
+    named = [(place, verb) for place, text in fixes() for verb in re.findall(r"(?<![\w./])meshtune ([a-z]+)", text)]
     assert len(named) > 10
     assert [f"{place}: meshtune {verb}" for place, verb in named if verb not in commands()] == []
 
@@ -136,5 +138,5 @@ def test_commands_that_fixes_name_are_commands():
 @pytest.mark.skipif(not (PACKAGE.parents[1] / "docs").is_dir(), reason="no docs beside an installed package")
 def test_pages_that_fixes_name_are_there():
     docs = PACKAGE.parents[1] / "docs"
-    pages = {(place, page) for place, text in FIXES for page in re.findall(r"docs/([\w-]+\.md)", text)}
+    pages = {(place, page) for place, text in fixes() for page in re.findall(r"docs/([\w-]+\.md)", text)}
     assert [place for place, page in pages if not (docs / page).is_file()] == []

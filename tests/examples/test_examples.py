@@ -23,8 +23,8 @@ from tiny_models import SMALL
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
-# Quantised LoRA, pairs, tools, and full tuning on text; every method, stage and optimizer has fast runs in tests/train.
-QUICK = ("plain-text-full", "qlora", "qwen3-tools", "smollm2-dpo")
+# Pairs and tools; every method, stage, format of weights and optimizer has fast runs in tests/train and tests/quantize.
+QUICK = ("qwen3-tools", "smollm2-dpo")
 ONLINE = sorted(path.stem for path in (ROOT / "examples/grpo").glob("*.yaml") if path.stem != "tool-sft")
 RECIPES = sorted((ROOT / "examples").rglob("*.yaml"))
 KINDS = {"llama3": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}

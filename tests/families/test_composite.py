@@ -159,6 +159,7 @@ def test_next_token_layers_pass_through(tmp_path: pathlib.Path):
     assert all(np.array_equal(written[name], array) for name, array in (tensors | extra).items())
 
 
+@pytest.mark.slow
 def test_the_tower_and_the_next_token_head_of_qwen3_5_pass_through(tmp_path: pathlib.Path):
     model = pathlib.Path(shutil.copytree(directory(BY_NAME["qwen3_5_vision"]), tmp_path / "model"))
     tensors = load_file(model / WEIGHTS) | {"mtp.layers.0.mlp.up_proj.weight": np.ones((3, 2), np.float16)}

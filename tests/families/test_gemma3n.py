@@ -99,6 +99,7 @@ def composite_of(text: pathlib.Path, model: pathlib.Path) -> pathlib.Path:
     return model
 
 
+@pytest.mark.slow
 def test_the_text_model_of_the_composite_is_read_and_all_else_passes_through(tmp_path: pathlib.Path):
     """As in published files, layers that share keys and values have tensors of their own, which nothing reads."""
     model = composite(tmp_path)

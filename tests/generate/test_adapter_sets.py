@@ -161,6 +161,7 @@ def test_samples_of_one_adapter_read_their_prompt_once(models, prompt, monkeypat
     assert len(counts) == 1  # both prompts in one program, the other rows from there
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_shared_too(stories260k, paths, prompt):
     config = QuantizeConfig("int8", modules={"down_proj": "none"})  # whose rows no block divides
     together = load_models(stories260k, paths, True, config)

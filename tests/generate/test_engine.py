@@ -63,6 +63,7 @@ def test_pieces_of_any_size_hold_the_same_tokens(stories, golden, steps):
     assert [token for piece in pieces for token in piece[0]] == golden[3:53]
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_changes_nothing(stories, golden, monkeypatch):
     monkeypatch.setattr("meshtune.generate.scheduler.ROOM", 4)
     monkeypatch.setattr("meshtune.model.model_cache.FEWEST_SLOTS", 32)

@@ -55,6 +55,7 @@ def plain(stories, golden) -> np.ndarray:
     return read(stories, golden, None)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_trained_model_are_nearly_as_likely(stories, golden, plain):
     """Of 199 tokens of this model, whose heads are 8 numbers wide, log-probabilities move by 0.015 in the mean and 0.15
     at most, and three times another token is the likeliest; the limits are twice that."""

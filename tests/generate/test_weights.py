@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compiling import FASTER
 from families.case import load_case
 from families.cases import BY_NAME
 from generate.replacement_cases import answers, scale_params
@@ -71,7 +72,10 @@ def prompt_tokens(monkeypatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v2", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v2", "qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2", "mamba2"))],
+)
 def test_logits_are_those_of_stacked_weights(name):
     """float32: sums of another order, so 2e-5 of the largest logit."""
     spec, params = load_case(BY_NAME[name])
@@ -287,7 +291,7 @@ def test_processes_that_share_a_model_replace_its_parameters_together(stories260
         probe.bind(("127.0.0.1", 0))
         address = f"localhost:{probe.getsockname()[1]}"
     script = Path(__file__).with_name("replacement_cases.py")
-    job = {"JAX_PLATFORMS": "cpu", "MESHTUNE_COORDINATOR": address, "MESHTUNE_PROCESSES": "2", "XLA_FLAGS": ""}
+    job = {"JAX_PLATFORMS": "cpu", "MESHTUNE_COORDINATOR": address, "MESHTUNE_PROCESSES": "2", "XLA_FLAGS": FASTER}
     processes = [
         subprocess.Popen(
             [sys.executable, script, stories260k, json.dumps(expected), tmp_path / "arrays.npz"],

@@ -91,6 +91,7 @@ def assert_halves_with_cp(bytes_by_cp):
     assert bytes_by_cp["8"] <= 0.25 * bytes_by_cp["1"]
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_device_halves_with_each_doubling_of_cp():
     """Temporary memory of the compiled forward and backward for 32k tokens."""
     assert_halves_with_cp(run(MEMORY.format(T=32 * 1024, parts=(1, 2, 4, 8))))

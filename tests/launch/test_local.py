@@ -91,8 +91,21 @@ def worker(launcher: subprocess.Popen[str], index: int) -> psutil.Process:
     return next(child for child in children if child.environ().get("MESHTUNE_PROCESS") == str(index))
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_worker_makes_the_launcher_exit_with_75(recipe: pathlib.Path, tmp_path: pathlib.Path, victim: int):
+def has_met(run: pathlib.Path) -> bool:
+    """Whether the two processes of a run see each other's devices."""
+    log = run / "logs/process-0.log"
+    return log.exists() and "2 processes" in log.read_text()
+
+
+def has_trained(run: pathlib.Path) -> bool:
+    return (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("victim", "is_ready"),
+    [(1, has_met), *(pytest.param(victim, has_trained, marks=pytest.mark.slow) for victim in (0, 1))],
+)
+def test_a_killed_worker_makes_the_launcher_exit_with_75(recipe, tmp_path, victim, is_ready):
     run = tmp_path / "run"
     command = [*COMMAND, "-n", "2", str(recipe), "mesh.dp=2", "train.steps=1000000"]
     with subprocess.Popen(
@@ -100,7 +113,7 @@ def test_a_killed_worker_makes_the_launcher_exit_with_75(recipe: pathlib.Path, t
     ) as launcher:
         try:
             deadline = time.monotonic() + 300
-            while not (run / "metrics.jsonl").exists():
+            while not is_ready(run):
                 assert launcher.poll() is None, launcher.communicate()
                 assert time.monotonic() < deadline
                 time.sleep(0.1)

@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any
 
+from compiling import FASTER
+
 JOB_PROCESS = pathlib.Path(__file__).with_name("job_process.py")
 
 
@@ -46,17 +48,17 @@ class Processes:
         self.folder = folder
         common = {
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": FASTER,
             "MESHTUNE_COORDINATOR": f"localhost:{free_port()}",
             "MESHTUNE_PROCESSES": str(count),
             "PYTHONPATH": str(pathlib.Path(__file__).parents[2] / "src"),
         }
-        inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environments = environments or [{"MESHTUNE_PROCESS": str(index)} for index in range(count)]
         self.running = []
         for index, environment in enumerate(environments):
             with (folder / f"{index}.out").open("wb") as out, (folder / f"{index}.err").open("wb") as err:
                 command = [sys.executable, str(JOB_PROCESS), *arguments]
-                env = inherited | common | environment
+                env = os.environ | common | environment
                 self.running.append(subprocess.Popen(command, env=env, stdout=out, stderr=err))
 
     def wait_for(self, key: str, timeout: float = 60) -> None:

@@ -15,7 +15,9 @@ from job import Processes
 LIMIT = 20  # seconds; 60 are documented, and less than one is usual
 
 
-@pytest.mark.parametrize(("victim", "activity"), [(0, "work"), (1, "work"), (1, "idle")])
+@pytest.mark.parametrize(
+    ("victim", "activity"), [(0, "work"), (1, "idle"), pytest.param(1, "work", marks=pytest.mark.slow)]
+)
 def test_a_killed_process_ends_the_others_with_a_message_that_names_it(
     tmp_path: pathlib.Path, victim: int, activity: str
 ):

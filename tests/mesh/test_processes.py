@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from job import Processes, free_port
 
+from compiling import FASTER
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import first_of_each_host, source_digest
 from meshtune.mesh.client import PROTOCOL_VERSION, Client, send
@@ -34,7 +35,7 @@ def connect(info: ProcessInfo, timeout: float = 5) -> Client:
 
 
 def test_two_processes_see_the_devices_of_both(tmp_path: pathlib.Path):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = {"XLA_FLAGS": f"{FASTER} --xla_force_host_platform_device_count=2"}
     environments = [{"MESHTUNE_PROCESS": str(index), **flags} for index in range(2)]
     for process in Processes(tmp_path, "short", environments=environments).exits():
         assert process.code == 0, process.errors

@@ -44,8 +44,13 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *((name, None) for name in BLOCKS),
+        *(pytest.param(name, 4, marks=() if name == "grouped" else pytest.mark.slow) for name in BLOCKS),
+    ],
+)
 def test_the_request_of_the_banner_is_the_one_that_runs(name, chunk, monkeypatch):
     """Whatever the block passes to the kernels, the banner and the self-check are told."""
     block, compute = BLOCKS[name], Compute(attention="direct", attention_chunk=chunk)

@@ -46,7 +46,15 @@ def test_a_window_keeps_a_windows_worth_and_other_layers_all():
 
 
 @pytest.mark.parametrize("spec", [SPEC, WINDOW], ids=["full", "window"])
-@pytest.mark.parametrize("cuts", [[20], [12, 20], [1, 2, 3, 20], [4, 11, 12, 13, 19, 20]], ids=str)
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [20],
+        [4, 11, 12, 13, 19, 20],
+        *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ([12, 20], [1, 2, 3, 20])),
+    ],
+    ids=str,
+)
 def test_rows_read_in_parts_are_the_rows_read_at_once(spec, cuts):
     """Whatever the parts, also several tokens at once over a window that they overflow."""
     params, compute, inputs = init_params(spec, jax.random.key(1)), Compute(), rows_of([20, 20], 20)

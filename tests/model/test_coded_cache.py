@@ -70,7 +70,9 @@ def test_what_is_not_finite_does_not_become_finite(wrong):
 
 
 @pytest.mark.parametrize("reach", [None, 5])
-@pytest.mark.parametrize("cuts", [[13], [1, 2, 3, 13], [4, 11, 12, 13]], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [[4, 11, 12, 13], *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ([13], [1, 2, 3, 13]))], ids=str
+)
 def test_tokens_are_recalled_as_their_codes_say_however_many_are_read_at_once(reach, cuts):
     """To the bit, in every slot, new tokens included; of a window the tokens that new ones see are all there."""
     values = {name: jax.random.normal(jax.random.key(n), (2, 13, 2, 8)) for n, name in enumerate("kv")}
@@ -101,7 +103,9 @@ def rows(lengths: list[int], width: int) -> Inputs:
     return Inputs(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(real, jnp.int32))
 
 
-@pytest.mark.parametrize("spec", [SPEC, WINDOW, SHARED], ids=["full", "window", "shared"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(SPEC, marks=pytest.mark.slow), WINDOW, SHARED], ids=["full", "window", "shared"]
+)
 def test_the_model_sees_nearly_what_it_sees_over_a_float_cache(spec):
     """Keys and values of the first layer, which are computed of the same numbers, are those of the float cache within
     half a scale. Logits of these random weights, of a standard deviation of 1.6, move by 0.015 in the mean and 0.23 at

@@ -15,7 +15,10 @@ from tiny_models import same_weights, torch_model
 ROWS = as_inputs([[row] for row in np.random.default_rng(0).integers(0, VOCAB, (2, 24))], 24)
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "qwen2_window", "qwen3_bias_window"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_bias_window", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama_bias", "qwen2_window"))],
+)
 def test_scanned_layers_equal_unrolled_ones(name):
     """The same operations in the same order: float32 rounding of differently fused code, 2e-5."""
     spec, params = same_weights(torch_model(name))

@@ -132,7 +132,7 @@ def test_the_load_balancing_loss_is_that_of_transformers():
 @pytest.mark.parametrize(
     "compute",
     [
-        Compute(remat="selective"),
+        pytest.param(Compute(remat="selective"), marks=pytest.mark.slow),
         pytest.param(Compute(mlp_chunk=6), marks=pytest.mark.slow),
         Compute(remat="full", attention_chunk=7, mlp_chunk=3),
     ],
@@ -140,9 +140,12 @@ def test_the_load_balancing_loss_is_that_of_transformers():
 )
 def test_chunks_and_rematerialisation_change_nothing(compute):
     """The loss of the layers included, which is not linear in the tokens."""
-    params = init_params(SPEC, jax.random.key(0))
-    expected, gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, Compute())
-    value, ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, compute)
+    params, loss_and_gradient = (
+        init_params(SPEC, jax.random.key(0)),
+        jax.jit(jax.value_and_grad(loss), static_argnums=1),
+    )
+    expected, gradient = loss_and_gradient(params, Compute())
+    value, ours = loss_and_gradient(params, compute)
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
     for path, leaf in flatten(gradient).items():  # float32, sums in another order
         np.testing.assert_allclose(flatten(ours)[path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)

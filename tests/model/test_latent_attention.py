@@ -96,7 +96,13 @@ def following(queries):
 
 
 @pytest.mark.parametrize(
-    ("form", "queries"), [("plain", 1), ("plain", 3), ("transposed", 1), ("transposed, lora", 3), ("nf4, dora", 1)]
+    ("form", "queries"),
+    [
+        ("plain", 1),
+        ("transposed, lora", 3),
+        ("nf4, dora", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 3), ("transposed", 1))),
+    ],
 )
 def test_absorbed_equals_expanded(form, queries, monkeypatch):
     """float32, sums over the same numbers in another order: 1e-5 of results of about one. A cache as long as rows are

@@ -19,6 +19,7 @@ from meshtune.model.spec import init_params
 from model_specs import llama_layer, llama_spec
 
 EMBED, NORM = 16, NormSpec(1e-5)
+PLACEMENTS = ("pre", "post", "both", "parallel", "parallel_shared")
 LLAMA = llama_layer(24, 4, 2, 4)
 INPUTS = Inputs(jnp.zeros((2, 7), jnp.int32), jnp.tile(jnp.arange(7), (2, 1)), jnp.ones((2, 7), jnp.int32))
 
@@ -61,8 +62,14 @@ def by_hand(x, node, kind: LayerSpec, context):
             return x + scale * mix(norm(x, "attn_norm")) + scale * feed(norm(x, "attn_norm"))
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "both", "parallel", "parallel_shared"])
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize(
+    ("placement", "chunk"),
+    [
+        *((placement, None) for placement in PLACEMENTS),
+        *((placement, 3) for placement in ("both", "parallel_shared")),
+        *(pytest.param(placement, 3, marks=pytest.mark.slow) for placement in ("pre", "post", "parallel")),
+    ],
+)
 def test_norms_stand_where_the_placement_says(placement, chunk):
     """Whole rows and chunks of three tokens, with their gradients."""
     kind = LayerSpec(LLAMA.mixer, LLAMA.ffn, NORM, placement, scale=0.7)

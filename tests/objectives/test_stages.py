@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -109,10 +110,11 @@ def test_disabled_adapters_equal_the_cached_reference(stage, tmp_path):
 def test_every_headline_metric_is_one_that_the_objective_reports(tmp_path):
     spec, trainable, frozen = adapted_model()
     documents = random_pairs(97, 2, longest=6, seed=5)
+    batch = {name: jnp.asarray(array[0]) for name, array in loader_of(documents, tmp_path).batch(0).arrays.items()}
     for name in ("dpo", "kto"):
-        arrays = loader_of(documents, tmp_path).batch(0).arrays
-        _, metrics = loss_and_gradient(name, {}, spec, trainable, frozen, arrays)[0]
-        assert {metric for metric, _ in STAGES[name].headline} <= set(metrics)
+        objective, params = STAGES[name].make(STAGES[name].config()), merge(trainable, frozen)
+        score = jax.eval_shape(functools.partial(objective, params, spec, Compute(loss_chunk=16), batch, None))
+        assert {metric for metric, _ in STAGES[name].headline} <= set(score.metrics)
         assert STAGES[name].unit in ("pair", "answer")
 
 

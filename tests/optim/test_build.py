@@ -192,7 +192,13 @@ def test_a_new_optimizer_is_one_entry(monkeypatch):
     assert float(updates["w"][0, 0]) == -0.5
 
 
-@pytest.mark.parametrize("name", ALL_AT_ONCE)
+# In the fast tier those whose state is more than moments of every parameter.
+MORE_STATE = ("adamw8bit", "galore", "schedule_free", "prodigy", "sophia")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in MORE_STATE else pytest.mark.slow) for name in ALL_AT_ONCE]
+)
 def test_going_on_from_a_state_is_bit_exact_and_the_state_is_as_its_specs_say(name):
     shapes = SHAPES | {"layers/0.0/mlp/gate/weight": (2, 64, 64)}
     params, noise = problem(shapes, steps=6)

@@ -159,7 +159,7 @@ def test_every_expert_is_updated_as_a_matrix_of_its_own(name, mixture, monkeypat
 @pytest.mark.parametrize(
     ("mixture", "name", "offload"),
     [
-        ("qwen3_moe", "adamw", ("weights", "optimizer", "residual")),
+        pytest.param("qwen3_moe", "adamw", ("weights", "optimizer", "residual"), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "muon", (), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "galore", ("weights",), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "adamw8bit", ("weights", "optimizer"), marks=pytest.mark.slow),

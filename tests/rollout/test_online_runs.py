@@ -188,16 +188,17 @@ def test_a_run_with_an_environment_that_is_killed_ends_with_the_same_files(live,
 
 def test_what_a_reward_drew_is_read_back(live, tmp_path):
     """The reward is of the process: only the file can give a resumed run the same numbers."""
-    reward = [f"{tmp_path}/reward.py:noise"]
-    assert live("noisy", "step:6", rewards=reward) == KILLED
+    options = {"rewards": [f"{tmp_path}/reward.py:noise"], "train": {"steps": 7}}
+    assert live("noisy", "step:6", **options) == KILLED
     before = decode_rollout(read_rollout(tmp_path / "noisy/rollouts", 1))
     rows = read_rollouts(tmp_path / "noisy")
-    assert live("noisy", "never", rewards=reward) == 0
+    assert live("noisy", "never", **options) == 0
     assert read_rollouts(tmp_path / "noisy")[: len(rows)] == rows
     for row, values in zip(rows[6:12], before.rewards, strict=True):
         assert list(row["rewards"].values()) == values.tolist()
 
 
+@pytest.mark.slow
 def test_equal_rewards_change_no_weight(live, tmp_path, stories260k):
     """Seven times 0.1 has another mean than 0.1 in floats, and Adam makes an update of any rounding."""
     (tmp_path / "equal.py").write_text("def tenth(completions, **columns):\n    return [0.1] * len(completions)\n")

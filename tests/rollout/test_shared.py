@@ -76,9 +76,9 @@ def scores_and_gradients(params, spec, compute, batch):
 FAST = [
     ("llama3", {"attention": "direct"}),
     ("gemma2", {"attention": "blockwise"}),
-    ("gpt_oss", {"attention": "blockwise"}),
 ]
 SLOW = [
+    ("gpt_oss", {"attention": "blockwise"}),
     ("llama3", {"attention": "blockwise", "attention_chunk": 16, "mlp_chunk": 16}),
     ("llama_bias", {"attention": "blockwise"}),
     ("gemma2", {"attention": "direct"}),

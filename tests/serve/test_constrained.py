@@ -52,7 +52,7 @@ def schema(form: object, name: str = "dog") -> dict:
     return {"type": "json_schema", "json_schema": {"name": name, "schema": form, "strict": True}}
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.slow), 1.5])
 def test_an_answer_follows_its_schema(client, temperature):
     answer = client.chat.completions.create(
         model="stories", messages=ASK, response_format=schema(DOG), temperature=temperature, n=3, max_tokens=350, seed=5

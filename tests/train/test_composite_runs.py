@@ -104,6 +104,7 @@ def test_an_adapter_of_the_text_model_is_one_of_the_whole(gemma3: pathlib.Path, 
         np.testing.assert_allclose(our_logits(gemma3.parent / "run"), theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_full_tuning_writes_the_whole_again(gemma3: pathlib.Path):
     result, _ = run(gemma3, method={"kind": "full"})
     same_towers(gemma3, pathlib.Path(result.path))

@@ -43,9 +43,6 @@ def test_lora_and_a_projector_learn_and_open_in_peft(seeing, tmp_path):
     meshtune.train(seeing | {"output": str(whole)})
     values = losses(whole)
     assert values[-1] < 0.95 * values[0]
-    parts = tmp_path / "parts"
-    meshtune.train(seeing | {"output": str(parts), "train": {"steps": 6, "batch_size": 4, "micro_batch": 2}})
-    np.testing.assert_allclose(losses(parts), values, rtol=1e-4)
     written = load_file(whole / "adapter" / "adapter_model.safetensors")
     assert any("multi_modal_projector" in name for name in written)
     assert not any("vision_tower" in name for name in written)
@@ -61,6 +58,13 @@ def test_lora_and_a_projector_learn_and_open_in_peft(seeing, tmp_path):
                 and other.replace(".modules_to_save.default", "").endswith(name.removeprefix("base_model.model."))
             ]
             np.testing.assert_array_equal(theirs.detach().numpy(), array)
+
+
+@pytest.mark.slow
+def test_micro_batches_of_pictures_change_nothing(seeing, tmp_path):
+    meshtune.train(seeing | {"output": str(tmp_path / "whole")})
+    meshtune.train(seeing | {"output": str(tmp_path / "parts"), "train": seeing["train"] | {"micro_batch": 2}})
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-4)
 
 
 def test_full_tuning_of_everything_exports_a_model_that_transformers_opens(seeing, tmp_path):

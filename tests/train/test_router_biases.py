@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from test_resume import KILLED, compilation_cache, live, stories, what_was_learned  # noqa: F401
+from test_resume import KILLED, live, stories, what_was_learned  # noqa: F401
 
 from families import case, mesh_updates
 from families.cases import BY_NAME

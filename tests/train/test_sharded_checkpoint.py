@@ -32,6 +32,7 @@ def test_a_state_moves_between_numbers_of_processes_bit_for_bit(tmp_path, places
         assert {line["latest"] for lines in results for line in lines} == {1}
 
 
+@pytest.mark.slow
 def test_what_several_devices_hold_is_written_once(tmp_path):
     """With dp=2 each process holds the whole state, and each writes half of it: random numbers do not compress."""
     run_well(PROGRAM, str(tmp_path), "save", "dp=2", "full", "1", processes=2)
@@ -56,6 +57,7 @@ def test_a_process_killed_in_the_middle_of_a_save_leaves_the_last_good_one(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"1"}
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_process_is_an_error_on_all(tmp_path):
     """First before anything is written, then in the middle of it: a limit on process 1's files replaces the full
     disk."""

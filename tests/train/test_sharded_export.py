@@ -95,6 +95,7 @@ def test_transformers_and_peft_compute_what_was_trained(exported_run, base):
     assert np.abs(before - expected).max() > 0.1
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_files_and_an_error_and_export_the_same_bytes(exported_run, base, tmp_path):
     path, several = exported_run
     outputs = run_well(PROGRAM, str(base), str(tmp_path), "fsdp=2,tp=2", processes=2, devices=2)

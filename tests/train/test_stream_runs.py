@@ -91,6 +91,7 @@ def test_a_streamed_run_that_was_stopped_has_learned_the_same(stories260k, chats
     assert len(losses[0]) == STEPS
 
 
+@pytest.mark.slow
 def test_a_streamed_run_compares_answers_with_its_base(stories260k, chats, tmp_path):
     run("dpo", stories260k, chats, tmp_path / "dpo", "train.steps=2")
     first = next(row["loss"] for row in rows(tmp_path / "dpo") if row.get("step") == 1)

@@ -153,9 +153,10 @@ def follow(model, method, vocab, longest, rate, tmp_path):
     ("family", "method"),
     [
         ("qwen3", "lora"),
-        ("llama_tied", "full"),
-        pytest.param("qwen3", "full", marks=pytest.mark.slow),
-        pytest.param("llama_tied", "lora", marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("llama_tied", "full"), ("qwen3", "full"), ("llama_tied", "lora"))
+        ),
     ],
 )
 def test_thirty_steps_follow_the_trainer(family, method, tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from compiling import FASTER
 from meshtune.families import model_spec
 from meshtune.families import tensors as table_of
 
@@ -28,11 +29,10 @@ def job(model: pathlib.Path, processes: int, mesh: dict[str, int], timeout: floa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     order_text = json.dumps({"model": str(model), "mesh": mesh, "processes": processes, "port": port, **order})
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     running = [
         subprocess.Popen(
             [*SHELL, sys.executable, str(MEMBER), order_text, str(number)],
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": FASTER},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

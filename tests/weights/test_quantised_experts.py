@@ -13,7 +13,8 @@ from families.case import directory
 from families.cases import CASES
 
 
-@pytest.mark.parametrize("name", ["granitemoe", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granitemoe", "qwen3_moe"])
 def test_bits_are_those_of_the_whole_weight_on_one_device_and_on_meshes(name: str):
     case = next(case for case in CASES if case.name == name)
     program = [

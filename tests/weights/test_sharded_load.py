@@ -136,7 +136,7 @@ def test_a_process_reads_what_its_devices_hold_and_no_more(small, alone, process
 
 @pytest.mark.parametrize(
     ("processes", "group", "readers"),
-    [(2, None, {0}), (4, 2, {0, 2}), pytest.param(4, None, {0}, marks=pytest.mark.slow)],
+    [(2, None, {0}), *(pytest.param(4, *group, marks=pytest.mark.slow) for group in ((2, {0, 2}), (None, {0})))],
 )
 def test_with_broadcast_one_process_of_a_group_reads(small, alone, processes, group, readers):
     members = job(small[0], processes, {"fsdp": 4}, devices=4 // processes, digests=True, broadcast=True, group=group)

@@ -211,14 +211,15 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     return every, total / weight
 
 
-def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Document]) -> Tree:
-    """Of the mean loss, through the files that transformers writes of them; what has none is zero."""
+def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Document]) -> tuple[float, Tree]:
+    """The mean loss and its gradients, through the files that transformers writes of them; what has none is zero."""
     model = torch_model(case.case)
-    torch_run(model, documents)[1].backward()
+    loss = torch_run(model, documents)[1]
+    loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    return load_params(write_model(model), spec)
+    return float(loss.detach()), load_params(write_model(model), spec)
 
 
 def words(count: int, seed: int, most: int = 90) -> list[int]:

@@ -21,7 +21,8 @@ from meshtune.weights.packed import model_tensors
 from meshtune.weights.tensor_reader import TensorReader
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
-CODES = ["awq", "nf4_double", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq_8bit", "eight_bit"))]
+SLOW = ("nf4_double", "gptq_8bit", "eight_bit")
+CODES = ["awq", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 CASE = Case("packed_updates", "llama", SIZES)
 
 

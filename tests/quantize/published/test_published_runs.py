@@ -32,7 +32,7 @@ LLAMA = Case("llama_fp8", "llama", EVEN)
 DEEPSEEK = BY_NAME["deepseek_v3"].changed(
     hidden_size=64, vocab_size=520, v_head_dim=16, moe_intermediate_size=32, intermediate_size=64
 )
-# fp8 in the slow tier: in the fast one test_published_updates.py has it.
+# In the fast tier, products with codes of fp8 and their gradients are in test_product_with_codes.py.
 MXFP4_FIRST = pytest.mark.parametrize(
     "model", ["mxfp4", pytest.param("fp8", marks=pytest.mark.slow)], indirect=True, scope="module"
 )
@@ -133,6 +133,7 @@ def test_merged_in_the_format_of_the_base_keeps_what_was_not_adapted(run, model,
     np.testing.assert_allclose(theirs(tmp_path / "merged"), ours, atol=1e-4 * np.abs(ours).max())
 
 
+@pytest.mark.slow
 def test_experts_with_adapters_are_quantised_again(tmp_path):
     model = rewritten(directory(OSS), tmp_path / "model", *mxfp4())
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -64,6 +64,7 @@ def as_wide(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_updates_over_codes_are_those_over_the_numbers(checkpoint: tuple[Path, str], tmp_path: Path):
     path, targets = checkpoint
     over_codes = mesh_updates.trajectory(path, targets, None)
