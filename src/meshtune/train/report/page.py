@@ -171,6 +171,8 @@ METRIC_NAMES = {
     "log_odds": "Log-odds of chosen answers",
     "nll": "Cross-entropy of chosen answers",
     "kl": "KL from the reference",
+    "objective/kl": "KL from the reference, a completion",
+    "kl_coef": "Weight of the KL divergence",
     "aux_loss": "Loss of the router",
     "reward": "Reward",
     "reward_std": "Spread of rewards within a prompt",
