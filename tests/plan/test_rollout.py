@@ -341,10 +341,13 @@ f = jax.jit(lambda *arguments: programs.decode(*arguments, **static), donate_arg
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("name", "target", "rows"), [("8b-grpo-qlora", "RTX4090", 32), ("8b-grpo-lora", "H100", 64)])
-def test_a_decode_step_over_the_training_weights_takes_what_the_plan_says(name, target, rows):
-    """As the accelerator's own compiler makes it. The plan counts copies of a layer's cache, which the kernel for
-    stacked caches does without: a mesh and caches in 8 bits have them, and caches that grow take more."""
+@pytest.mark.parametrize(
+    ("name", "target", "rows", "compiled"), [("8b-grpo-qlora", "RTX4090", 32, 376), ("8b-grpo-lora", "H100", 64, 379)]
+)
+def test_a_decode_step_over_the_training_weights_takes_what_the_plan_says(name, target, rows, compiled):
+    """As the accelerator's own compiler makes it, in MiB. The plan counts four copies of a layer's largest cache array,
+    of which the kernel for stacked caches needs about one: a mesh and caches in 8 bits have them, and caches that grow
+    take more."""
     path, machine = HEADLINE / f"{name}.yaml", find_target(target, env={})
     changes = ["mesh.dp=1", "train.micro_batch=1", "compute.remat=full", f"rollout.rows={rows}"]
     predicted = predict(load_recipe(str(path), changes), machine)
@@ -353,5 +356,6 @@ def test_a_decode_step_over_the_training_weights_takes_what_the_plan_says(name, 
     facts = compiled_for(target, DECODE, recipe=str(path), changes=changes, rows=rows, slots=cost.slots)
     weights = cost.resident - candidate.local_bytes("optimizer")
     assert facts["argument_bytes"] == pytest.approx(weights + cost.caches, rel=1e-4)
+    assert facts["temp_bytes"] == pytest.approx(compiled << 20, rel=0.1)
     step = decode_bytes(candidate.workload.spec, candidate.layout, rows, cost.slots, "bfloat16")
-    assert 0.3 * step < facts["temp_bytes"] < cost.temporaries
+    assert facts["temp_bytes"] < step < cost.temporaries
