@@ -17,6 +17,12 @@ FSDP, TP = "mesh.fsdp=8", "mesh.tp=8"
 FULL, SELECTIVE, NONE = (f"compute.remat={name}" for name in ("full", "selective", "none"))
 LONG, SHORT, MLP_CHUNK = "data.max_length=4096", "data.max_length=64", "compute.mlp_chunk=4096"
 CHUNKED_AND_OFFLOADED = ["compute.mlp_chunk=2048", "compute.attention_chunk=2048", "compute.offload=[residual]"]
+PPO = [
+    "stage=ppo",
+    "rollout={prompts: 4, samples: 1, max_tokens: 256}",
+    "rewards=[{kind: equals}]",
+    "train.batch_size=4",
+]
 # (model, target, overrides), which vary model size, method, format, mesh, rows, rematerialisation, offload, platform.
 MATRIX = [
     ("8B", "H100", [LONG, "train.batch_size=1", "mesh.fsdp=1", SELECTIVE]),
@@ -44,6 +50,8 @@ MATRIX = [
     ("70B", "2x8xA100-80", ["method=full", "data.max_length=2048", "train.batch_size=16", "mesh.fsdp=16", FULL]),
     ("70B", "8xH100", [LONG, FSDP, SELECTIVE]),
     ("70B", "4xH200", [LONG, "train.batch_size=4", "mesh.fsdp=4", FULL, "quantize=nf4"]),
+    ("1B", "H100", [*PPO, "data.max_length=2048", "mesh.fsdp=1", FULL]),
+    ("1B", "H100", [*PPO, "data.max_length=2048", "mesh.fsdp=1", NONE]),
     ("405B", "8xMI300X", [LONG, FSDP, FULL]),
     ("405B", "8xMI300X", [SHORT, "train.batch_size=16", TP, FULL]),
     ("405B", "8xMI300X", [SHORT, "train.batch_size=16", TP, SELECTIVE]),

@@ -25,7 +25,8 @@ from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
 from meshtune.model.gather import layout_for
 from meshtune.model.spec import abstract_params, init_params
-from meshtune.objectives.answers import metric_means
+from meshtune.objectives.answers import CRITIC, metric_means
+from meshtune.objectives.critic import abstract_critic, start_critic
 from meshtune.objectives.stages import STAGES
 
 MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 2, "cp": 2})
@@ -52,6 +53,7 @@ def case(stage: str, options: dict) -> list[dict]:
             "old": np.log(rng.uniform(0.005, 0.02, trained.shape)),
             "policy_weights": rng.integers(0, 2, trained.shape),
         }
+        values |= {name: rng.normal(size=trained.shape) for name in ("returns", "values_old")}
         values["entropy_weights"] = arrays["weights"]
         tokens = {name: np.where(trained, array, 0).astype(np.float32) for name, array in values.items()}
         arrays = {name: arrays[name] for name in TOKEN_ARRAYS} | tokens | {"units": arrays["units"].repeat(2, axis=1)}
@@ -65,6 +67,10 @@ def case(stage: str, options: dict) -> list[dict]:
     results = []
     for axes in (None, *MESHES):
         prepared = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))
+        arrays_ = abstract(LoraConfig(rank=4), spec)
+        if STAGES[stage].has_critic:
+            arrays_ = abstract_critic(arrays_, "float32")
+            prepared = start_critic(prepared, arrays_.trainable[CRITIC], None)
         leaves, tree = jax.tree.flatten(prepared.trainable)
         moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
         trainable, frozen = jax.tree.unflatten(tree, moved), prepared.frozen
@@ -74,7 +80,6 @@ def case(stage: str, options: dict) -> list[dict]:
             layout = layout_for(
                 make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())]), prepared.spec
             )[0]
-            arrays_ = abstract(LoraConfig(rank=4), spec)
             trainable = jax.device_put(trainable, shardings(arrays_.trainable, layout))
             frozen = jax.device_put(frozen, shardings(arrays_.frozen, layout))
             taught = jax.device_put(taught, shardings({"teacher": abstract_params(teacher)}, layout)) if taught else {}

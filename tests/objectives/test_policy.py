@@ -267,6 +267,7 @@ def check_against_trl(options, rollout, monkeypatch, factors=None, truncated=Non
         for name in set(metrics) & set(expected_metrics):
             assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-6), name
         assert "entropy" in metrics
+        assert ("vespo/phi_seq_mean" in metrics) == (config.loss == "vespo")
         assert ("kl" in metrics) == (config.beta != 0)
 
 

@@ -28,7 +28,7 @@ from meshtune.objectives.answers import CRITIC, metric_means, without_adapters, 
 from meshtune.objectives.config import PpoConfig
 from meshtune.objectives.critic import abstract_critic, critic_values, start_critic
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.advantages import rollout_tokens
+from meshtune.rollout.advantages import next_kl_coef, rollout_tokens, start_kl_coef, with_kl_coef
 from meshtune.rollout.batch import completion_rows, online_arrays
 from meshtune.rollout.generate import Completion
 from tiny_models import same_weights, torch_model
@@ -42,7 +42,7 @@ SPLITS = np.cumsum(LENGTHS)[:-1]
 
 def recipe_of(rollout=None, **options):
     fields: dict[str, object] = {"model": "m", "data": {"train": "d.jsonl", "max_length": 16}, "output": "o"}
-    fields |= {"stage": {"kind": "ppo", **options}, "rewards": [{"kind": "length", "target": 4}]}
+    fields |= {"stage": {"kind": "ppo"} | options, "rewards": [{"kind": "length", "target": 4}]}
     rollout = {"prompts": 3, "samples": 2, "max_tokens": 8, "iterations": 2, "temperature": 0.7} | (rollout or {})
     return load_recipe(fields | {"rollout": rollout})
 
@@ -110,6 +110,47 @@ def test_advantages_and_returns_equal_trls(options, lengths):
     np.testing.assert_allclose(made.tokens["advantages"], advantages[mask], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(made.tokens["returns"], returns[mask], rtol=1e-5, atol=1e-6)
     assert np.unique(made.tokens["weights"]) == pytest.approx(6 / lengths.sum())
+
+
+class AdaptiveKLController:
+    """Of trl 0.11's trainer/utils.py, which cites section 2.2 of https://arxiv.org/abs/1909.08593."""
+
+    def __init__(self, init_kl_coef, target, horizon):
+        self.value, self.target, self.horizon = init_kl_coef, target, horizon
+
+    def update(self, current, n_steps):
+        proportional_error = np.clip(current / self.target - 1, -0.2, 0.2)
+        mult = 1 + proportional_error * n_steps / self.horizon
+        self.value *= mult
+
+
+@pytest.mark.parametrize("kl_mean", ["tokens", "completions"])
+@pytest.mark.parametrize(("kind", "coef"), [("ppo", "kl_coef"), ("rloo", "beta")])
+def test_the_weight_of_the_divergence_is_steered_as_trls_controller_does(kind, coef, kl_mean):
+    """Over rollouts whose divergence is far below, near and far above the target, and once negative."""
+    target, horizon = {"tokens": (0.2, 20), "completions": (0.9, 50)}[kl_mean]
+    stage = {"kind": kind, coef: 0.3, "kl_target": target, "kl_horizon": horizon, "kl_mean": kl_mean}
+    recipe = recipe_of(**stage)
+    value, theirs = start_kl_coef(recipe.stage), AdaptiveKLController(0.3, target, horizon)
+    mask, errors = pad([np.ones(n) for n in LENGTHS]), []
+    for size in (0.01, 1.0, -0.5, 0.19, 0.22, 3.0):
+        computed = values_of()
+        computed["reference_tokens"] = [old - size - 0.01 * np.sin(old) for old in computed["old"]]
+        made = rollout_tokens(with_kl_coef(recipe, value), drawn(), REWARDS, np.ones(1), np.arange(6) // 2, computed)
+        fixed = rollout_tokens(
+            recipe_of(kind=kind, **{coef: value}), drawn(), REWARDS, np.ones(1), np.arange(6) // 2, computed
+        )
+        np.testing.assert_array_equal(made.tokens["advantages"], fixed.tokens["advantages"])
+        kls = pad(computed["old"]) - pad(computed["reference_tokens"])
+        mean_kl = (kls * mask).sum(dim=-1).mean() if kl_mean == "completions" else masked_mean(kls, mask)
+        assert made.metrics["objective/kl"] == pytest.approx((kls * mask).sum(dim=-1).mean().item(), rel=1e-12)
+        errors.append(mean_kl.item() / target - 1)
+        theirs.update(mean_kl.item(), len(LENGTHS))
+        value = next_kl_coef(recipe.stage, value, made.metrics, len(LENGTHS))
+        assert value == pytest.approx(theirs.value, rel=1e-12)
+    assert min(errors) < -0.2
+    assert max(errors) > 0.2
+    assert any(0.01 < abs(error) < 0.2 for error in errors)
 
 
 def test_a_completion_without_a_reward_takes_no_part():
@@ -257,6 +298,20 @@ def test_a_critic_is_the_model_with_its_own_trained_part(method, models):
     expected = np.asarray(hidden, np.float64)[0] @ np.asarray(moved["score"]["weight"], np.float64)[0]
     assert np.abs(expected).max() > 0.05
     np.testing.assert_allclose(computed[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_target_without_effect_is_refused():
+    for options, problem in [
+        ({"kl_coef": 0, "kl_target": 0.1}, "kl_coef 0 stays 0"),
+        ({"kl_horizon": 64}, "no meaning without kl_target"),
+        ({"kl_mean": "completions"}, "no meaning without kl_target"),
+        ({"kl_target": 0.1, "kl_horizon": 1.2}, "too short for rollouts of 6 completions"),
+        ({"kind": "rloo", "beta": 0, "kl_target": 0.1}, "beta 0 stays 0"),
+        ({"kind": "grpo", "kl_target": 0.1}, "does not belong to stage grpo"),
+    ]:
+        with pytest.raises(UserError, match=problem):
+            recipe_of(**options)
+    assert recipe_of(kl_target=0.1, kl_horizon=1.3).stage.kl_horizon == 1.3
 
 
 def test_recipes_of_ppo():

@@ -19,6 +19,7 @@ STAGES = {
     "rm": {"centre": 0.1},
     "distill": {"loss": "jsd", "beta": 0.3},
     "distill from a server": {"loss": "jsd", "beta": 0.3, "served": True},
+    "ppo": {},
     "grpo": {"loss": "grpo", "ratio": "sequence", "beta": 0.1, "entropy_coef": 0.3},
 }
 

@@ -16,7 +16,8 @@ from real_runs import launch, train
 from meshtune.runs.rollouts import read_rollouts
 from meshtune.train.report.metrics_log import TIMINGS, parse_line
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+PATIENT = {"timeout": 1500}  # seconds of a run: simulated devices share few cores
 PROMPTS = ["Once upon a time", "One day, a dog", "Lily and Tom", "The big tree", "A girl", "Tom had a red"]
 # One file for all processes: each call adds a line, so a second process that scores shows.
 REWARD = """
@@ -31,6 +32,10 @@ STAGES = {
     "grpo": ({"kind": "grpo", "beta": 0.05}, {"prompts": 4, "samples": 4, "updates": 2, "iterations": 2}),
     "rloo": ({"kind": "rloo"}, {"prompts": 2, "samples": 4}),
     "online_dpo": ({"kind": "online_dpo"}, {"prompts": 4, "samples": 2}),
+    "ppo": (
+        {"kind": "ppo", "kl_target": 1e-3, "kl_horizon": 32, "vf_coef": 1.0},
+        {"prompts": 4, "samples": 4, "iterations": 2},
+    ),
 }
 
 
@@ -76,9 +81,9 @@ def compare(output: pathlib.Path, expected: pathlib.Path) -> None:
 
 def test_two_processes_make_the_rollouts_of_one_and_score_them_once(recipe, tmp_path):
     path = recipe("grpo")
-    train(path)
+    train(path, **PATIENT)
     calls = (tmp_path / "calls").read_text()
-    launch(path, 2, 1, "mesh.fsdp=2", f"output={tmp_path / 'two'}")
+    launch(path, 2, 1, "mesh.fsdp=2", f"output={tmp_path / 'two'}", **PATIENT)
     assert (tmp_path / "calls").read_text() == calls * 2
     compare(tmp_path / "two", tmp_path / "one")
 
@@ -86,6 +91,43 @@ def test_two_processes_make_the_rollouts_of_one_and_score_them_once(recipe, tmp_
 @pytest.mark.parametrize("stage", ["rloo", "online_dpo"])
 def test_a_mesh_of_four_devices_makes_the_rollouts_of_one(recipe, tmp_path, stage):
     path = recipe(stage)
-    train(path)
-    train(path, "mesh.fsdp=2", "mesh.tp=2", f"output={tmp_path / 'four'}", devices=4)
+    train(path, **PATIENT)
+    train(path, "mesh.fsdp=2", "mesh.tp=2", f"output={tmp_path / 'four'}", devices=4, **PATIENT)
     compare(tmp_path / "four", tmp_path / "one")
+
+
+MESHES = [{"dp": 2, "fsdp": 4}, {"fsdp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory, stories260k):
+    """A run of stage rm, which prefers the longer of two stories."""
+    folder = tmp_path_factory.mktemp("reward")
+    pairs = [{"prompt": text, "chosen": " went home. The end.", "rejected": " sat."} for text in PROMPTS]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    fields = {"model": str(stories260k), "data": {"train": str(folder / "pairs.jsonl"), "max_length": 48}}
+    fields |= {"stage": "rm", "method": {"kind": "lora", "rank": 4}, "output": str(folder / "rm")}
+    fields |= {"optimizer": {"learning_rate": 0.01, "warmup_steps": 0}, "train": {"epochs": 3, "batch_size": 3}}
+    (folder / "recipe.yaml").write_text(json.dumps(fields))
+    train(folder / "recipe.yaml", **PATIENT)
+    return folder / "rm"
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ppo_with_a_reward_model_on_eight_devices_is_that_of_one(recipe, tmp_path, reward_model, mesh):
+    """With its critic, and the weight of a divergence that is steered by it."""
+    path = recipe("ppo")
+    fields = json.loads(path.read_text()) | {"rewards": [{"model": str(reward_model)}]}
+    path.write_text(json.dumps(fields))
+    train(path, **PATIENT)
+    train(
+        path,
+        *(f"mesh.{axis}={size}" for axis, size in mesh.items()),
+        f"output={tmp_path / 'eight'}",
+        devices=8,
+        **PATIENT,
+    )
+    compare(tmp_path / "eight", tmp_path / "one")
+    rows = [row for row in map(parse_line, (tmp_path / "one/metrics.jsonl").read_bytes().splitlines(True)) if row]
+    assert len({row["kl_coef"] for row in rows}) == 3
+    assert len({row["loss/value_avg"] for row in rows}) == len(rows)

@@ -115,15 +115,28 @@ def test_a_run_killed_anywhere_ends_with_the_same_files(live, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_ppo_continues_with_its_critic(live, tmp_path):
-    options = {"stage": {"kind": "ppo"}, "train": {"steps": 7}}
+def test_a_killed_run_of_ppo_continues_with_its_critic_and_the_weight_of_its_divergence(live, tmp_path):
+    """Also where the rollout before is gone, and where one is on disk that no checkpoint knows."""
+    stage = {"kind": "ppo", "kl_target": 1e-3, "kl_horizon": 20}
+    rollout = {"prompts": 2, "samples": 3, "max_tokens": 12, "iterations": 3}
+    options = {"stage": stage, "rollout": rollout, "train": {"steps": 11}}
     assert live("whole", "never", **options) == 0
     assert live("killed", "step:5", **options) == KILLED
+    assert live("killed", "generate:2", **options) == KILLED
+    (tmp_path / "killed/rollouts/00000001.npz").unlink()
+    assert live("killed", "rollout:2", **options) == KILLED
+    assert live("killed", "step:10", **options) == KILLED
     assert live("killed", "never", **options) == 0
     expected = learned(tmp_path / "whole")
     assert learned(tmp_path / "killed") == expected
     assert any(row["loss/value_avg"] > 0 for row in expected["metrics"])
     assert b"critic" not in expected["adapter"]
+    coef, errors = 0.05, []
+    for row in expected["metrics"][::3]:
+        assert row["kl_coef"] == coef
+        errors.append(min(max(row["kl"] / 1e-3 - 1, -0.2), 0.2))
+        coef *= 1 + errors[-1] * 6 / 20
+    assert set(errors) == {-0.2, 0.2}, "the first rollout is of the reference"
 
 
 ENVIRONMENT = '''

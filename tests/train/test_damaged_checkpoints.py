@@ -78,7 +78,7 @@ def test_a_checkpoint_cut_in_half_says_how_much_is_missing(directory):
 
 
 def test_undamaged_checkpoints_resume_without_a_note(directory):
-    assert resume(directory) == Resumed(2, None, 0, [])
+    assert resume(directory) == Resumed(2, None, 0, None, [])
 
 
 def test_where_no_checkpoint_is_whole_the_error_names_them_all(directory):

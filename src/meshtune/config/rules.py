@@ -262,6 +262,13 @@ def _check_online(recipe: Recipe) -> None:
             "stage ppo trains a second model, the critic, in the same backward pass, and optimizer.in_backward and "
             "badam go through the layers of one: use another optimizer without in_backward"
         )
+    count = rollout.prompts * rollout.samples
+    count, horizon = rollout.prompts * rollout.samples, getattr(recipe.stage, "kl_horizon", 0.0)
+    if getattr(recipe.stage, "kl_target", None) is not None and horizon <= 0.2 * count:
+        raise ValueError(
+            f"stage.kl_horizon {horizon:g} is too short for rollouts of {count} completions: the weight of the KL "
+            f"divergence could fall to 0 after one. Give more than a fifth of them, such as {count}"
+        )
     if rollout.samples < 2 and stage != "ppo":
         raise ValueError(f"rollout.samples: stage {stage} compares the completions of a prompt: give 2 or more")
     _check_rollout(recipe, rollout)

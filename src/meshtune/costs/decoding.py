@@ -15,6 +15,7 @@ from meshtune.mesh.layout import SHARDS, Layout
 from meshtune.model.compute import CacheName
 from meshtune.model.model_cache import READ_ROWS, ROOM, cache_specs, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import CRITIC
 from meshtune.objectives.config import TEACHER
 
 # Of a layer's largest cache array at once, decoded to its dtype: as XLA makes a step for GPUs that the kernel
@@ -217,9 +218,16 @@ def _converts(candidate: Candidate) -> bool:
 
 
 def _stored_bytes(candidate: Candidate, role: str) -> float:
-    """Bytes on one device of the layers' weights of a role, without a teacher's, which generates nothing."""
-    arrays = (a for a in candidate.workload.persistent if a.role == role and a.is_stacked)
-    return sum(array.local_bytes(candidate.layout) for array in arrays if not array.path.startswith(f"{TEACHER}/"))
+    """Bytes on one device of the layers' weights of a role."""
+    return sum(array.local_bytes(candidate.layout) for array in _generating(candidate, role))
+
+
+def _generating(candidate: Candidate, role: str) -> Iterator[PersistentArray]:
+    """The layers' arrays of a role, of the model that generates."""
+    others = (f"{TEACHER}/", f"{CRITIC}/")
+    return (
+        a for a in candidate.workload.persistent if a.role == role and a.is_stacked and not a.path.startswith(others)
+    )
 
 
 def _gathered_bytes(candidate: Candidate) -> float:
@@ -280,9 +288,7 @@ def _collectives(candidate: Candidate, tokens: float) -> list[Collective]:
     """The messages of a forward pass over `tokens` tokens on each device: weights are gathered, residuals reduced."""
     spec, mesh, itemsize = candidate.workload.spec, candidate.mesh, candidate.activation_itemsize
     stored = _stored_bytes(candidate, "frozen") * candidate.weight_shards
-    stored += (
-        sum(a.size for a in candidate.workload.persistent if a.role == "full" and a.is_stacked) * itemsize / mesh.tp
-    )
+    stored += sum(array.size for array in _generating(candidate, "full")) * itemsize / mesh.tp
     blocks = sum(layer.repeats * len(layer.blocks) for layer in candidate.workload.layers)
     messages = [
         ("all-gather", stored / spec.layers, SHARDS, spec.layers),

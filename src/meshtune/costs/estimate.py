@@ -126,7 +126,7 @@ def activation_bytes(candidate: Candidate) -> float:
 
 
 def policy_bytes(candidate: Candidate) -> float:
-    """Returns the bytes that `remat` saves of every layer, without the residual at its input."""
+    """Returns the bytes that `remat` saves of every layer, a critic's too, without the residual at its input."""
     spec, tp, itemsize = candidate.workload.spec, candidate.mesh.tp, candidate.activation_itemsize
     per_token = 0.0
     for layer in candidate.workload.layers:
@@ -144,7 +144,7 @@ def policy_bytes(candidate: Candidate) -> float:
                     elements += NONE_MIXER * layer.mixer.widest(tp) + NONE_WHOLE_ROWS * layer.mixer.whole_rows(tp)
                 saved = itemsize * elements
         per_token += layer.repeats * saved
-    return candidate.tokens * per_token
+    return candidate.workload.models * candidate.tokens * per_token
 
 
 def tower_bytes(candidate: Candidate) -> float:
@@ -168,7 +168,8 @@ def _tower_peak(candidate: Candidate) -> float:
 def adapter_width(candidate: Candidate) -> float:
     """Elements per token and layer of the low-rank activations inside adapters."""
     workload = candidate.workload
-    ranks = [a.shape[-2] for a in workload.persistent if a.role == "adapter" and a.axes[-2:-1] == ("rank",)]
+    adapters = (a for a in workload.persistent if a.role == "adapter" and not a.path.startswith(f"{CRITIC}/"))
+    ranks = [a.shape[-2] for a in adapters if a.axes[-2:-1] == ("rank",)]
     return sum(ranks) / max(1, len(workload.layers))
 
 
@@ -226,7 +227,8 @@ def estimated_collectives(candidate: Candidate) -> list[Collective]:
 
     sharded, data, shards = SHARDS, ("dp", *SHARDS), candidate.weight_shards
     # Frozen weights are gathered as they are stored (quantised codes if so), trained ones in the compute dtype.
-    add("all-gather", candidate.local_bytes("stacked") * shards / spec.layers, sharded, 2 * spec.layers)
+    models = candidate.workload.models
+    add("all-gather", candidate.local_bytes("stacked") * shards / spec.layers, sharded, 2 * models * spec.layers)
     trained = sum(array.size for array in candidate.workload.persistent if array.role == "full" and array.is_stacked)
     add("all-gather", trained * itemsize / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * itemsize / mesh.tp
@@ -235,23 +237,23 @@ def estimated_collectives(candidate: Candidate) -> list[Collective]:
     scattered = trained * itemsize / mesh.tp if mesh.dp == 1 and candidate.target.device.platform != "tpu" else 0.0
     add("reduce-scatter", scattered / spec.layers, sharded, spec.layers)
     add("all-reduce", candidate.update_gradient_bytes * shards * itemsize / 4 - scattered, data, 1)
-    passes = 2 if candidate.remat == "full" else 1  # forward passes
+    passes = models * (2 if candidate.remat == "full" else 1)  # forward passes
     residual = candidate.tokens * spec.embed * itemsize
     blocks = sum(layer.repeats * len(layer.blocks) for layer in candidate.workload.layers)
-    add("all-reduce", residual, ("tp",), blocks * (2 + passes))
+    add("all-reduce", residual, ("tp",), blocks * (2 * models + passes))
     for layer in candidate.workload.layers:
         for block in layer.blocks:
             ring = candidate.tokens * block.whole_rows(mesh.tp)
             add("collective-permute", ring * itemsize, ("cp",), layer.repeats * (mesh.cp - 1) * passes)
-            add("collective-permute", ring * (itemsize + 4), ("cp",), layer.repeats * mesh.cp)
+            add("collective-permute", ring * (itemsize + 4), ("cp",), layer.repeats * mesh.cp * models)
             # To the experts and back, in every forward pass and in the backward pass.
             match block.exchange(mesh.ep, candidate.workload.recipe.compute.expert_exchange):
                 case "gather":
                     for kind in ("all-gather", "reduce-scatter"):
-                        add(kind, mesh.ep * residual, ("ep",), layer.repeats * (passes + 1))
+                        add(kind, mesh.ep * residual, ("ep",), layer.repeats * (passes + models))
                 case "all_to_all":
                     slots = HEADROOM * candidate.tokens * block.cost.dispatched
-                    add("all-to-all", slots * itemsize, ("ep",), layer.repeats * 2 * (passes + 1))
+                    add("all-to-all", slots * itemsize, ("ep",), layer.repeats * 2 * (passes + models))
     return collectives
 
 

@@ -9,6 +9,7 @@ from meshtune.costs.collectives import Collective
 from meshtune.costs.hardware import Device, Target
 from meshtune.costs.workload import MATRICES, Candidate, LayerCost, PersistentArray, Workload
 from meshtune.errors import UserError
+from meshtune.objectives.answers import CRITIC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,8 @@ def active_weights(candidate: Candidate) -> ActiveWeights:
     blocks = [block for layer in workload.layers for block in layer.blocks]
 
     def active_size(array: PersistentArray) -> float:
-        block = next((block for block in blocks if array.path.startswith(block.prefix)), None)
+        path = array.path.removeprefix(f"{CRITIC}/")
+        block = next((block for block in blocks if path.startswith(block.prefix)), None)
         return array.size * (block.active_experts if block is not None and "experts" in array.axes else 1.0)
 
     full = [array for array in workload.persistent if array.role == "full"]
@@ -71,26 +73,28 @@ def active_weights(candidate: Candidate) -> ActiveWeights:
 
 
 def _is_multiplied(workload: Workload, array: PersistentArray) -> bool:
-    return array.is_stacked and workload.parameters[array.path].role in (*MATRICES, "experts")
+    role = workload.parameters[array.path.removeprefix(f"{CRITIC}/")].role
+    return array.is_stacked and role in (*MATRICES, "experts")
 
 
 def work_of(candidate: Candidate) -> Work:
-    """The work of one update, split evenly over the devices."""
+    """The work of one update, split evenly over the devices. A critic goes through layers like the model's."""
     workload, mesh, weights = candidate.workload, candidate.mesh, active_weights(candidate)
+    of_layers = workload.models * weights.layers
     tokens = candidate.rows * candidate.length * candidate.accumulation
     device_tokens = tokens / mesh.devices
-    scores = attention_flops(workload.layers, candidate.length)
+    scores = workload.models * attention_flops(workload.layers, candidate.length)
     fraction = weights.backward_fraction
-    forward = 2 * (weights.layers + weights.head) + scores
-    input_gradients = 2 * (weights.layers * fraction + weights.head) + 2 * scores * fraction
+    forward = 2 * (of_layers + weights.head) + scores
+    input_gradients = 2 * (of_layers * fraction + weights.head) + 2 * scores * fraction
     flops = device_tokens * (forward + input_gradients + 2 * weights.trained + 6 * weights.adapters)
     recompute = device_tokens * scores / 2  # attention's scores are recomputed in its backward pass
     if candidate.remat == "full":
-        recompute += device_tokens * (2 * weights.layers + scores) * fraction
+        recompute += device_tokens * (2 * of_layers + scores) * fraction
     tower = _tower_flops(candidate)
     flops += tower * (3 if workload.tower is not None and workload.tower.trained else 1)
     products, elementwise = _activation_traffic(candidate)
-    layers = _layer_weights(candidate) * candidate.activation_itemsize
+    layers = workload.models * _layer_weights(candidate) * candidate.activation_itemsize
     weight_reads = 1 + fraction * (2 if candidate.remat == "full" else 1)
     gather_traffic = 2 if candidate.weight_shards > 1 else 0  # gathered weights are written and read
     per_micro_batch = layers * (weight_reads + gather_traffic) + _head_traffic(candidate, weights.head) + products
@@ -158,7 +162,7 @@ def _activation_traffic(candidate: Candidate) -> tuple[float, float]:
             # A norm reads and writes the residual stream; the residual sum reads two arrays and writes one.
             elementwise += layer.repeats * (5 * spec.embed + block.elementwise_width(tp, candidate.routed_rows(block)))
     passes = 3 + {"none": 0.0, "selective": 0.5, "full": 1.0}[candidate.remat]
-    scale = candidate.activation_itemsize * candidate.tokens * passes
+    scale = candidate.activation_itemsize * candidate.tokens * passes * candidate.workload.models
     # Float32 logits are written, read for the loss, turned into their gradient, and read by the backward products.
     logits = 4 * candidate.tokens * spec.vocab / tp * 4
     return scale * products, scale * elementwise + logits
@@ -190,9 +194,10 @@ def _host_exposed_bytes(candidate: Candidate) -> float:
 
 
 def residual_bytes(candidate: Candidate) -> float:
-    """The residual stream saved at every layer's input, of one micro-batch on one device."""
-    spec = candidate.workload.spec
-    return candidate.tokens * spec.residual * candidate.activation_itemsize * spec.layers
+    """The residual stream saved at every layer's input, of one micro-batch on one device; a critic's too, whose forward
+    pass precedes both backward passes."""
+    spec, layers = candidate.workload.spec, candidate.workload.models * candidate.workload.spec.layers
+    return candidate.tokens * spec.residual * candidate.activation_itemsize * layers
 
 
 def _backward_fraction(workload: Workload, trained: set[str]) -> float:

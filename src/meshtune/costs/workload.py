@@ -22,6 +22,7 @@ from meshtune.model.block import HEADROOM, Activation, Block, Cost
 from meshtune.model.compute import ExchangeName, OffloadName, RematName
 from meshtune.model.gather import layout_for
 from meshtune.model.spec import VISION, ModelSpec, abstract_params
+from meshtune.objectives.answers import CRITIC
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 
 if TYPE_CHECKING:
@@ -228,6 +229,11 @@ class Workload:
     def spec(self) -> ModelSpec:
         return self.arrays.spec
 
+    @property
+    def models(self) -> int:
+        """The models whose layers every token of an update goes through, forward and backward: 2 with a critic."""
+        return 1 + (CRITIC in self.arrays.trainable)
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -345,7 +351,7 @@ def _weights(arrays: PreparedModel, parameters: dict[str, ArraySpec]) -> list[Pe
     others = merge(arrays.frozen, arrays.buffers)
     frozen = [_persistent("frozen", path, leaf) for path, leaf in named_leaves(others)]
     trained = [
-        _persistent("full" if path in parameters else "adapter", path, leaf)
+        _persistent("full" if path.removeprefix(f"{CRITIC}/") in parameters else "adapter", path, leaf)
         for path, leaf in named_leaves(arrays.trainable)
     ]
     return [*frozen, *trained]

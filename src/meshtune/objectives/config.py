@@ -159,6 +159,10 @@ PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 SEQUENCE_LOSSES = ("grpo", "sapo", "luspo")  # whose sums give every completion the same weight, whatever its length
 MISSING_EOS = "Subtracted from the reward of a completion that was cut at rollout.max_tokens; null: nothing."
+KL_TARGET = "KL divergence from the reference that its weight is steered to, from {coef} on; null: it stays {coef}."
+KL_HORIZON = "Completions in which the weight can change by a fifth; with kl_target."
+KL_MEAN = "What kl_target is the mean over: tokens, or the sums over completions, as in TRL and LLaMA-Factory."
+KlMean = Literal["tokens", "completions"]
 TRUNCATED = "Leave completions that were cut at rollout.max_tokens out of the loss; their rewards still count."
 
 
@@ -282,6 +286,24 @@ def _check_read(options: GrpoConfig, key: str, value: str, readers: dict[str, tu
             )
 
 
+def _check_kl_target(options: RlooConfig | PpoConfig, coef: str, start: float) -> None:
+    """Raises UserError for a target that nothing is steered to, and for options of a target without one."""
+    if options.kl_target is not None and start == 0:
+        raise UserError(
+            f"kl_target multiplies {coef} after every rollout, and {coef} 0 stays 0",
+            where=f"stage.{coef}",
+            fix=f"such as {coef}: 0.05, or leave kl_target out",
+        )
+    for field in dataclasses.fields(options):
+        given = field.name in ("kl_horizon", "kl_mean") and getattr(options, field.name) != field.default
+        if given and options.kl_target is None:
+            raise UserError(
+                f"{field.name} has no meaning without kl_target",
+                where=f"stage.{field.name}",
+                fix=f"give kl_target, or leave {field.name} out",
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class RlooConfig:
     """REINFORCE with the mean reward of a prompt's other completions as baseline (https://arxiv.org/abs/2402.14740)."""
@@ -290,6 +312,9 @@ class RlooConfig:
     epsilon: float = option(0.2, "How far the ratio may fall below 1 before it is clipped.", gt=0, lt=1)
     epsilon_high: float | None = option(None, "rloo: how far it may rise above 1; null: epsilon.", gt=0)
     beta: float = option(0.05, "rloo: weight of the KL divergence from the reference, subtracted from rewards.", ge=0)
+    kl_target: float | None = option(None, KL_TARGET.format(coef="beta"), gt=0)
+    kl_horizon: float = option(10000, KL_HORIZON, gt=0)
+    kl_mean: KlMean = option("tokens", KL_MEAN)
     reward_clip_range: tuple[float, float] | None = option(None, "rloo: bounds of a reward, [-1, 1]; null: none.")
     normalize_advantages: bool = option(False, "rloo: divide advantages by their deviation over the rollout.")
     mask_truncated_completions: bool = option(False, TRUNCATED)
@@ -301,6 +326,7 @@ class RlooConfig:
                 where="stage.reward_clip_range",
                 fix="give the lower bound first, such as [-1, 1]",
             )
+        _check_kl_target(self, "beta", self.beta)
 
     @property
     def upper_epsilon(self) -> float:
@@ -370,6 +396,9 @@ class PpoConfig:
 
     kind: Literal["ppo"] = "ppo"
     kl_coef: float = option(0.05, "ppo: weight of the KL divergence from the reference, subtracted from rewards.", ge=0)
+    kl_target: float | None = option(None, KL_TARGET.format(coef="kl_coef"), gt=0)
+    kl_horizon: float = option(10000, KL_HORIZON, gt=0)
+    kl_mean: KlMean = option("tokens", KL_MEAN)
     kl_estimator: Literal["k1", "k3"] = option("k1", "ppo: of the KL divergence.")
     cliprange: float = option(0.2, "ppo: how far the ratio may be from 1 before it is clipped.", gt=0, lt=1)
     vf_coef: float = option(0.1, "ppo: weight of the critic's loss.", gt=0)
@@ -378,6 +407,9 @@ class PpoConfig:
     lam: float = option(0.95, "ppo: of advantages; 1: rewards less the value, 0: one token ahead.", ge=0, le=1)
     whiten_rewards: bool = option(False, "ppo: divide the rewards of tokens by their deviation over the rollout.")
     missing_eos_penalty: float | None = option(None, MISSING_EOS, ge=0)
+
+    def __post_init__(self):
+        _check_kl_target(self, "kl_coef", self.kl_coef)
 
     @property
     def epsilon(self) -> float:

@@ -295,6 +295,8 @@ def _metrics(
         metrics["clip_ratio/high_max"] = Largest(jnp.max(of_high * mask))
     elif config.loss == "cispo":
         metrics["cispo_clip_ratio"] = _mean((ratio > config.upper_epsilon) & (advantages > 0), shares)
+    elif config.loss == "vespo":
+        metrics["vespo/phi_seq_mean"] = _mean(_vespo_weights(config, completions, batch), mask / completions.length)
     return metrics
 
 

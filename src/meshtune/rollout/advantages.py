@@ -8,6 +8,7 @@ _generate_and_score_completions of trl 1.16's GRPOTrainer and RLOOTrainer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,7 +76,7 @@ def rollout_tokens(
     if isinstance(stage, RlooConfig) and stage.beta:
         differences = np.where(is_trained, values["old"] - values["reference_tokens"], 0.0)
         kl = np.bincount(np.repeat(np.arange(len(lengths)), lengths), differences, minlength=len(lengths))
-        metrics["kl"] = float(differences.sum() / max(is_trained.sum(), 1))
+        metrics |= _kl_metrics(differences, is_trained, trained)
     advantages = advantages_of(stage, rewards, weights, groups, trained, kl)
     loss = stage.loss if isinstance(stage, GrpoConfig) else "rloo"
     values["advantages"] = np.repeat(advantages, lengths) * drawn
@@ -130,13 +131,13 @@ def _ppo_tokens(
     values.pop("entropies", None)
     scores = subtract_penalty(rewards, completions, stage.missing_eos_penalty)
     mask, ends = np.repeat(~np.isnan(scores), lengths), np.cumsum(lengths) - 1
-    metrics = {}
+    metrics: dict[str, float] = {}
     of_tokens = np.zeros(len(mask))
     if stage.kl_coef:
         difference = values["old"] - values["reference_tokens"]
         kl = difference if stage.kl_estimator == "k1" else np.expm1(-difference) + difference
         of_tokens -= stage.kl_coef * kl
-        metrics["kl"] = float(kl[mask].mean()) if mask.any() else 0.0
+        metrics = _kl_metrics(kl, mask, np.where(np.isnan(scores), 0, lengths))
         del values["reference_tokens"]
     of_tokens[ends] += np.nan_to_num(scores)
     if stage.whiten_rewards:
@@ -152,6 +153,34 @@ def _ppo_tokens(
     tokens = {name: array.astype(np.float32) for name, array in values.items()}
     of_completion = np.add.reduceat(values["advantages"], ends - lengths + 1) / lengths
     return RolloutTokens(of_completion, tokens, rewards, metrics)
+
+
+def _kl_metrics(kl: PerToken, mask: Bool[np.ndarray, "M"], trained: Indices) -> dict[str, float]:
+    """The KL divergence of the tokens in `mask`, a token and, under trl's name, a completion."""
+    total = float(kl[mask].sum())
+    return {"kl": total / max(int(mask.sum()), 1), "objective/kl": total / max(int(np.count_nonzero(trained)), 1)}
+
+
+def start_kl_coef(stage: object) -> float | None:
+    """The first weight of a KL divergence that is steered to a target; None where there is no target."""
+    if not isinstance(stage, RlooConfig | PpoConfig) or stage.kl_target is None:
+        return None
+    return stage.beta if isinstance(stage, RlooConfig) else stage.kl_coef
+
+
+def with_kl_coef(recipe: Recipe, coef: float) -> Recipe:
+    """The recipe with another weight of the KL divergence in rewards."""
+    name = "beta" if isinstance(recipe.stage, RlooConfig) else "kl_coef"
+    return recipe.model_copy(update={"stage": dataclasses.replace(recipe.stage, **{name: coef})})
+
+
+def next_kl_coef(stage: RlooConfig | PpoConfig, coef: float, metrics: Mapping[str, float], completions: int) -> float:
+    """The weight of the KL divergence after a rollout that had `coef` and these metrics, by the proportional controller
+    of https://arxiv.org/abs/1909.08593, section 2.2."""
+    assert stage.kl_target is not None
+    kl = metrics["kl" if stage.kl_mean == "tokens" else "objective/kl"]
+    error = min(max(kl / stage.kl_target - 1, -0.2), 0.2)
+    return coef * (1 + error * completions / stage.kl_horizon)
 
 
 def gae(rewards: PerToken, values: PerToken, lengths: Indices, gamma: float, lam: float) -> PerToken:

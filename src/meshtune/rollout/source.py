@@ -22,8 +22,15 @@ from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import without_critic
+from meshtune.objectives.config import PpoConfig, RlooConfig
 from meshtune.objectives.stages import STAGES
-from meshtune.rollout.advantages import rollout_tokens, total_rewards
+from meshtune.rollout.advantages import (
+    next_kl_coef,
+    rollout_tokens,
+    start_kl_coef,
+    total_rewards,
+    with_kl_coef,
+)
 from meshtune.rollout.batch import (
     CompletionRows,
     completion_rows,
@@ -83,7 +90,8 @@ class RolloutSource:
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
     `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
     gets messages; `progress(done, all)`, if it is set, is called while completions are generated. With `environments`,
-    completions have turns that call tools of theirs. `teacher` is that of a distillation, behind an address.
+    completions have turns that call tools of theirs. `teacher` is that of a distillation, behind an address. `kl_coef`
+    is the weight of the KL divergence in the next rollout's rewards, where it is steered to a target.
     """
 
     uses_state = True
@@ -110,6 +118,7 @@ class RolloutSource:
         self._notify, self._shared, self._environments = notify, model.compute.shared_prompts, environments
         self.teacher = teacher
         self.progress: Callable[[int, int], None] | None = None
+        self.kl_coef = start_kl_coef(recipe.stage)
         self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt, which an environment may change;
         # alone it may have one.
@@ -134,9 +143,18 @@ class RolloutSource:
         number, part = divmod(step, self.loader.updates)
         if self._rollout is None or self._rollout.number != number:
             self._rollout = self._read(number, part) or self._make(number, state)
+            self._adapt_kl_coef(self._rollout)
         batch = self._batch(self._rollout, step, part % self.options.updates)
         rows = self.rows_of(self._rollout) if part == 0 else ()
         return dataclasses.replace(batch, seconds=time.perf_counter() - started, rollout_rows=rows)
+
+    def _adapt_kl_coef(self, rollout: Rollout) -> None:
+        stage = self.recipe.stage
+        # A rollout that was made before the recipe had a target says nothing.
+        if self.kl_coef is not None and "kl_coef" in rollout.metrics:
+            assert isinstance(stage, RlooConfig | PpoConfig)
+            coef, count = rollout.metrics["kl_coef"], len(rollout.completions)
+            self.kl_coef = next_kl_coef(stage, coef, rollout.metrics, count)
 
     def close(self) -> None:
         if self._rewards is not None:
@@ -177,8 +195,10 @@ class RolloutSource:
         of_completion = [record for record in records for _ in range(samples)]
         prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
         computed = self._log_probs(params, prompts, completions)
-        made = rollout_tokens(self.recipe, completions, scores.values, self._weights, group_ids, computed)
-        metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids) | made.metrics
+        recipe = self.recipe if self.kl_coef is None else with_kl_coef(self.recipe, self.kl_coef)
+        made = rollout_tokens(recipe, completions, scores.values, self._weights, group_ids, computed)
+        metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids)
+        metrics |= made.metrics | ({} if self.kl_coef is None else {"kl_coef": self.kl_coef})
         if metrics["frac_reward_zero_std"] == 1.0 and not self._said_equal:
             self._said_equal = True
             self._notify(

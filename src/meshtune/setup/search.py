@@ -18,7 +18,7 @@ from meshtune.config.section import Section
 from meshtune.costs.estimate import Estimate, estimate, estimated_collectives
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import Roofline, roofline, work_of
-from meshtune.costs.workload import Candidate, Workload, layout_on, workload_on
+from meshtune.costs.workload import Candidate, PersistentArray, Workload, layout_on, workload_on
 from meshtune.errors import UserError, amount
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.config import MeshConfig, resolve_mesh
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshtune.costs.decoding import Lengths, RolloutCost
 
 teacher_of = LazyFunction("meshtune.setup.teacher:teacher_of")
+reward_model_bytes = LazyFunction("meshtune.setup.teacher:reward_model_bytes")
 filled_micro_batches = LazyFunction("meshtune.costs.decoding:filled_micro_batches")
 longest_lengths = LazyFunction("meshtune.costs.decoding:longest_lengths")
 rollout_cost = LazyFunction("meshtune.costs.decoding:rollout_cost")
@@ -198,7 +199,15 @@ def workload_of(recipe: Recipe, backend: str, arch: str = "") -> Workload:
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, recipe.quantize)
     if recipe.teacher and (teacher := teacher_of(recipe, precision.frozen, start.spec, weights=False)):
         arrays = dataclasses.replace(arrays, frozen=arrays.frozen | {TEACHER: teacher.parameters})
-    return workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
+    workload = workload_on(arrays, recipe, start.method, precision, optimizer_of(recipe, precision))
+    if not any(reward.kind == "model" for reward in recipe.rewards):
+        return workload
+    # Each is whole on one device, the first: that is the one that must have room.
+    rewards = reward_model_bytes(recipe, backend).items()
+    frozen = (
+        PersistentArray("frozen", f"rewards/{path}", (int(size),), 1.0, ("embed",), (1,)) for path, size in rewards
+    )
+    return dataclasses.replace(workload, persistent=(*workload.persistent, *frozen))
 
 
 def predict_candidate(

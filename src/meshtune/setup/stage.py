@@ -114,9 +114,9 @@ def picture_arrays(spec: ModelSpec) -> list[str]:
 
 
 def scoring_passes(recipe: Recipe) -> int:
-    """Passes over a rollout before its first update: for old and for reference log-probabilities."""
+    """Passes over a rollout before its first update: for old log-probabilities, a critic's values and a reference."""
     needed = set() if isinstance(recipe.stage, DistillConfig) else computed_values(recipe)
-    return ("old" in needed) + ("reference_tokens" in needed)
+    return len(needed & {"old", "values_old", "reference_tokens"})
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:

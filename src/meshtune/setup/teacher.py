@@ -1,15 +1,19 @@
-"""Resolves the teacher of a distillation: its arrays, which are frozen in the step, without reading weights."""
+"""Resolves the other models of a run without reading weights: the teacher of a distillation, whose arrays are frozen
+in the step, and reward models."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
+
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.continued import resume_adapter, resumed_config
 from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.config.recipe import Recipe
+from meshtune.config.rewards import ModelReward
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.quantised import quantised_leaves
@@ -78,11 +82,7 @@ def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool 
     assert section is not None
     if section.is_server:
         return None
-    directory, _ = split_state(section.path)
-    if not weights and not is_run(directory) and not (directory / ADAPTER_CONFIG).is_file():
-        source = Source(locate(section.path, section.revision, allow=CONFIG), None, section.path, None)
-    else:
-        source = find(section.path, revision=section.revision)
+    source = (find if weights else _find_config)(section.path, revision=section.revision)
     spec, _ = load_spec(source.base, dtype)
     if spec.scored:
         raise UserError(
@@ -107,6 +107,28 @@ def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool 
             else "use a teacher of the student's family with as many rows",
         )
     return Teacher(section.path, source, section.quantize, arrays)
+
+
+def _find_config(path: str, revision: str | None = None) -> Source:
+    """The source of a model, of which only the config is fetched where it is on a hub."""
+    directory, _ = split_state(path)
+    if is_run(directory) or (directory / ADAPTER_CONFIG).is_file():
+        return find(path, revision=revision)
+    return Source(locate(path, revision, allow=CONFIG), None, path, None)
+
+
+def reward_model_bytes(recipe: Recipe, backend: str) -> dict[str, float]:
+    """Bytes of every reward model by its path, all on one device, in the dtype that rollout.reward_model computes in.
+
+    Adapters are not counted. Raises: UserError for a model that does not exist.
+    """
+    dtype = "float32" if backend == "cpu" else "bfloat16"
+    paths = dict.fromkeys(reward.model for reward in recipe.rewards if isinstance(reward, ModelReward))
+    specs = {path: load_spec(_find_config(path).base, dtype)[0] for path in paths}
+    return {
+        path: sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in flatten(abstract_params(spec)).values())
+        for path, spec in specs.items()
+    }
 
 
 def with_teacher_axes(layout: Layout | None, teacher: Teacher) -> Layout | None:

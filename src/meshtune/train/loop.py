@@ -183,10 +183,12 @@ class BatchSource(Protocol):
     """Provides the batch of every update. It sees the state, from which an online stage generates its rows.
 
     Where it `uses_state`, the update before is reported, and is known to be finite, when the next batch is asked for;
-    it may call `progress(done, total)`, which the loop sets, while it makes one.
+    it may call `progress(done, total)`, which the loop sets, while it makes one. `kl_coef` is state that is saved with
+    checkpoints: the weight of a KL divergence that is steered to a target.
     """
 
     uses_state: bool
+    kl_coef: float | None
     progress: Callable[[int, int], None] | None
 
     def next(self, step: int, state: TrainState) -> TrainBatch:
@@ -203,6 +205,7 @@ class LoadedBatches:
     """
 
     uses_state = False
+    kl_coef = None
     progress: Callable[[int, int], None] | None = None
 
     def __init__(self, iterate: Callable[[int, int], Iterable[TrainBatch]], start: int, stop: int):
@@ -423,7 +426,9 @@ class _Loop:
 
     def _save(self, done: int) -> None:
         best, stale = self.early_stopping.best, self.early_stopping.stale
-        record = dataclasses.replace(self.task.record, step=done, best=best, stale=stale)
+        record = dataclasses.replace(
+            self.task.record, step=done, best=best, stale=stale, kl_coef=self.task.batches.kl_coef
+        )
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
         self.saved = done
         self._emit(Saved(done, self.checkpoints.path(done)))

@@ -187,7 +187,8 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
         reference.from_start(loaded.model.parameters, loaded.model.spec)
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
-        record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
+        saved = {name: getattr(resumed, name) for name in ("step", "best", "stale", "kl_coef")}
+        record = dataclasses.replace(record, **saved)
     banner.show_plan(console, run.plan(loaded.model, state, loaded.frozen), run.decisions)
     if record.step < run.total_steps:
         checkpoints.check_room(state)
@@ -258,7 +259,9 @@ def _sinks(run: PreparedRun, start: int, history: Sequence[Mapping[str, object]]
         unit=stage.unit,
         history=history,
     )
-    progress = ProgressBar(run.console, loss, run.log, headline=stage.headline)
+    has_target = getattr(run.recipe.stage, "kl_target", None) is not None
+    headline = stage.headline + (("kl", "KL"), ("kl_coef", "KL coefficient")) * has_target
+    progress = ProgressBar(run.console, loss, run.log, headline=headline)
     sinks: list[Sink] = [loss, progress, metrics_log.MetricsLog(output, interval=log.every), plot]
     return sinks + [events.TRACKERS[name](output, log.project, run.fields, start) for name in log.trackers]
 

@@ -51,6 +51,8 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
     step = step_for(run, run.compute, run.optimizer)
     if recipe.rollout is not None:
         batches = rollout_source(run, place, order, start=record.step)
+        if batches.kl_coef is not None and record.kl_coef is not None:
+            batches.kl_coef = record.kl_coef
         first = batches.empty_batch()
     else:
         # Without rollouts it is no PromptLoader, whose module would be imported to say so.

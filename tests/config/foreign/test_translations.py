@@ -283,6 +283,7 @@ def test_llama_factorys_ppo_is_read(recipe_of, translate_file):
     content = LLAMA_FACTORY | {
         "stage": "ppo", "reward_model": "saves/rm", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
         "ppo_buffer_size": 2, "max_steps": 10, "cutoff_len": 512, "max_new_tokens": 128, "ppo_whiten_rewards": True,
+        "ppo_target": 5,
     }  # fmt: skip
     recipe = recipe_of(content)
     rollout, stage = recipe.rollout, recipe.stage
@@ -299,6 +300,8 @@ def test_llama_factorys_ppo_is_read(recipe_of, translate_file):
     assert [(reward.kind, reward.model) for reward in recipe.rewards] == [("model", "saves/rm")]
     findings = verdicts(translate_file(content))
     assert (findings["reward_model"], findings["ppo_buffer_size"]) == ("differs", "translated")
+    assert (stage.kl_target, stage.kl_horizon, stage.kl_mean) == (5.0, 10000, "completions")
+    assert findings["ppo_target"] == "translated"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,10 @@ OTHER_NAMES = {
     "attn_implementation": "compute.attention",
     "flash_attention": "compute.attention",
     "flash_attn": "compute.attention",
+    "init_kl_coef": "stage.kl_coef",
+    "adap_kl_ctrl": "stage.kl_target",
+    "target_kl": "stage.kl_target",
+    "horizon": "stage.kl_horizon",
 }
 
 

@@ -146,7 +146,7 @@ STAGE: Table = {
     "ref_model": direct("stage.reference", text, when="dpo kto"),
     "ppo_epochs": direct("rollout.iterations", integer, 4, when="ppo"),
     "ppo_buffer_size": part("rollout.updates", integer, 1),
-    "ppo_target": part("stage.kl_coef", number, 6.0),
+    "ppo_target": part("stage.kl_target", number, 6.0),
     "ppo_whiten_rewards": direct("stage.whiten_rewards", flag, False, when="ppo"),
     "ppo_score_norm": part("rewards", flag, False),
     "reward_model": part("rewards", text),
@@ -287,10 +287,9 @@ def _ppo(draft: Draft) -> None:
     draft.put("rollout.prompts", update * buffer, "ppo_buffer_size", note="one completion of each")
     draft.put("rollout.samples", 1)
     draft.put("rollout.updates", buffer, "ppo_buffer_size")
-    note = (
-        f"a constant weight, where LLaMA-Factory starts and then steers the divergence to {draft.get('ppo_target'):g}"
-    )
-    draft.put("stage.kl_coef", 0.2, "ppo_target", note=note, differs=True)
+    draft.put("stage.kl_coef", 0.2, note="trl's start, which LLaMA-Factory leaves")
+    draft.put("stage.kl_target", draft.get("ppo_target"), "ppo_target")
+    draft.put("stage.kl_mean", "completions", "ppo_target", note="trl's controller, with its horizon of 10000")
     draft.remark("The temperature divides the logits in the loss too; in LLaMA-Factory only those of the sampler.")
     if draft.get("ppo_score_norm"):
         draft.refuse("ppo_score_norm", "rewards are not divided by a running deviation here", "use ppo_whiten_rewards")

@@ -170,8 +170,8 @@ class Record:
 
     `step` updates are made and as many batches are used up: together with `seed` this is the state of the random
     numbers and of the data order. `data` fingerprints the prepared examples, `base_hash` the frozen weights; `stale`
-    counts evaluations since the best one; `recipe` is the resolved recipe. `has_digests` is false for a record read
-    from a checkpoint of a version that wrote none.
+    counts evaluations since the best one; `recipe` is the resolved recipe. `kl_coef` is that of train.loop.BatchSource.
+    `has_digests` is false for a record read from a checkpoint of a version that wrote none.
     """
 
     step: int
@@ -182,6 +182,7 @@ class Record:
     data: str
     best: Best | None = None
     stale: int = 0
+    kl_coef: float | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     has_digests: bool = True
 

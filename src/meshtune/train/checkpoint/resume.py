@@ -110,6 +110,7 @@ class Resumed:
     step: int
     best: Best | None
     stale: int
+    kl_coef: float | None
     notes: list[str]
 
 
@@ -146,7 +147,7 @@ def find_resume(checkpoints: Checkpoints, current: Record) -> Resumed | None:
         current_version = current.versions.get(name)
         if current_version != version:
             notes.append(f"{name} was {version} and is {current_version}: from here on the last bits may differ")
-    return Resumed(step, saved.best, saved.stale, notes)
+    return Resumed(step, saved.best, saved.stale, saved.kl_coef, notes)
 
 
 def _newest_undamaged(checkpoints: Checkpoints) -> tuple[int, dict[int, DamagedError], list[str]]:

@@ -171,6 +171,8 @@ METRIC_NAMES = {
     "log_odds": "Log-odds of chosen answers",
     "nll": "Cross-entropy of chosen answers",
     "kl": "KL from the reference",
+    "objective/kl": "KL from the reference, a completion",
+    "kl_coef": "Weight of the KL divergence",
     "aux_loss": "Loss of the router",
     "reward": "Reward",
     "reward_std": "Spread of rewards within a prompt",
@@ -187,6 +189,7 @@ METRIC_NAMES = {
     "clip_ratio/high_mean": "Share of tokens clipped above",
     "clip_ratio/region_mean": "Share of tokens clipped",
     "cispo_clip_ratio": "Share of tokens with a capped ratio",
+    "vespo/phi_seq_mean": "Mean weight of a completion",
     "sampling/sampling_logp_difference/mean": "Mean difference of log-probability, sampler and trainer",
     "sampling/sampling_logp_difference/max": "Largest difference of log-probability, sampler and trainer",
 }
