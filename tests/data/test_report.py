@@ -36,7 +36,8 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
     counts = counts or TokenCounts(
         documents=len(lengths), examples=len(lengths), tokens=total, trained_tokens=total - len(lengths)
     )
-    return make_report("train", prepared, counts, skipped, max_length=64, template=template)
+    report = make_report("train", prepared, counts, max_length=64, template=template)
+    return dataclasses.replace(report, skipped=(*skipped, *report.skipped))
 
 
 def test_counts_are_those_of_the_rows(tmp_path):

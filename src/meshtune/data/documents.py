@@ -218,7 +218,7 @@ def check_source(
     checked = _open(source, on_bad, dataset_type, pictures)
     records, total = checked.records, min(len(checked.records), source.cap or len(checked.records))
     report = functools.partial(progress or (lambda *_: None), f"reading {source.path}")
-    usable, malformed, digests, names = array.array("q"), 0, bytearray(), set[str]()
+    usable, digests, names, skipped_before = array.array("q"), bytearray(), set[str](), len(skipped)
     for index, record in enumerate(records.sweep()):
         if len(usable) == source.cap:
             break
@@ -229,15 +229,13 @@ def check_source(
                 raise record
             digests += sample_digest(_convert(record, checked, records.origin(index)))
             names |= passed_over(record, source.tags)  # pyright: ignore[reportArgumentType] - an object, since it was converted
+            usable.append(index)
         except UserError as error:
             _refuse_or_skip(error, on_bad, skipped, checked, index)
-            malformed += 1
             digests += bytes(DIGEST_BYTES)
-        else:
-            usable.append(index)
     records.check_unchanged()
     if not usable:
-        raise _nothing_usable_error(checked, malformed, skipped)
+        raise _nothing_usable_error(checked, skipped[skipped_before:])
     report(total, total)
     return dataclasses.replace(
         checked,
@@ -247,10 +245,10 @@ def check_source(
     )
 
 
-def _nothing_usable_error(checked: CheckedSource, malformed: int, skipped: list[SkippedRecord]) -> UserError:
-    example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
+def _nothing_usable_error(checked: CheckedSource, skipped: list[SkippedRecord]) -> UserError:
+    example = f", the first because: {skipped[0].reason}" if skipped else ""
     problem = f"no record of this source can be used as format {checked.format.name}: "
-    problem += f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}"
+    problem += f"{'the only one was' if len(skipped) == 1 else f'all {len(skipped):,} were'} skipped{example}"
     return UserError(problem, where=checked.source.path, fix="correct the records, or name another format")
 
 

@@ -13,9 +13,16 @@ import dataclasses
 
 from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Conversation, Message
+from meshtune.data.conversation import Conversation
 from meshtune.data.dialect import has_reasoning, with_reasoning
-from meshtune.data.rendered import Turn, changed_part, check_calls_are_written, locate_turn, render_conversation
+from meshtune.data.rendered import (
+    Rendered,
+    Turn,
+    changed_part,
+    check_calls_are_written,
+    locate_turn,
+    render_conversation,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +52,11 @@ def mask_conversation(
     where it leaves out words, tools, calls, results or reasoning of the record.
     """
     if any(map(has_reasoning, conversation.messages)):
-        dialect = chat.dialect if policy.reasoning == "template" else None
-        conversation = with_reasoning(conversation, policy.reasoning, dialect)
+        conversation = with_reasoning(
+            conversation, policy.reasoning, chat.dialect if policy.reasoning == "template" else None
+        )
     view = render_conversation(chat, conversation)
-    messages, text = view.messages, view.text
+    text = view.text
     assistants = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
     trained = assistants[-1:] if policy.last_turn_only else assistants
     located = assistants if locate_all else trained
@@ -57,38 +65,46 @@ def mask_conversation(
         if index in located:
             turn = locate_turn(view, index, floor)
             if not turn.ended:
-                turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
+                turn, text = _ended_by_next_role(view, text, turn, index)
             if message.tool_calls:
                 check_calls_are_written(view, index, text[turn.start : turn.end])
-            if policy.train_on_tail and turn.ended and text.startswith(chat.end_of_turn.tail, turn.end):
-                turn = dataclasses.replace(turn, end=turn.end + len(chat.end_of_turn.tail))
+            if policy.train_on_tail and turn.ended:
+                turn = _with_tail(chat, text, turn)
             weight = 1.0 if message.weight is None else message.weight
             answers.append(len(spans))
             spans.append((turn.start, turn.end, weight if index in trained else 0.0))
             floor = turn.end
             differ += turn.differs and index in trained
             unended += not turn.ended and index in trained
-        elif message.role == "assistant":
-            if message.tool_calls:
-                check_calls_are_written(view, index, text)
-        elif message.weight is not None and not policy.last_turn_only:
-            start, end = changed_part(view, index, {**messages[index], "content": None})
-            spans.append((max(start, floor), max(end, floor), message.weight))
-            floor = max(end, floor)
+        elif message.tool_calls:
+            check_calls_are_written(view, index, text)
+        elif message.role != "assistant" and message.weight is not None and not policy.last_turn_only:
+            spans.append(_weighted_part(view, index, message.weight, floor))
+            floor = spans[-1][1]
     return MaskedText(text, tuple(spans), float(policy.train_on_prompt), tuple(answers), differ, unended)
 
 
-def _ended_by_next_role(
-    chat: ChatTemplate, text: str, turn: Turn, message: Message, *, is_last: bool
-) -> tuple[Turn, str]:
+def _weighted_part(view: Rendered, index: int, weight: float, floor: int) -> tuple[int, int, float]:
+    """The span of a message that is no answer and has a weight."""
+    start, end = changed_part(view, index, {**view.messages[index], "content": None})
+    return max(start, floor), max(end, floor), weight
+
+
+def _with_tail(chat: ChatTemplate, text: str, turn: Turn) -> Turn:
+    """The turn with what the template writes after its end."""
+    tail = chat.end_of_turn.tail
+    return dataclasses.replace(turn, end=turn.end + len(tail)) if text.startswith(tail, turn.end) else turn
+
+
+def _ended_by_next_role(view: Rendered, text: str, turn: Turn, index: int) -> tuple[Turn, str]:
     """The turn with the token of the next one where models of this template stop at that, and the text.
 
     The text of a last turn gets that token, which generation would end with.
     """
-    ending = chat.role_ends.get("tool" if message.tool_calls else "user")
+    ending = view.chat.role_ends.get("tool" if view.conversation.messages[index].tool_calls else "user")
     if ending is None:
         return turn, text
-    if is_last and not text[turn.end :].strip():
+    if index == len(view.messages) - 1 and not text[turn.end :].strip():
         text = text[: turn.end] + ending
     if not text.startswith(ending, turn.end):
         return turn, text

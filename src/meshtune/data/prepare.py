@@ -14,7 +14,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.documents import DocumentList, Documents, load_documents, open_documents
 from meshtune.data.formats.record import MARGIN
-from meshtune.data.loader import Loader, Units, nll_share
+from meshtune.data.loader import Loader, PartTask, Units, nll_share
 from meshtune.data.progress import Progress
 from meshtune.data.report import DataReport, make_report, prompt_report
 from meshtune.data.store import Store
@@ -22,6 +22,7 @@ from meshtune.data.tokenise import (
     ends_with_token,
     nothing_to_train_error,
     one_label_error,
+    stage_examples,
     token_options,
     tokenised_store,
 )
@@ -34,13 +35,14 @@ from meshtune.weights.hub import TOKENIZER, locate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.data.pictures.files import PictureFiles
     from meshtune.data.pictures.reader import PictureReader
     from meshtune.data.prompts import PromptLoader
     from meshtune.data.stream import Stream
 
 prompt_loader = LazyFunction("meshtune.data.prompts:PromptLoader")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
-PictureFiles = LazyFunction("meshtune.data.pictures.files:PictureFiles")
+picture_files = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
 prepare_stream = LazyFunction("meshtune.data.prepare_stream:prepare_stream")
 
@@ -100,21 +102,26 @@ def prepare_data(
         raise UserError(problem, where="data.system", fix="leave it out, or set stage: sft")
     if recipe.data.streaming:
         return _Preparation(recipe, tokenizer, cache, progress, share).stream()
-    dataset_type, reader, files = STAGES[recipe.stage.kind].dataset_type, None, None
-    if recipe.vision is not None:
-        reader, files = (
-            open_reader(recipe, tokenizer),
-            PictureFiles(str(pathlib.Path(cache or cache_folder()).expanduser() / "pictures"), recipe.vision.media_dir),
-        )
+    reader, files = (None, None) if recipe.vision is None else _open_pictures(recipe, tokenizer, cache)
     preparation = _Preparation(recipe, tokenizer, cache, progress, share, reader)
+    dataset_type = STAGES[recipe.stage.kind].dataset_type
     documents = load_documents(
         recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress, pictures=files
     )
-    train, report = preparation.split("train", documents.train, documents)
+    train, report = preparation.split("train", documents.train)
+    report = preparation.add_records(report, documents)
     validation, validation_report = None, None
     if documents.validation is not None:
         validation, validation_report = preparation.split("validation", documents.validation)
     return PreparedData(train, validation, report, validation_report, train.store.path.name)
+
+
+def _open_pictures(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, cache: str | os.PathLike[str] | None
+) -> tuple[PictureReader, PictureFiles]:
+    assert recipe.vision is not None
+    folder = pathlib.Path(cache or cache_folder()).expanduser() / "pictures"
+    return open_reader(recipe, tokenizer), picture_files(str(folder), recipe.vision.media_dir)
 
 
 def open_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PictureReader:
@@ -134,32 +141,22 @@ class _Preparation:
     share: tuple[int, int]
     pictures: PictureReader | None = None
 
-    def split(
-        self, name: str, samples: DocumentList, documents: Documents | None = None
-    ) -> tuple[Loader | PromptLoader, DataReport]:
-        """The loader of the split `name` and its report, with the skipped records and unread fields of `documents`."""
+    def split(self, name: str, samples: DocumentList) -> tuple[Loader | PromptLoader, DataReport]:
+        """The loader of the split `name`, and the report on it."""
         data, train, stage = self.recipe.data, self.recipe.train, STAGES[self.recipe.stage.kind]
+        options = token_options(data, self.recipe.stage.kind, self._room if stage.dataset_type == "prompts" else 0)
+        task = PartTask(self.tokenizer, options, stage_examples(self.recipe.stage.kind), self.pictures)
         store, counts, template = tokenised_store(
-            name,
-            samples.with_system(data.system),
-            self.tokenizer,
-            token_options(data, self.recipe.stage.kind, self._room if stage.dataset_type == "prompts" else 0),
-            self.recipe.stage.kind,
-            self.cache,
-            self.progress,
-            self.share,
-            self.pictures,
+            name, samples.with_system(data.system), task, self.cache, self.progress, self.share
         )
         if not len(store):
             raise nothing_to_train_error(name, counts)
-        if stage.dataset_type == "labelled" and name == "train":
-            _check_both_labels(store)
         is_train = name == "train"
+        if stage.dataset_type == "labelled" and is_train:
+            _check_both_labels(store)
         if stage.dataset_type == "prompts" or (is_train and self.recipe.rollout is not None):
-            loader = self._prompts(store, is_train=is_train)
-            return loader, prompt_report(
-                name, loader, counts, documents.skipped if documents else (), data.max_length, template
-            )
+            prompts = self._prompts(store, is_train=is_train)
+            return prompts, prompt_report(name, prompts, counts, data.max_length, template)
         loader = Loader(
             store,
             max_length=data.max_length,
@@ -172,17 +169,14 @@ class _Preparation:
             pictures=self.pictures,
             max_patches=self.recipe.vision.max_patches if self.recipe.vision else None,
         )
-        report = make_report(
-            name,
-            loader,
-            counts,
-            documents.skipped if documents else (),
-            max_length=data.max_length,
-            template=template,
-            dataset_type=stage.dataset_type,
-            unread=self._not_read(documents.unread) if documents and documents.unread else {},
-        )
+        length, kind = data.max_length, stage.dataset_type
+        report = make_report(name, loader, counts, max_length=length, template=template, dataset_type=kind)
         return loader, self._with_template_fix(report)
+
+    def add_records(self, report: DataReport, documents: Documents) -> DataReport:
+        """The report with the records of all `documents` that were skipped, and their fields that are not read."""
+        unread = tuple(self._not_read(documents.unread).items()) if documents.unread else ()
+        return dataclasses.replace(report, skipped=(*documents.skipped, *report.skipped), unread=unread)
 
     @property
     def _room(self) -> int:
@@ -253,8 +247,7 @@ class _Preparation:
         validation, validation_report = None, None
         if documents.validation is not None:
             validation, validation_report = self.split("validation", documents.validation)
-        skipped, unread = (*documents.skipped, *report.skipped), tuple(self._not_read(documents.unread).items())
-        report = self._with_template_fix(dataclasses.replace(report, skipped=skipped, unread=unread))
+        report = self._with_template_fix(self.add_records(report, documents))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 
 

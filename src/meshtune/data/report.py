@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,21 +115,18 @@ def make_report(
     split: str,
     loader: Loader,
     counts: TokenCounts,
-    skipped: Sequence[SkippedRecord],
     *,
     max_length: int,
     template: TemplateInfo | None = None,
     dataset_type: DatasetType = "documents",
-    unread: Mapping[str, tuple[str, ...]] | None = None,
 ) -> DataReport:
     """The report on a loader's store and the rows of its first epoch."""
     store, rows = loader.store, loader.rows(0)
     lengths = store.lengths
-    unrendered = (SkippedRecord(origin, reason) for origin, reason in counts.skipped)
     return DataReport(
         split=split,
         counts=counts,
-        skipped=(*skipped, *unrendered),
+        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in counts.skipped),
         rows=len(rows),
         row_length=loader.row_length,
         packing=loader.packing,
@@ -144,7 +140,6 @@ def make_report(
         template=template,
         cache_damage=store.damage,
         dataset_type=dataset_type,
-        unread=tuple((unread or {}).items()),
         pictures=None if loader.pictures is None else count_pictures(loader.pictures, store, rows),
     )
 
@@ -153,7 +148,6 @@ def prompt_report(
     split: str,
     loader: PromptLoader,
     counts: TokenCounts,
-    skipped: Sequence[SkippedRecord],
     max_length: int,
     template: TemplateInfo | None,
 ) -> DataReport:
@@ -162,7 +156,7 @@ def prompt_report(
     return DataReport(
         split=split,
         counts=counts,
-        skipped=(*skipped, *(SkippedRecord(origin, reason) for origin, reason in counts.skipped)),
+        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in counts.skipped),
         rows=len(lengths),
         row_length=loader.row_length,
         packing=True,

@@ -42,7 +42,6 @@ from meshtune.objectives.stages import STAGES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from meshtune.data.pictures.reader import PictureReader
 
 PartProcess = LazyFunction("meshtune.data.part_process:PartProcess")
 process_count = LazyFunction("meshtune.data.part_process:process_count")
@@ -69,30 +68,20 @@ def token_options(data: DataSection, stage: str = "sft", answer: int = 0) -> Tok
 def tokenised_store(
     split: str,
     samples: DocumentList,
-    tokenizer: PreTrainedTokenizerFast,
-    options: TokenOptions,
-    stage: str,
+    task: PartTask,
     cache: str | os.PathLike[str] | None,
     progress: Progress | None,
     share: tuple[int, int] = (0, 1),
-    pictures: PictureReader | None = None,
 ) -> tuple[Store, TokenCounts, TemplateInfo | None]:
     """The store of the tokenised samples, the counts, and the chat template's properties (None for plain text).
 
-    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache. `pictures`
-    reads those of samples.
+    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache.
 
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
-
-    # Stages that make the same examples of the same records share a store.
-    score_position = ("scored",) if STAGES[stage].has_score_head else ()
-    basis = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
-    basis += () if pictures is None else (pictures.key(),)
-    key = fingerprint(samples.content_hash(), *basis)
+    key = fingerprint(samples.content_hash(), *_task_key(task))
     directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
     total, conversation = TokenCounts(), False
-    task = PartTask(tokenizer, options, stage_examples(stage), pictures)
 
     def report(done: int) -> None:
         if progress is not None:
@@ -100,29 +89,44 @@ def tokenised_store(
 
     def parts() -> Iterator[ExampleArrays]:
         nonlocal conversation
+        few = directory is None
         try:
-            for part in _parts(task, samples, directory, report, share):
+            for part in (
+                _part(task, samples, report) if few else _parts_at_once(task, samples, directory, report, share)
+            ):
                 add_counts(total, part.counts)
                 conversation |= part.conversation
                 yield part.examples
         finally:
-            _check_unchanged(samples, directory)
+            if few:
+                samples.check_unchanged()
+            else:
+                _check_unchanged(samples, directory)
 
     def meta() -> dict[str, object]:
-        template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
+        template = dataclasses.asdict(template_info(ChatTemplate(task.tokenizer))) if conversation else None
         return {"counts": dataclasses.asdict(total), "template": template}
 
-    def build() -> tuple[Iterator[ExampleArrays], Callable[[], dict[str, object]]]:
-        if STAGES[stage].dataset_type == "labelled":  # whose companions cross the edges of parts
-            examples = (example for part in parts() for example in part)
-            return group_examples(with_companions(examples, options.max_length)), meta
-        return parts(), meta
-
+    groups = _with_companions(parts(), task.options.max_length) if task.convert.dataset_type == "labelled" else parts()
     # Stores of versions that did not look for the words of every message have no places of what they counted.
-    store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
+    store = open_or_build(key, lambda: (groups, meta), cache, is_current=lambda meta: "first" in meta["counts"])
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
     return store, *_read_counts(store)
+
+
+def _task_key(task: PartTask) -> list[str]:
+    """The texts that identify what is made of samples. Stages that make the same examples of them share a store."""
+    key = [tokenizer_hash(task.tokenizer), task.options.cache_key()]
+    if task.convert.score_position:
+        key.append("scored")
+    key += role_ends(task.tokenizer)
+    return key if task.pictures is None else [*key, task.pictures.key()]
+
+
+def _with_companions(parts: Iterator[ExampleArrays], max_length: int) -> Iterator[ExampleArrays]:
+    """The examples of labelled answers with their companions, which cross the edges of parts."""
+    return group_examples(with_companions((example for part in parts for example in part), max_length))
 
 
 def _read_counts(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
@@ -133,30 +137,20 @@ def _read_counts(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
     return counts, TemplateInfo(**template) if template else None
 
 
-def _check_unchanged(samples: DocumentList, directory: pathlib.Path | None) -> None:
+def _check_unchanged(samples: DocumentList, directory: pathlib.Path) -> None:
     """Raises UserError if a file has changed since its records were checked, and removes the parts in `directory`,
     which may not be of the records that were checked."""
     try:
         samples.check_unchanged()
     except UserError:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
-def _parts(
-    task: PartTask,
-    samples: DocumentList,
-    directory: pathlib.Path | None,
-    progress: Callable[[int], None],
-    share: tuple[int, int],
-) -> Iterator[Part]:
-    """The parts of some samples: one of few samples, or those that threads or processes make."""
-    if len(samples) > PART:
-        return _parts_at_once(task, samples, directory, progress, share)
-    part = make_part(samples, Tokenize(task.tokenizer, task.options, task.pictures), task.convert)
+def _part(task: PartTask, samples: DocumentList, progress: Callable[[int], None]) -> Iterator[Part]:
+    """The only part of a few samples."""
+    yield make_part(samples, Tokenize(task.tokenizer, task.options, task.pictures), task.convert)
     progress(len(samples))
-    return iter([part])
 
 
 def _parts_at_once(

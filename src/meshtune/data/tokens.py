@@ -304,29 +304,29 @@ class Tokenize:
         return self._backend.encode(text, add_special_tokens=False).ids, as_dicts(document)
 
     def _mask(self, document: Document, sides: int | None) -> MaskedText | None:
-        counts, locate_all = self.counts, self.options.overlong == "turns" and sides is None
-        messages = document.messages if isinstance(document, Conversation) else ()
+        """The document's text with loss weights; None where it is left out because of a mistake."""
         try:
             if self.pictures is not None:
                 check_placeholders(self.pictures, document)
-            if not isinstance(document, Conversation):
-                return self._mask_text(document)
-            masked = mask_conversation(self.chat, document, self.options.policy, locate_all=locate_all)
+            return self._mask_text(document) if isinstance(document, Text) else self._mask_chat(document, sides)
         except UserError as problem:
             if not self.options.skip_bad or problem.where != str(document.origin):
                 raise
-            counts.skipped.append((str(document.origin), problem.what))
+            self.counts.skipped.append((str(document.origin), problem.what))
             return None
-        counts.count("prompts_differ", document.origin, number=masked.prompts_differ)
-        counts.count("unended", document.origin, number=masked.unended)
-        for index, message in enumerate(messages):
+
+    def _mask_chat(self, document: Conversation, sides: int | None) -> MaskedText:
+        locate_all = self.options.overlong == "turns" and sides is None
+        masked = mask_conversation(self.chat, document, self.options.policy, locate_all=locate_all)
+        self.counts.count("prompts_differ", document.origin, number=masked.prompts_differ)
+        self.counts.count("unended", document.origin, number=masked.unended)
+        for index, message in enumerate(document.messages):
             if special := self._special_pattern.search(message.content):
-                counts.count("special_in_text", document.origin, f", message {index}: {special[0]}")
+                self.counts.count("special_in_text", document.origin, f", message {index}: {special[0]}")
                 break
-        for message in messages:
-            if message.role == "assistant" and (placeholder := _placeholder(message.content)):
-                counts.count("placeholders", document.origin, f": {placeholder[0]}")
-                break
+        answers = (message.content for message in document.messages if message.role == "assistant")
+        if placeholder := next(filter(None, map(_placeholder, answers)), None):
+            self.counts.count("placeholders", document.origin, f": {placeholder[0]}")
         return masked
 
     def _mask_text(self, document: Text) -> MaskedText:
@@ -436,42 +436,32 @@ class Tokenize:
     def _fit(self, text: Tokenised, origin: Origin, longest: int | None) -> Example | None:
         """The example, cut to `max_length`; None where nothing is left to train on, or it is dropped. `longest` is the
         length of the longest answer that it is compared with."""
-        counts, ids, weights = self.counts, text.ids, text.weights
-        if not np.any(weights[1:]):  # the first token is never predicted
-            counts.count("nothing_to_train", origin)
+        if not np.any(text.weights[1:]):  # the first token is never predicted
+            self.counts.count("nothing_to_train", origin)
             return None
         by_turns = self.options.overlong == "turns" and len(text.answers) > 0
-        difference = 0 if longest is None or not by_turns else longest - text.last_answer
-        pictures = text.pictures
-        if len(ids) + max(difference, 0) > self.options.max_length:
-            positions = self._positions_that_fit(text, origin, longest, by_turns)
-            if positions is not None and self.pictures is not None and pictures:
-                positions, pictures = keep_complete(self.pictures, ids, positions, pictures)
-                counts.count("pictures_cut", origin, number=len(text.pictures) - len(pictures))
-            if positions is None or not self._is_trained_on(text, positions, origin):
-                return None
-            ids, weights = ids[positions], weights[positions]
-        counts.examples += 1
-        counts.tokens += len(ids)
-        counts.trained_tokens += int(np.count_nonzero(weights[1:]))
-        if self.pictures is None or not pictures:
-            return Example(ids, weights, origin)
-        counts.pictures += len(pictures)
-        counts.patches += sum(self.pictures.layout(*item.picture.size).patches for item in pictures)
-        return Example(ids, weights, origin, extra=write_pictures(pictures))
+        excess = 0 if longest is None or not by_turns else longest - text.last_answer
+        if len(text.ids) + excess > self.options.max_length:
+            shorter = self._shorten(text, origin, longest, by_turns)
+            return None if shorter is None else self._example(shorter, origin)
+        return self._example(text, origin)
 
-    def _is_trained_on(self, text: Tokenised, positions: np.ndarray, origin: Origin) -> bool:
-        """Whether there is something to train on at the positions that are kept; counted where not."""
-        if np.any(text.weights[positions][1:]):
-            return True
-        self.counts.count("nothing_after_truncation", origin)
-        return False
+    def _example(self, text: Tokenised, origin: Origin) -> Example:
+        self.counts.examples += 1
+        self.counts.tokens += len(text.ids)
+        self.counts.trained_tokens += int(np.count_nonzero(text.weights[1:]))
+        extra = self._write_pictures(text.pictures) if text.pictures else b""
+        return Example(text.ids, text.weights, origin, extra=extra)
 
-    def _positions_that_fit(
-        self, text: Tokenised, origin: Origin, longest: int | None, by_turns: bool
-    ) -> np.ndarray | None:
-        """The positions of a document of more than `max_length` that are kept; None where it is left out."""
-        counts, max_length = self.counts, self.options.max_length
+    def _write_pictures(self, pictures: Sequence[DocumentPicture]) -> bytes:
+        assert self.pictures is not None, "expand_document made them"
+        self.counts.pictures += len(pictures)
+        self.counts.patches += sum(self.pictures.layout(*item.picture.size).patches for item in pictures)
+        return write_pictures(pictures)
+
+    def _shorten(self, text: Tokenised, origin: Origin, longest: int | None, by_turns: bool) -> Tokenised | None:
+        """The part of a document of more than `max_length` that is kept; None where it is left out."""
+        counts, max_length, pictures = self.counts, self.options.max_length, text.pictures
         if self.options.overlong == "error":
             raise UserError(
                 f"a document of {len(text.ids)} tokens, more than max_length {max_length}",
@@ -488,7 +478,13 @@ class Tokenize:
             positions = positions_by_turns(text.answers, max_length, longest=longest, last_turn_first=last_first)
         counts.count("truncated", origin)
         counts.tokens_cut += len(text.ids) - len(positions)
-        return positions
+        if pictures:
+            positions, pictures = keep_complete(self.pictures, text.ids, positions, pictures)
+            counts.count("pictures_cut", origin, number=len(text.pictures) - len(pictures))
+        if not np.any(text.weights[positions][1:]):
+            counts.count("nothing_after_truncation", origin)
+            return None
+        return text._replace(ids=text.ids[positions], weights=text.weights[positions], pictures=pictures)
 
 
 def _placeholder(answer: str) -> re.Match[str] | None:

@@ -81,14 +81,16 @@ def convert_messages(
 ) -> Conversation:
     field = fields["messages"] or "messages"
     messages = read_messages(list_field(record, field, origin, "messages"), origin, field)
-    messages = with_system(messages, record, fields, origin)
+    if fields.get("system") in record:
+        messages = with_system(messages, record, fields, origin)
     has_tools = any(record.get(name) is not None for key in ("tools", "functions") if (name := fields[key]))
     tools = _read_tools(record, fields, origin) if has_tools else ()
     if tools or any(message.tool_calls or message.role == "tool" for message in messages):
         messages = with_tool_use(messages, tools, origin, field, good=good)
     else:
         check_turns(messages, origin, field)
-    return Conversation(tuple(messages), origin, tools, read_variables(record, fields, origin))
+    variables = read_variables(record, fields, origin) if fields.get("chat_template_kwargs") in record else {}
+    return Conversation(tuple(messages), origin, tools, variables)
 
 
 def _read_tools(record: Record, fields: FieldNames, origin: Origin) -> tuple[Mapping[str, object], ...]:
@@ -111,13 +113,20 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     if not isinstance(turn, dict):
         problem = f"expected a message, found {describe(turn)}"
         raise field_error(problem, origin, field, 'write {"role": ..., "content": ...}')
-    role = _role(turn, origin, field)
+    role, content = _role(turn, origin, field), turn.get("content")
+    if len(turn) == 2 and isinstance(content, str):
+        return Message(role, check_text(content, origin, f"{field}.content", required=role in ("user", "assistant")))
+    return _rich_message(turn, role, content, origin, field)
+
+
+def _rich_message(turn: dict[str, object], role: Role, content: object, origin: Origin, field: str) -> Message:
+    """A message that has more than a text, or none."""
     check_turn(turn, origin, field)
+    pictures = list[PlacedPicture]()
     extra = {key: value for key, value in turn.items() if key not in KNOWN_KEYS and value is not None}
     if "tool_call_id" in turn:
         call_id(turn, "tool_call_id", origin, field)
     calls = _calls(turn, origin, field) if turn.get("tool_calls") or turn.get("function_call") else []
-    content, pictures = turn.get("content"), list[PlacedPicture]()
     if isinstance(content, list):
         in_answer = role == "assistant"
         content = _parts(content, origin, f"{field}.content", calls, extra, None if in_answer else pictures)

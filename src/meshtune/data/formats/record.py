@@ -349,9 +349,8 @@ def read_record(
     Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields` says
     that it is not to be read; and as the format does.
     """
-    read = {*fields.values(), picture_field(record, fields)}
     for name in record.keys() & (OF_PROMPTS if form.has_columns else FIELDS.keys()):
-        if name not in read and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
+        if not _is_read(name, record, form, fields) and _has_meaning(name, record[name]):
             raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
     return form.convert(record, fields, tags, origin)
 
@@ -366,14 +365,21 @@ def picture_field(record: Record, fields: FieldNames) -> str | None:
 
 def has_pictures(sample: Sample, record: Record, fields: FieldNames) -> bool:
     """Whether a record has pictures: a list of them, or parts of its sample's turns."""
-    field = picture_field(record, fields)
-    if field is not None and not is_blank(record[field]):
+    if (fields.get("images") in record or "image" in record) and _lists_pictures(record, fields):
         return True
     documents = (sample.chosen, sample.rejected) if isinstance(sample, Pair) else (getattr(sample, "document", sample),)
     return any(message.pictures for document in documents for message in getattr(document, "messages", ()))
 
 
-def _is_left_out(name: str, form: RecordFormat, fields: FieldNames) -> bool:
+def _lists_pictures(record: Record, fields: FieldNames) -> bool:
+    field = picture_field(record, fields)
+    return field is not None and not is_blank(record[field])
+
+
+def _is_read(name: str, record: Record, form: RecordFormat, fields: FieldNames) -> bool:
+    """Whether the format reads a field, or `fields` says that it is not to be read."""
+    if name in fields.values() or name == picture_field(record, fields):
+        return True
     columns = {name, "images"} if name in PICTURES else {form.aliases.get(name, name)}
     return any(column in fields and fields[column] is None for column in columns)
 
