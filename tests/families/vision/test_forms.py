@@ -36,7 +36,7 @@ from families.vision.test_parity import close_gradients, documents_of, patches_o
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
-from meshtune.adapters.targets import modules
+from meshtune.adapters.targets import modules, partial_layers
 from meshtune.adapters.training_method import VisionTraining
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.errors import UserError
@@ -143,10 +143,11 @@ def test_updates_in_the_backward_pass_are_those_of_the_plain_gradient(case: Visi
     documents = documents_of(case)
     batch = padded_rows(documents)
     expected = jax.jit(jax.grad(mean_loss), static_argnums=1)(params, spec, batch)
-    prepared = prepare(FullConfig(), spec, params, jax.random.key(0), vision=EVERYTHING)
+    method = FullConfig(train_router=True)
+    prepared = prepare(method, spec, params, jax.random.key(0), vision=EVERYTHING)
     rate = 1024.0  # the sum of a weight near one and of a small gradient would lose the gradient's last digits
     config = OptimizerConfig("sgd", rate, "constant", in_backward=True)
-    arrays = abstract(FullConfig(), spec, vision=EVERYTHING)
+    arrays = abstract(method, spec, vision=EVERYTHING)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, prepared.spec)
     step = make_train_step(sft_objective, prepared.spec, dataclasses.replace(PLAIN, remat="full"), optimizer)
     before = jax.tree.map(np.array, prepared.trainable)
@@ -183,6 +184,9 @@ def test_an_adapter_of_peft_on_everything_has_the_same_logits_here(case: VisionC
     """peft's all-linear means the tower and the projector too."""
     spec, params = load(case)
     targets = [m.name for m in modules(spec).values() if m.linear and m.node != "head" and m.role == "matrix"]
+    if (partial := partial_layers(spec, modules(spec))) is not None:  # which peft adapts as well
+        others = dict(torch_model(case.case).named_modules())
+        targets += [n for n, m in others.items() if n.startswith(partial) and isinstance(m, torch.nn.Linear)]
     options = peft.LoraConfig(r=2, lora_alpha=8, task_type="CAUSAL_LM", target_modules=targets)
     model = peft.get_peft_model(torch_model(case.case), options).eval()
     torch.manual_seed(1)
