@@ -29,6 +29,7 @@ from meshtune.families.composite import module_name
 from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
 from meshtune.model.inputs import ROWS
+from meshtune.model.linear import LIMITS
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.safetensors_files import Tensor
 
@@ -128,6 +129,9 @@ def _in_parts(trained: list[str], among: Mapping[str, Module], spec: ModelSpec) 
     others = [name for name in among if name not in names]
     if (partial := partial_layers(spec, among)) is not None:
         others.append(f"{partial}.not_computed")
+    # Limits of a tower's linear layers, which the module around each holds, are not trained.
+    clipped = (name for name, module in among.items() if module.part == "tower" and LIMITS[0] in module.leaves)
+    others += [f"{name.rpartition('.')[0]}.{LIMITS[0]}" for name in clipped]
 
     def largest(name: str) -> str:
         parts = name.split(".")
@@ -187,7 +191,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
             continue
         _check_adapter(among[module], tensors, shapes, peft, where)
     for module, tensors in content.full.items():
-        for leaf in among[module].leaves:
+        for leaf in among[module].trained_leaves:
             if leaf not in tensors:
                 raise missing(f"{PREFIX}{module}.{leaf}", where)
             check_shape(tensors[leaf], shapes, among[module].views[leaf].tensor, where)
