@@ -64,6 +64,26 @@ MODELS = {
         ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
         PARTS.replace("PICTURE", "<start_of_image>"),
     ),
+    "gemma4": (
+        {"model_type": "gemma4", "vision_config": {"patch_size": 4, "pooling_kernel_size": 2},
+         "text_config": {"use_bidirectional_attention": "vision"}},
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2,
+         "max_soft_tokens": 70},
+        ["<|image>", "<|image|>", "<image|>"],
+        PARTS.replace("PICTURE", "<|image|>"),
+    ),
+    "glm4v": (
+        {"model_type": "glm4v", "vision_config": {"in_channels": 3}},
+        {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 6272, "longest_edge": 40000}},
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
+        PARTS.replace("PICTURE", "<|begin_of_image|><|image|><|end_of_image|>"),
+    ),
+    "mistral3": (
+        {"model_type": "mistral3", "spatial_merge_size": 2, "vision_config": {"patch_size": 14}},
+        {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 150}},
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        PARTS.replace("PICTURE", "[IMG]"),
+    ),
     "llava": (
         {"model_type": "llava", "vision_config": {"patch_size": 14}},
         {"image_processor_type": "CLIPImageProcessor", "crop_size": 56, "size": 56},

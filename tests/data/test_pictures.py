@@ -7,7 +7,9 @@ import importlib
 import io
 import json
 import re
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,6 +58,7 @@ def processed(reader, image):
 def written(family, tokenizer, output, image):
     """The text that transformers' processor writes in the place of a picture."""
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
     from transformers.models.internvl.processing_internvl import InternVLProcessor
     from transformers.models.llava.processing_llava import LlavaProcessor
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
@@ -76,6 +79,18 @@ def written(family, tokenizer, output, image):
         case "gemma3":
             whole = f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"
             return Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), output, 0)
+        case "gemma4":
+            names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+            return Gemma4Processor.replace_image_token(SimpleNamespace(**names), output, 0)
+        case "mistral3":
+            # The module of its processor imports the image processor that needs torchvision.
+            pil = importlib.import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+            with mock.patch.dict(sys.modules, {"transformers.models.pixtral.image_processing_pixtral": pil}):
+                from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+            names = {f"image{n}_token": f"[IMG{n.upper()}]" for n in ("", "_break", "_end")}
+            return PixtralProcessor.replace_image_token(
+                SimpleNamespace(patch_size=14, spatial_merge_size=2, **names), output, 0
+            )
         case "llava":
             fields = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
             return LlavaProcessor.replace_image_token(SimpleNamespace(image_token="<image>", **fields), output, 0)
@@ -86,7 +101,8 @@ def written(family, tokenizer, output, image):
             processor.image_processor = SimpleNamespace(image_grid_pinpoints=MODELS[family][1]["image_grid_pinpoints"])
             return LlavaNextProcessor.replace_image_token(processor, output, 0)
         case _:
-            fields = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token="<|image_pad|>")
+            token = "<|image|>" if family == "glm4v" else "<|image_pad|>"
+            fields = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token=token)
             return Qwen2VLProcessor.replace_image_token(fields, output, 0)
 
 
@@ -126,10 +142,14 @@ def test_pixels_are_those_of_transformers(model, family):
         layout, output, side = reader.layout(*size), processed(reader, image), reader.family.patch
         assert len(patches) == len(segments) == len(grid) == layout.patches
         assert np.unique(segments).tolist() == list(range(1, len(layout.tiles) + 1))
-        if family.startswith("qwen"):
+        if family.startswith(("qwen", "glm")):
             expected = output["pixel_values"].reshape(len(patches), 3, 2, side**2)
             assert np.array_equal(expected[:, :, 0], expected[:, :, 1])
             assert np.array_equal(patches, expected[:, :, 0].reshape(patches.shape))
+        elif family == "gemma4":
+            count, (rows, columns) = len(patches), layout.tiles[0]
+            expected = output["pixel_values"][0][:count].reshape(rows * columns, side * side, 3).swapaxes(1, 2)
+            assert np.array_equal(patches, expected[grid[:, 0] * columns + grid[:, 1]].reshape(count, -1))
         else:
             tiles = np.asarray(output["pixel_values"])
             tiles = tiles.reshape(-1, *tiles.shape[-3:])

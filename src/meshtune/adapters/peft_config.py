@@ -246,6 +246,7 @@ def write_config(
     parameters: list[str] | None = None,
     transposed: bool = False,
     composite: bool = False,
+    partial: str | None = None,
 ) -> dict[str, Any]:
     """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
     `ranks` and `alphas` are by HF module, empty for kinds that have neither. `parameters` are the adapted ones of
@@ -253,7 +254,7 @@ def write_config(
 
     `names` are all modules of the model: short names are used where they select exactly the right ones. `transposed`
     says that the adapted weights are [in, out] in transformers. In a `composite` there are other modules, which are
-    excluded.
+    excluded, and so are those of the list of layers `partial` that are not among `names`.
     """
     for_experts = [name for name in adapted if parameters and name.endswith(TAKEN_FOR_EXPERTS)]
     weights = {name: f"{name}.weight" for name in for_experts}
@@ -273,7 +274,7 @@ def write_config(
         "inference_mode": True,
         "target_modules": _shortest(adapted, names, "."),
         "modules_to_save": (sorted(trained) if composite else _shortest(trained, names, "")) or None,
-        **({"exclude_modules": _all_but(names)} if composite else {}),
+        **({"exclude_modules": _all_but(names, partial)} if composite else {}),
         "bias": "none",
         "fan_in_fan_out": transposed,
         **patterns,
@@ -289,11 +290,15 @@ def _equal(fields: dict[str, Any], field: str, value: object) -> bool:
     return (fields.get(field) or False) == value if value is False else fields.get(field) == value
 
 
-def _all_but(names: list[str]) -> str:
-    """A pattern of the modules that are none of the text model's, nor inside or around one of these."""
+def _all_but(names: list[str], partial: str | None) -> str:
+    """A pattern of the modules that are none of `names`, nor inside or around one of these."""
     roots = sorted({re.split(r"\.[^.]+\.\d+\.", name, maxsplit=1)[0] for name in names})
     inside = "|".join(re.escape(root) for root in roots)
-    return rf"(?!({inside})(\.|$)).*"
+    others = rf"(?!({inside})(\.|$)).*"
+    if partial is None:
+        return others
+    numbers = {name.removeprefix(f"{partial}.").split(".")[0] for name in names if name.startswith(f"{partial}.")}
+    return rf"{others}|{re.escape(partial)}\.(?!({'|'.join(sorted(numbers, key=int))})\.).*"
 
 
 def _shortest(chosen: list[str], names: list[str], before: str) -> list[str]:

@@ -26,7 +26,7 @@ from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_experts import PREFIX
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.adapters.targets import modules
+from meshtune.adapters.targets import modules, partial_layers
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
@@ -127,6 +127,7 @@ def save_adapter(
         parameters=written.parameters,
         transposed=any(among[name].transposed for name in written.adapted),
         composite=spec.composite is not None,
+        partial=partial_layers(spec, among),
     )
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},

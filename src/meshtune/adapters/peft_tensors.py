@@ -21,7 +21,7 @@ from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
 from meshtune.adapters.peft_misfits import OF_EMBEDDINGS, check_layers, check_shape, misfit, missing, on_embedding
 from meshtune.adapters.placement import place_arrays
 from meshtune.adapters.registry import ADAPTERS
-from meshtune.adapters.targets import Module, modules
+from meshtune.adapters.targets import Module, modules, partial_layers
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
@@ -29,6 +29,7 @@ from meshtune.families.composite import module_name
 from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
 from meshtune.model.inputs import ROWS
+from meshtune.model.linear import LIMITS
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.safetensors_files import Tensor
 
@@ -126,9 +127,11 @@ def _in_parts(trained: list[str], among: Mapping[str, Module], spec: ModelSpec) 
     """
     names = set(trained)
     others = [name for name in among if name not in names]
-    if spec.vision is not None and spec.vision.partial:
-        layer = next(name for name, module in among.items() if module.part == "tower" and module.layer is not None)
-        others.append(re.split(r"\.\d+\.", layer, maxsplit=1)[0] + ".not_computed")
+    if (partial := partial_layers(spec, among)) is not None:
+        others.append(f"{partial}.not_computed")
+    # Limits of a tower's linear layers, which the module around each holds, are not trained.
+    clipped = (name for name, module in among.items() if module.part == "tower" and LIMITS[0] in module.leaves)
+    others += [f"{name.rpartition('.')[0]}.{LIMITS[0]}" for name in clipped]
 
     def largest(name: str) -> str:
         parts = name.split(".")
@@ -156,7 +159,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     routers = {m.parameter.removesuffix(".weight"): name for name, m in among.items() if m.role == "router"}
     experts, of_experts = read_experts(shapes, among, peft, where)
     content = Content(dict(experts.tensors), {}, {}, views=experts.views)
-    for name in shapes.keys() - of_experts:
+    for name in shapes.keys() - of_experts - _not_computed(shapes, spec, among):
         field = next((field for field, known in ADAPTERS[peft.kind].PEFT_SHARED.items() if known == name), None)
         if field is not None:
             content.shared[field] = name
@@ -188,7 +191,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
             continue
         _check_adapter(among[module], tensors, shapes, peft, where)
     for module, tensors in content.full.items():
-        for leaf in among[module].leaves:
+        for leaf in among[module].trained_leaves:
             if leaf not in tensors:
                 raise missing(f"{PREFIX}{module}.{leaf}", where)
             check_shape(tensors[leaf], shapes, among[module].views[leaf].tensor, where)
@@ -209,6 +212,15 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
         raise UserError("the adapter holds no tensors", where=where, fix="write the adapter again")
     _check_shared(among, content, shapes, peft, where)
     return content
+
+
+def _not_computed(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, among: Mapping[str, Module]) -> set[str]:
+    """The tensors of layers of a tower that no feature depends on."""
+    if (partial := partial_layers(spec, among)) is None:
+        return set()
+    computed = {name.removeprefix(f"{partial}.").split(".")[0] for name in among if name.startswith(f"{partial}.")}
+    layers = re.compile(rf"{re.escape(PREFIX + partial)}\.(\d+)\.")
+    return {name for name in shapes if (match := layers.match(name)) and match[1] not in computed}
 
 
 def read_shared(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -52,7 +53,7 @@ REFUSED_IN_PEFT, REFUSED_MODULE = ("falcon_h1", "mamba2", "nemotron_h"), ".out_p
 
 ModelPart = Literal["language", "tower", "projector"]
 PARTS: dict[str, ModelPart] = {VISION: "tower", PROJECTOR: "projector"}  # by the root of the node
-CONVOLUTION = f"{VISION}/patches"  # a linear layer here, and none in transformers
+CONVOLUTIONS = (f"{VISION}/patches", f"{PROJECTOR}/convolution")  # linear layers here, and none in transformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
     for node, weights in leaves.items():
         place = stack_path(node)
         if place is None:
-            plain = not (spec.norm_head and node == "head") and node != CONVOLUTION
+            plain = not (spec.norm_head and node == "head") and node not in CONVOLUTIONS
             within, name = views_of("embed" if spec.tied and node == "head" else node, ()), named[node][0]
             bare = _is_bare(entries.get((f"{node}/weight", ())))
             by_name[name] = Module(name, node, None, None, weights, plain and not bare, within, bare=bare)
@@ -147,6 +148,14 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
             bare = _is_bare(entry)
             by_name[name] = Module(name, node, row, layer, one_layer, True, views, in_peft, parameter, layout, bare)
     return by_name
+
+
+def partial_layers(spec: ModelSpec, among: Mapping[str, Module]) -> str | None:
+    """The tower's list of layers where transformers has more of them than are computed here, else None."""
+    if spec.vision is None or not spec.vision.partial:
+        return None
+    layer = next(name for name, module in among.items() if module.part == "tower" and module.layer is not None)
+    return re.split(r"\.\d+\.", layer, maxsplit=1)[0]
 
 
 def _is_bare(entry: TensorMap | None) -> bool:

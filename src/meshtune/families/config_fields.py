@@ -331,8 +331,8 @@ def _mrope_sections(
     sections = block.get("mrope_section")
     if sections is None:
         return (), block
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n > 0 for n in sections):
-        raise fields.error(source, f"mrope_section is {sections!r}, not three whole numbers above zero")
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
+        raise fields.error(source, f"mrope_section is {sections!r}, not three whole numbers")
     by_turns = block.get("mrope_interleaved")
     if by_turns is not None and by_turns != (mrope == "interleaved"):
         raise fields.error(source, f"mrope_interleaved = {by_turns!r} is not implemented for this family")

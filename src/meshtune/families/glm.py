@@ -40,7 +40,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """GlmConfig or Glm4Config -> ModelSpec."""
     fields = ConfigFields(DEFAULTS | config, where)
     kind = config["model_type"]
-    rope = read_rope(fields, head_sizes(fields)[2], theta=10000.0, rotated=0.5, interleaved=True)
+    rope = read_rope(fields, head_sizes(fields)[2], theta=10000.0, rotated=0.5, interleaved=True, mrope="blocks")
     attention = attention_spec(fields, rope=rope, qkv_bias=bool(fields.get("attention_bias")))
     norm = NormSpec(fields.number("rms_norm_eps", 1.5625e-7))
     layer = LayerSpec(attention, mlp_spec(fields, packed=True), norm, "both" if kind == "glm4" else "pre")

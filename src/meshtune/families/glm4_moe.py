@@ -37,7 +37,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields.only("decoder_sparse_step", 1)
     attention = attention_spec(
         fields,
-        rope=read_rope(fields, head_sizes(fields)[2], theta=10000.0, rotated=0.5),
+        rope=read_rope(fields, head_sizes(fields)[2], theta=10000.0, rotated=0.5, mrope="blocks"),
         qkv_bias=bool(fields.get("attention_bias", False)),
         qk_norm=norm_spec(fields) if fields.get("use_qk_norm", False) else None,
     )

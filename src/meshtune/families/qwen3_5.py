@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from meshtune.families import qwen3
@@ -36,7 +36,6 @@ DELTA_MODULES = {
     "delta/out": "linear_attn.out_proj",
 }
 IN_MODULES = {f"delta/{name}": f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a", "qkvz", "ba")}
-MROPE = ("mrope_section", "mrope_interleaved")  # which of three positions rotates a pair: they are equal for text
 UNUSED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
 DESCRIPTIONS = {
@@ -94,14 +93,7 @@ def hybrid_layers(fields: ConfigFields, ffns: Sequence[FeedForward], fused: bool
 
 def _rope(fields: ConfigFields) -> RopeSpec:
     """The rotary embedding of a quarter of each head."""
-    blocks = {name: fields.get(name) for name in ("rope_parameters", "rope_scaling")}
-    plain = {
-        name: {key: value for key, value in block.items() if key not in MROPE}
-        for name, block in blocks.items()
-        if isinstance(block, Mapping)
-    }
-    part = fields.with_values("rotary embedding", **plain)
-    return read_rope(part, head_sizes(fields)[2], theta=10_000.0, rotated=0.25)
+    return read_rope(fields, head_sizes(fields)[2], theta=10_000.0, rotated=0.25, mrope="interleaved")
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

@@ -64,6 +64,7 @@ TOWER = (
     ),
     ("model.multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
 )
+VISUAL = (("model.visual.", ("visual.", "model.visual.")),)
 MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
 # Of transformers' LlamaConfig and MistralConfig.
 SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -71,6 +72,11 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {**SEVEN, "intermediate_size": 11008, "rope_theta": 10_000.0, "vocab_size": 32000},
     "mistral": {**SEVEN, "intermediate_size": 14336, "rope_theta": 10_000.0, "vocab_size": 32000}
     | {"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32},
+}
+# Of transformers' Glm4vTextConfig and Glm4vMoeTextConfig, where they are not those of GLM-4.
+GLM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_text": {"head_dim": None, "rms_norm_eps": 1e-5},  # heads divide the width
+    "glm4v_moe_text": {"attention_bias": True},
 }
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
@@ -90,6 +96,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma4_text",),
         MULTIMODAL,
         optional=("audio tower",),
+        tower=tuple((f"model.{part}.", (f"{part}.", f"model.{part}.")) for part in ("vision_tower", "embed_vision")),
     ),
     "gemma4_unified": Wrapper(
         "Gemma 4 12B with vision and audio",
@@ -98,6 +105,24 @@ WRAPPERS: dict[str, Wrapper] = {
         {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
         optional=("audio embedder",),
     ),
+    **{
+        kind: Wrapper(
+            title,
+            f"{name}ForConditionalGeneration",
+            texts,
+            {"vision tower": ("visual.",)},
+            tied=False,
+            layouts=(SINCE,),
+            tower=VISUAL,
+            families={"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"},
+            defaults=GLM_DEFAULTS,
+        )
+        for kind, name, title, texts in (
+            ("glm4v", "Glm4v", "GLM-4.1V", ("glm4v_text",)),
+            ("glm4v_moe", "Glm4vMoe", "GLM-4.5V and 4.6V", ("glm4v_moe_text",)),
+            ("glm46v", "Glm46V", "GLM-4.6V", ("glm4v_text", "glm4v_moe_text")),
+        )
+    },
     **{
         kind: Wrapper(
             title,
@@ -153,6 +178,7 @@ WRAPPERS: dict[str, Wrapper] = {
         "Mistral3ForConditionalGeneration",
         ("mistral", "ministral3"),
         VISION,
+        tower=TOWER,
     ),
     **{
         kind: Wrapper(
@@ -162,7 +188,7 @@ WRAPPERS: dict[str, Wrapper] = {
             {"vision tower": ("visual.",)},
             tied=False,
             layouts=layouts,
-            tower=(("model.visual.", ("visual.", "model.visual.")),),
+            tower=VISUAL,
             families={f"{kind}_text": family},
             defaults={"qwen3_vl_moe_text": {"norm_topk_prob": True}},  # which is no field: it always does
             flat=layouts != (SINCE,),
@@ -180,6 +206,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("qwen3_5_text",),
         {"vision tower": ("visual.",)},
         tied=False,
+        tower=VISUAL,
     ),
     "qwen3_5_moe": Wrapper(
         "Qwen3.5 MoE with vision",
@@ -187,6 +214,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("qwen3_5_moe_text",),
         {"vision tower": ("visual.",)},
         tied=False,
+        tower=VISUAL,
     ),
 }
 # Fields of a composite's config that say nothing of its text model.

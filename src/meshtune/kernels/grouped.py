@@ -278,7 +278,11 @@ def order_by(numbers: Int[Array, "N"], count: int) -> tuple[Int[Array, "N"], Int
         order = jnp.sort(numbers.astype(jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
     else:
         order = jnp.argsort(numbers, stable=True)
-    return checkpoint_name((order, lax.platform_dependent(order, cpu=_by_scatter, default=jnp.argsort)), ORDER)
+    return checkpoint_name((order, lax.platform_dependent(order, cpu=_by_scatter, default=_by_sort)), ORDER)
+
+
+def _by_sort(order: Array) -> Array:
+    return jnp.argsort(order).astype(order.dtype)
 
 
 def _by_scatter(order: Array) -> Array:

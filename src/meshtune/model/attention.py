@@ -210,6 +210,7 @@ class AttentionSpec(Mixer):
     name for later layers, each of which `reads` them in place of computing keys and values, and has a cache of none.
     With `causal` False tokens see the later ones of their segment too, as in a vision tower, and with `windowed` those
     of their window of a picture only. With `reaches` tokens of a picture in the text see each other both ways.
+    `clipped` is that of linear_params, for all projections.
     """
 
     heads: int
@@ -238,10 +239,12 @@ class AttentionSpec(Mixer):
     causal: bool = True
     windowed: bool = False
     reaches: bool = False
+    clipped: bool = False
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
         assert self.gate is None or not self.packed, "packed projections have no gate"
+        assert not self.clipped or not (self.packed or self.gate), "plain projections are clipped"
         assert not self.packed or not (self.v_of_k or self.reads or self.v_norm), "packed projections have values"
         assert self.reads is None or self.stores is None, "keys and values that are read are already stored"
         assert not self.qk_norm_after_rope or self.qk_norm_over != "vector", "heads are rotated one by one"
@@ -260,13 +263,13 @@ class AttentionSpec(Mixer):
         else:
             width = 2 if self.gate == "query" else 1
             tree = {
-                "q": linear_params((width * H, "heads"), d, self.qkv_bias, width * self.head_dim),
-                "k": linear_params((K, "kv_heads"), d, self.qkv_bias, self.head_dim),
-                "v": linear_params((K, "kv_heads"), d, self.qkv_bias),
+                "q": linear_params((width * H, "heads"), d, self.qkv_bias, width * self.head_dim, self.clipped),
+                "k": linear_params((K, "kv_heads"), d, self.qkv_bias, self.head_dim, self.clipped),
+                "v": linear_params((K, "kv_heads"), d, self.qkv_bias, clipped=self.clipped),
             }
             absent = ("k", "v") if self.reads is not None else ("v",) if self.v_of_k else ()
             tree = {name: params for name, params in tree.items() if name not in absent}
-        tree["o"] = linear_params(d, (H, "heads"), self.out_bias)
+        tree["o"] = linear_params(d, (H, "heads"), self.out_bias, clipped=self.clipped)
         if self.gate == "input":
             tree["gate"] = linear_params((H, "heads"), d, bias=False)
         if self.sinks:

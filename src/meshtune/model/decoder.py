@@ -5,6 +5,7 @@ NormHead (https://arxiv.org/abs/2309.10305): an output head whose rows are divid
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -91,10 +92,11 @@ def enter(
     tower's adapters on. Reads the nodes of params that `ModelSpec.before` names, and no others.
     """
     rows, visual = sequence_info(inputs, spec.ropes), inputs.visual
+    if visual is not None:  # whose tokens may be beyond the tables
+        inputs = dataclasses.replace(inputs, tokens=jnp.where(visual.index == 0, inputs.tokens, 0))
     x = inputs.embeds
     if x is None:
-        tokens = inputs.tokens if visual is None else jnp.where(visual.index == 0, inputs.tokens, 0)
-        x = embed_tokens(table(to_device(params["embed"], tokens)), tokens, compute.layout)
+        x = embed_tokens(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
@@ -278,6 +279,8 @@ class PerLayerEmbedding:
         """The vectors [L, B, T, P] in the dtype of the embeddings."""
         tokens = jnp.where(inputs.tokens < self.vocab, inputs.tokens, 0)
         rows = embed_tokens(node["table"]["weight"], tokens, compute.layout).astype(embeds.dtype)
+        if inputs.visual is not None:  # whose tokens have the row of padding, which nothing trains
+            rows = jnp.where(inputs.visual.index[..., None] == 0, rows, lax.stop_gradient(rows))
         rows = rows * jnp.asarray(self.width**0.5, rows.dtype)
         projected = linear(embeds, with_gathered_columns(node["projection"], compute.layout)) * embeds.shape[-1] ** -0.5
         shape = (*inputs.tokens.shape, self.layers, self.width)

@@ -87,10 +87,18 @@ class Groups(NamedTuple):
         return jnp.concatenate([numbers, jnp.zeros_like(numbers[:1])])[self.of_row]
 
 
-def linear_params(out: tuple[int, str], into: tuple[int, str], bias: bool, head_rows: int = 1) -> Tree:
-    """The parameters of a linear layer: weight [out, in] and perhaps bias [out]; sizes with their logical axes."""
+LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of a clipped linear layer
+
+
+def linear_params(
+    out: tuple[int, str], into: tuple[int, str], bias: bool, head_rows: int = 1, clipped: bool = False
+) -> Tree:
+    """The parameters of a linear layer: weight [out, in] and perhaps bias [out]; sizes with their logical axes. Of a
+    `clipped` one also the LIMITS [1] of the numbers that it reads and gives."""
     shape, axes = (out[0], into[0]), (out[1], into[1])
     weight = {"weight": ArraySpec(shape, "float32", axes, role="matrix", head_rows=head_rows)}
+    if clipped:
+        weight |= dict.fromkeys(LIMITS, ArraySpec((1,), "float32", ("whole",), "ones", role="buffer"))
     return weight | {"bias": ArraySpec(out[:1], "float32", out[1:], "zeros", role="vector")} if bias else weight
 
 
@@ -179,17 +187,21 @@ def linear(
     x: Float[Array, "*B i"], node: Tree, key: Array | None = None, out: DTypeLike | None = None
 ) -> Float[Array, "*B o"]:
     """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` (adapters.kind.Adapter) and its
-    frozen arrays, `fixed`.
+    frozen arrays, `fixed`; perhaps LIMITS.
 
     `key` is the adapter's source of dropout; without one nothing is dropped.
     """
-    adapter = node.get("adapter")
+    adapter, clipped = node.get("adapter"), LIMITS[0] in node
+    if clipped:
+        x = jnp.clip(x, *(lax.stop_gradient(node[name]).astype(x.dtype) for name in LIMITS[:2]))
     if adapter is None:
         y = matmul(x, node["weight"], out)
     else:
         y = adapter.apply(x, node["weight"], key, out, node.get("fixed"))
     if "bias" in node:
         y = y + node["bias"].astype(y.dtype)
+    if clipped:
+        y = jnp.clip(y, *(lax.stop_gradient(node[name]).astype(y.dtype) for name in LIMITS[2:]))
     return checkpoint_name(y, PRODUCT)
 
 

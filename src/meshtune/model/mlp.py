@@ -71,7 +71,7 @@ class MlpSpec(FeedForward):
     With `packed` one projection `gate_up` [2 F, D] computes both: a row of the gate, then a row of up, in turn, so that
     tp, which splits the rows, gives every device both of a pair. The input of the activation is multiplied by
     `gate_scale`, the result by `out_scale`. With `sparsity` only about the remaining share of a token's inputs of the
-    activation is not zero (see `gaussian_topk`).
+    activation is not zero (see `gaussian_topk`). `clipped` is that of linear_params.
     """
 
     width: int
@@ -82,6 +82,7 @@ class MlpSpec(FeedForward):
     gate_scale: float | None = None
     out_scale: float | None = None
     sparsity: float | None = None
+    clipped: bool = False
     name: ClassVar[str] = "mlp"
 
     def __post_init__(self):
@@ -97,8 +98,9 @@ class MlpSpec(FeedForward):
     def params(self, embed: int) -> Tree:
         """{gate, up} [F, D], or gate_up [2 F, D], and down [D, F]."""
         narrow = (embed, "embed")
-        tree = {name: linear_params((rows, "ffn"), narrow, self.bias) for name, rows in self.into.items()}
-        tree["down"] = linear_params(narrow, (self.width, "ffn"), self.bias)
+        options: dict[str, bool] = {"bias": self.bias, "clipped": self.clipped}
+        tree = {name: linear_params((rows, "ffn"), narrow, **options) for name, rows in self.into.items()}
+        tree["down"] = linear_params(narrow, (self.width, "ffn"), **options)
         if self.activation == XIELU:
             tree[XIELU] = xielu_params()
         return tree

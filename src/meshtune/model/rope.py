@@ -124,9 +124,10 @@ def longrope(is_long: Bool[Array, "B T"], inverse: np.ndarray, numbers: dict[str
     return jnp.where(is_long[..., None], long, short)
 
 
-# How several positions of a token share the frequencies: parts of them for each, one after another or by turns; or all
-# positions with the same frequencies, of which there are as many less.
-RopeAxes = Literal["blocks", "interleaved", "axial"]
+# How several positions of a token share the frequencies: parts of them for each, one after another or by turns; or by
+# turns, with the pairs of a position one after another; or all positions with the same frequencies, of which there are
+# as many less.
+RopeAxes = Literal["blocks", "interleaved", "strided", "axial"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "ntk", "proportional"]
 
 
@@ -178,6 +179,8 @@ def angles(
     width = rope.dim // len(rope.sections) if rope.axes == "axial" else rope.dim
     inverse, factor = 1.0 / rope.theta ** (np.arange(0, width, 2, dtype=np.float64) / width), 1.0
     inverse = np.tile(inverse, rope.dim // width)
+    if rope.axes == "strided":
+        inverse = inverse.reshape(-1, len(rope.sections)).T.reshape(-1)
     if rope.kind != "default":
         numbers, lengths = dict(rope.parameters), (rope.original_length, rope.max_length)
         inverse, factor = scale_frequencies(rope.kind, inverse, numbers, rope.theta, lengths, positions, segment_ids)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
@@ -34,26 +35,36 @@ TOWER = 0x766973  # folded into the key of dropout, so that a tower's layers dif
 class PatchPositions:
     """A table of positions [rows x columns, D], of which a vector is added to each patch.
 
-    `learned`: the entry of the patch's row and column. `bucketed`: the entry that the patch's share of the height and
+    `learned`: the entry of the patch's row and column. `summed`: of columns + rows entries that of the column and that
+    of the row, added. `bucketed`: the entry that the patch's share of the height and
     of the width falls on, whatever the size of the tile (https://arxiv.org/abs/2307.06304). `interpolated`: the mean of
     the four entries around the place where the patch is if the table is stretched over the picture, corners on corners.
+    `cubic`: of the sixteen entries around it, if its edges are stretched over those of the picture.
     """
 
-    kind: Literal["learned", "bucketed", "interpolated"]
+    kind: Literal["learned", "summed", "bucketed", "interpolated", "cubic"]
     rows: int
     columns: int
 
+    @property
+    def entries(self) -> int:
+        """The rows of the table."""
+        return self.rows + self.columns if self.kind == "summed" else self.rows * self.columns
+
     def __call__(self, table: Float[Array, "n D"], grid: Int[Array, "B P 4"]) -> Float[Array, "B P D"]:
-        """The vector of every patch, in the table's dtype; of four entries computed in float32."""
+        """The vector of every patch, in the table's dtype; of several entries computed in float32."""
         row, column = grid[..., 0], grid[..., 1]
-        if self.kind == "interpolated":
+        if self.kind in ("interpolated", "cubic"):
             return self._interpolate(table, grid)
+        if self.kind == "summed":
+            return jnp.take(table, column, axis=0) + jnp.take(table, self.columns + row, axis=0)
         if self.kind == "bucketed":
             row, column = _bucket(row, grid[..., 2], self.rows), _bucket(column, grid[..., 3], self.columns)
         return jnp.take(table, row * self.columns + column, axis=0)
 
     def _interpolate(self, table: Float[Array, "n D"], grid: Int[Array, "B P 4"]) -> Float[Array, "B P D"]:
-        down, right = (_stretch(grid[..., n], grid[..., n + 2], (self.rows, self.columns)[n]) for n in (0, 1))
+        stretch = _stretch if self.kind == "interpolated" else _stretch_cubic
+        down, right = (stretch(grid[..., n], grid[..., n + 2], (self.rows, self.columns)[n]) for n in (0, 1))
         taps = [(i * self.columns + j, a * b) for i, a in down for j, b in right]
         vectors = [jnp.take(table, at, axis=0).astype(jnp.float32) * share[..., None] for at, share in taps]
         return sum(vectors[1:], vectors[0]).astype(table.dtype)
@@ -70,6 +81,22 @@ def _stretch(
     return [(jnp.clip(first + n, 0, side - 1), 1 - jnp.abs(at - floor - n)) for n in (0, 1)]
 
 
+def _stretch_cubic(
+    place: Int[Array, "B P"], count: Int[Array, "B P"], side: int
+) -> list[tuple[Int[Array, "B P"], Float[Array, "B P"]]]:
+    """Four neighbouring entries of a table's side, with their shares by cubic convolution with a = -3/4, as torch's
+    grid_sample has it; beyond the side its last entry counts."""
+    at = (place.astype(jnp.float32) + 0.5) / jnp.maximum(count, 1) * side - 0.5
+    floor = jnp.floor(at)
+    entries = []
+    for n in (-1, 0, 1, 2):
+        distance, a = jnp.abs(at - floor - n), -0.75
+        near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+        far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+        entries.append((jnp.clip(floor.astype(jnp.int32) + n, 0, side - 1), near if n in (0, 1) else far))
+    return entries
+
+
 def _bucket(place: Int[Array, "B P"], count: Int[Array, "B P"], buckets: int) -> Int[Array, "B P"]:
     """The bucket of a place among `count`, by shares and boundaries in float32: on a boundary their rounding decides,
     as it did where the model was trained."""
@@ -83,25 +110,37 @@ def _bucket(place: Int[Array, "B P"], count: Int[Array, "B P"], buckets: int) ->
 class ProjectorSpec:
     """From the features of a tower to embeddings of the decoder.
 
-    merge x merge neighbouring patches become one feature: `concat` puts them one after another, row by row, `mean`
-    takes their mean. `norm` is applied to that, or with `norm_first` to each patch before. Then comes a linear layer,
-    or with `hidden` two with an activation between them.
+    merge x merge neighbouring patches become one feature: `concat` puts them one after another, row by row, `unfold`
+    does that for each of their numbers, as a convolution does, and `mean` takes their mean. `norm` is applied to that,
+    or with `norm_first` to each patch before. Means are multiplied by `scale`; with `standardize` a vector is taken
+    from them, and they are multiplied by another one, none of which is trained. With `narrow` a linear layer makes a
+    feature as wide as a patch again. Then comes a linear layer, or with `hidden` two with an activation between them.
     """
 
     merge: int = 1
-    pool: Literal["concat", "mean"] = "concat"
+    pool: Literal["concat", "unfold", "mean"] = "concat"
     norm: NormSpec | None = None
     norm_first: bool = False
+    narrow: bool = False
+    scale: float | None = None
+    standardize: bool = False
     hidden: int | None = None
     activation: ActivationName = "gelu"
     bias: bool = True
 
     def params(self, width: int, out: int) -> Tree:
-        """{norm, in [hidden, n], out [out, hidden or n]} for features `width` wide."""
-        merged = width * (self.merge**2 if self.pool == "concat" else 1)
+        """{norm, shift and stretch [n], narrow [width, n], in [hidden, n], out [out, hidden or n]} for features
+        `width` wide."""
+        merged = width * (self.merge**2 if self.pool != "mean" else 1)
         tree: Tree = {}
         if self.norm is not None:
             tree["norm"] = self.norm.params(width if self.norm_first else merged, "whole")
+        if self.standardize:
+            buffer = ArraySpec((merged,), "float32", ("whole",), "ones", role="buffer")
+            tree |= {"shift": {"weight": buffer}, "stretch": {"weight": buffer}}
+        if self.narrow:
+            tree["narrow"] = linear_params((width, "whole"), (merged, "whole"), bias=False)
+            merged = width
         if self.hidden is not None:
             tree["in"] = linear_params((self.hidden, "whole"), (merged, "whole"), self.bias)
         tree["out"] = linear_params((out, "embed"), (self.hidden or merged, "whole"), self.bias)
@@ -112,15 +151,59 @@ class ProjectorSpec:
         if self.norm is not None and self.norm_first:
             x = self.norm(x, node.get("norm", {}))
         blocks = x.reshape(x.shape[0], -1, self.merge**2, x.shape[-1])
-        if self.pool == "concat":
-            x = blocks.reshape(*blocks.shape[:2], -1)
+        if self.pool == "mean":
+            x = self._mean(blocks, node).astype(x.dtype)
         else:
-            x = jnp.mean(blocks.astype(jnp.float32), axis=2).astype(x.dtype)
+            blocks = blocks if self.pool == "concat" else blocks.swapaxes(2, 3)
+            x = blocks.reshape(*blocks.shape[:2], -1)
         if self.norm is not None and not self.norm_first:
             x = self.norm(x, node.get("norm", {}))
+        if self.narrow:
+            x = linear(x, node["narrow"])
         if self.hidden is not None:
             x = ACTIVATIONS[self.activation](linear(x, node["in"]))
         return linear(x, node["out"])
+
+    def _mean(self, blocks: Float[Array, "B F n D"], node: Tree) -> Float[Array, "B F D"]:
+        """Of the patches of each block, in float32: the multiples may be beyond float16."""
+        mean = jnp.mean(blocks.astype(jnp.float32), axis=2)
+        mean = mean if self.scale is None else mean * self.scale
+        if not self.standardize:
+            return mean
+        buffers = (lax.stop_gradient(node[name]["weight"]) for name in ("shift", "stretch"))
+        shift, stretch = (buffer.astype(jnp.float32) for buffer in buffers)
+        return (mean - shift) * stretch
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedProjectorSpec:
+    """A convolution over merge x merge neighbouring patches, a linear layer with a norm and GELU, and a gated network
+    of `width` numbers (GLM-4.1V, https://arxiv.org/abs/2507.01006)."""
+
+    merge: int
+    width: int
+    norm: NormSpec
+    activation: ActivationName = "silu"
+
+    def params(self, width: int, out: int) -> Tree:
+        """{convolution [out, width x merge^2], in [out, out], norm, gate and up [F, out], out [out, F]} for features
+        `width` wide."""
+        wide, merged = (out, "whole"), (width * self.merge**2, "whole")
+        return {
+            "convolution": linear_params(wide, merged, bias=True),
+            "in": linear_params(wide, wide, bias=False),
+            "norm": self.norm.params(out, "whole"),
+            "gate": linear_params((self.width, "whole"), wide, bias=False),
+            "up": linear_params((self.width, "whole"), wide, bias=False),
+            "out": linear_params((out, "embed"), (self.width, "whole"), bias=False),
+        }
+
+    def __call__(self, x: Float[Array, "B P D"], node: Tree) -> Float[Array, "B F E"]:
+        """Features of patches that come block by block."""
+        blocks = x.reshape(x.shape[0], -1, self.merge**2, x.shape[-1]).swapaxes(2, 3)
+        x = linear(blocks.reshape(*blocks.shape[:2], -1), node["convolution"])
+        x = ACTIVATIONS["gelu"](self.norm(linear(x, node["in"]), node["norm"]))
+        return linear(ACTIVATIONS[self.activation](linear(x, node["gate"])) * linear(x, node["up"]), node["out"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,18 +213,20 @@ class VisionSpec:
     Patches of `side` x `side` pixels with `channels` numbers each, repeated for `frames` frames, are projected to
     `width`. `stacks` are its layers. A tower of tiles has `tile` patches in each, which see each other; patches of
     others see those of their segment. With `class_token` a trained vector stands before the patches of each tile, with
-    a position of its own. `first_norm` comes before the layers, `norm` after them. `newline`: there is a trained
-    embedding for the end of a row of features. `taps` make features of what leaves the tapped layers, which are added
-    to what leaves the first layers of the decoder (DeepStack, https://arxiv.org/abs/2406.04334). In windowed layers
-    patches see those of their window, `window` x `window` patches of a picture. `mutual`: the tokens of a picture see
-    each other both ways in the decoder, by Inputs.reach. `partial`: its files have more layers, which are not computed.
+    a position of its own. `patch_norm` comes before positions, `first_norm` before the layers, `norm` after them.
+    `newline`: there is a trained embedding for the end of a row of features. `taps` make features of what leaves the
+    tapped layers, which are added to what leaves the first layers of the decoder (DeepStack,
+    https://arxiv.org/abs/2406.04334). In windowed layers patches see those of their window, `window` x `window` patches
+    of a picture. `mutual`: the tokens of a picture see each other both ways in all layers of the decoder, or in those
+    with a sliding window, by Inputs.reach. `centred`: pixels from 0 to 1 are brought to -1 to 1. `partial`: its files
+    have more layers, which are not computed.
     """
 
     kind: str
     width: int
     stacks: tuple[Stack, ...]
     side: int
-    projector: ProjectorSpec
+    projector: ProjectorSpec | GatedProjectorSpec
     channels: int = 3
     frames: int = 1
     patch_bias: bool = True
@@ -149,12 +234,14 @@ class VisionSpec:
     class_token: bool = False
     positions: PatchPositions | None = None
     rope: RopeSpec | None = None
+    patch_norm: NormSpec | None = None
     first_norm: NormSpec | None = None
     norm: NormSpec | None = None
     newline: bool = False
     taps: tuple[ProjectorSpec, ...] = ()
     window: int | None = None
-    mutual: bool = False
+    mutual: Literal["all", "windows"] | None = None
+    centred: bool = False
     partial: bool = False
 
     @property
@@ -174,17 +261,17 @@ class VisionSpec:
 
     def params(self, embed: int) -> tuple[Tree, Tree]:
         """The ArraySpecs of (the tower outside of its layers, the projector): {patches [D, frames x pixels], class [D],
-        positions [n, D], first_norm, norm, taps}, and those of ProjectorSpec with newline [embed]."""
+        positions [n, D], patch_norm, first_norm, norm, taps}, and those of ProjectorSpec with newline [embed]."""
         width, vector = (self.width, "embed"), ArraySpec((self.width,), "float32", ("embed",), role="vector")
         tree: Tree = {"patches": linear_params(width, (self.frames * self.pixels, "whole"), self.patch_bias)}
         if self.class_token:
             tree["class"] = {"weight": vector}
         if self.positions is not None:
-            entries = self.positions.rows * self.positions.columns + int(self.class_token)
+            entries = self.positions.entries + int(self.class_token)
             table = ArraySpec((entries, self.width), "float32", ("whole", "embed"), role="table")
             tree["positions"] = {"weight": table}
-        for name, norm in (("first_norm", self.first_norm), ("norm", self.norm)):
-            if norm is not None:
+        for name in ("patch_norm", "first_norm", "norm"):
+            if (norm := getattr(self, name)) is not None:
                 tree[name] = norm.params(self.width, "embed")
         if self.taps:
             tree["taps"] = {str(number): tap.params(self.width, embed) for number, tap in enumerate(self.taps)}
@@ -263,7 +350,7 @@ def encode_pictures(
     windows = None if vision.window is None else _windows(segments, grid, vision.window)
     info, tapped = SequenceInfo(order, segments, turns, windows=windows), []
 
-    def features(x: Hidden, projector: ProjectorSpec, node: Tree) -> Hidden:
+    def features(x: Hidden, projector: ProjectorSpec | GatedProjectorSpec, node: Tree) -> Hidden:
         x = x[:, 1:] if vision.class_token else x
         x = x if back is None else jnp.take_along_axis(x, back[..., None], axis=1)
         return projector(x.reshape(rows, -1, vision.width), node)
@@ -318,7 +405,11 @@ def _embed_patches(
         area = spec.side**2
         still = patches.reshape(*patches.shape[:2], spec.channels, 1, area)
         patches = jnp.repeat(still, spec.frames, axis=3).reshape(*patches.shape[:2], -1)
+    if spec.centred:
+        patches = 2 * (patches - 0.5)
     x = linear(patches, node["patches"])
+    if spec.patch_norm is not None:
+        x = spec.patch_norm(x, node["patch_norm"])
     first = None if not spec.class_token else node["class"]["weight"].astype(x.dtype)
     if spec.positions is not None:
         table = node["positions"]["weight"].astype(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,24 @@ from PIL import Image
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    convert_image_to_patches,
+    get_aspect_ratio_preserving_size,
+    pad_along_first_dim,
+)
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.modeling_llava_next import unpad_image
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from families.case import Case
+from families.case import Case, Randomise
+from families.cases.gemma4 import CASES as GEMMA4_TEXT
+from families.cases.ministral import CASES as MINISTRAL
+from families.cases.qwen3_5 import DELTA
+from families.cases.qwen3_5_moe import SPARSE
+from families.decays import decays
 from families.vision.sights import IMAGE, Sight, VisionCase, cut_tiles
 
 SEES = transformers.AutoModelForImageTextToText
@@ -142,10 +153,18 @@ def read_qwen(image: Image.Image) -> Sight:
         [IMAGE] * count,
         list(range(1, count + 1)),
         turns.reshape(-1, 3),
+        kinds="mm_token_type_ids",
     )
 
 
-def qwen(kind: str, text: str, vision: dict[str, Any], sections: list[int], **config: Any) -> VisionCase:
+def qwen(
+    kind: str,
+    text: str,
+    vision: dict[str, Any],
+    sections: list[int],
+    randomise: Randomise | None = None,
+    **config: Any,
+) -> VisionCase:
     tower = {
         "depth": 2,
         "num_heads": 4,
@@ -155,6 +174,7 @@ def qwen(kind: str, text: str, vision: dict[str, Any], sections: list[int], **co
         "initializer_range": 0.2,
     }
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+    rope |= config.pop("rope", {})
     outside = {
         "vision_config": tower | vision,
         "image_token_id": IMAGE,
@@ -163,7 +183,8 @@ def qwen(kind: str, text: str, vision: dict[str, Any], sections: list[int], **co
         "vision_end_token_id": QWEN_MARKS[1],
         "tie_word_embeddings": False,
     }
-    case = Case(kind, kind, {"rope_parameters": rope, **config}, text=text, outside=outside, auto_class=SEES)
+    fields = {"rope_parameters": rope, **config}
+    case = Case(kind, kind, fields, text=text, outside=outside, auto_class=SEES, randomise=randomise)
     return VisionCase(case, read_qwen, merge=2)
 
 
@@ -201,13 +222,41 @@ QWEN3_VL_MOE = qwen(
     moe_intermediate_size=24,
     decoder_sparse_step=2,
 )
+TAPLESS = {name: value for name, value in DEEPSTACK.items() if name != "deepstack_visual_indexes"}
+HALF = {"rope": {"partial_rotary_factor": 0.5}, "randomise": decays}  # of heads of 16: four pairs for three positions
+# With 0.2, float32 logits of transformers itself are more than 1e-5 from its float64 ones.
+QWEN3_5 = qwen("qwen3_5", "qwen3_5_text", TAPLESS, [2, 1, 1], initializer_range=0.1, **DELTA, **HALF)
+OF_MIXTURE = {name: value for name, value in SPARSE.items() if name != "rope_parameters"}
+QWEN3_5_MOE = qwen("qwen3_5_moe", "qwen3_5_moe_text", TAPLESS, [2, 1, 1], **OF_MIXTURE, **HALF)
+GLM_TOWER = {
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "intermediate_size": 40,
+    "image_size": 30,
+    "attention_bias": True,
+}
+GLM4V = qwen("glm4v", "glm4v_text", GLM_TOWER, [1, 1, 0], rope={"partial_rotary_factor": 0.5})
+GLM4V_MOE = qwen(
+    "glm4v_moe",
+    "glm4v_moe_text",
+    GLM_TOWER,
+    [2, 1, 1],
+    rope={"partial_rotary_factor": 0.5},
+    head_dim=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    attention_bias=True,
+)
 
 GEMMA_PIXELS = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
 
 
 def read_gemma(image: Image.Image) -> Sight:
     pixels = np.stack(GEMMA_PIXELS(image)["pixel_values"])
-    return dataclasses.replace(sight_of_tiles(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)}), mutual=True)
+    return dataclasses.replace(
+        sight_of_tiles(pixels, 7, 2, {"pixel_values": torch.tensor(pixels)}), mutual=True, kinds="token_type_ids"
+    )
 
 
 ENCODER = {
@@ -278,6 +327,106 @@ def llava(kind: str, read: Callable[[Image.Image], Sight], **fields: Any) -> Vis
 
 LLAVA = llava("llava", read_llava)
 LLAVA_NEXT = llava("llava_next", read_llava_next, image_grid_pinpoints=PINPOINTS)
+
+
+def gemma4(name: str, tokens: int, text: Mapping[str, Any], **vision: Any) -> VisionCase:
+    """Pictures of at most `tokens` tokens: the processor itself makes 70 at least."""
+    side, merge = 5, 2
+
+    def read(image: Image.Image) -> Sight:
+        height, width = get_aspect_ratio_preserving_size(image.height, image.width, side, tokens * merge**2, merge)
+        pixels = (np.asarray(image.resize((width, height))) / np.float32(255)).transpose(2, 0, 1)
+        places = np.stack(np.meshgrid(np.arange(width // side), np.arange(height // side)), -1).reshape(-1, 2)
+        patches, places = pad_along_first_dim(convert_image_to_patches(pixels, side), places, tokens * merge**2)
+        inputs = {"pixel_values": torch.tensor(patches)[None], "image_position_ids": torch.tensor(places)[None]}
+        sight = sight_of_tiles(pixels[None], side, merge, inputs)
+        mutual = text.get("use_bidirectional_attention") == "vision"
+        return dataclasses.replace(sight, mutual=mutual, kinds="mm_token_type_ids")
+
+    tower = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "patch_size": side,
+        "pooling_kernel_size": merge,
+        "position_embedding_size": 40,
+        "initializer_range": 0.2,
+        **vision,
+    }
+    outside = {"vision_config": tower, "audio_config": None, "image_token_id": IMAGE, "tie_word_embeddings": False}
+    fields = {"vocab_size": 97, "pad_token_id": 0, **text}
+    case = Case(
+        name,
+        "gemma4",
+        fields,
+        text="gemma4_text",
+        outside=outside,
+        auto_class=SEES,
+        randomise=randomise_gemma4,
+        variant=name != "gemma4",
+    )
+    return VisionCase(case, read, merge)
+
+
+def randomise_gemma4(name: str, tensor: torch.Tensor) -> bool:
+    """Limits of linear layers that bite."""
+    if name.endswith(("_min", "_max")):
+        tensor.copy_(torch.rand_like(tensor) + 0.8)
+        tensor.mul_(-1 if name.endswith("_min") else 1)
+        return True
+    return GEMMA4_TEXT[0].randomise is not None and GEMMA4_TEXT[0].randomise(name, tensor)
+
+
+# As the smaller models are, and as the larger ones.
+PER_LAYER = {name: value for name, value in GEMMA4_TEXT[0].config.items() if "expert" not in name and "moe" not in name}
+MUTUAL = {**GEMMA4_TEXT[1].config, "use_bidirectional_attention": "vision"}
+GEMMA4 = gemma4("gemma4", 12, PER_LAYER, use_clipped_linears=True)
+GEMMA4_MUTUAL = gemma4("gemma4_mutual", 12, MUTUAL, standardize=True)
+
+PIXTRAL_PIXELS = PixtralImageProcessorPil(size={"longest_edge": 60}, patch_size={"height": 12, "width": 12})
+PIXTRAL_MARKS = (91, 92)  # the ids of the ends of rows and of pictures
+
+
+def read_pixtral(image: Image.Image) -> Sight:
+    """A picture of any size, whose rows of features end with a token."""
+    inputs = PIXTRAL_PIXELS(image)
+    pixels, size = inputs["pixel_values"][0], np.array(inputs["image_sizes"])
+    rows, columns = (size[0] // 12).tolist()
+    sight = sight_of_tiles(pixels[None], 6, 2, {"pixel_values": torch.tensor(pixels)[None]})
+    tokens, visual = list[int](), list[int]()
+    for row in range(rows):
+        tokens += [*[IMAGE] * columns, PIXTRAL_MARKS[0]]
+        visual += [*range(row * columns + 1, (row + 1) * columns + 1), 0]
+    inputs = dict(sight.inputs) | {"image_sizes": torch.tensor(size)}
+    return dataclasses.replace(sight, inputs=inputs, tokens=[*tokens[:-1], PIXTRAL_MARKS[1]], visual=visual)
+
+
+def pixtral(name: str, text: str, **config: Any) -> VisionCase:
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "image_size": 60,
+        "patch_size": 6,
+        "initializer_range": 0.2,
+    }
+    outside = {
+        "vision_config": vision,
+        "image_token_index": IMAGE,
+        "tie_word_embeddings": False,
+        "multimodal_projector_bias": text != "mistral",
+    }
+    case = Case(name, "mistral3", config, text=text, outside=outside, auto_class=SEES, variant=text != "mistral")
+    return VisionCase(case, read_pixtral, merge=2)
+
+
+MISTRAL3 = pixtral("mistral3", "mistral")
+MINISTRAL3 = pixtral("mistral3_ministral", "ministral3", **MINISTRAL[0].config)
 CASES = (
     INTERNVL,
     INTERNVL_6B,
@@ -290,4 +439,12 @@ CASES = (
     GEMMA3,
     LLAVA,
     LLAVA_NEXT,
+    MISTRAL3,
+    MINISTRAL3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    GEMMA4,
+    GEMMA4_MUTUAL,
+    GLM4V,
+    GLM4V_MOE,
 )

@@ -32,7 +32,7 @@ class Sight:
 
     `tokens` are the ids that stand for it in a text, `visual` the numbers of their features among the picture's own: 0
     text, k + 1 feature k, -1 the end of a row. `turns` are the three positions of M-RoPE of each token, from 0.
-    `mutual`: its tokens see each other both ways.
+    `mutual`: its tokens see each other both ways. `kinds` names the input by which transformers tells pictures apart.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -43,6 +43,7 @@ class Sight:
     visual: list[int]
     turns: np.ndarray | None = None
     mutual: bool = False
+    kinds: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,17 +185,19 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     for name in sights[0].inputs if sights else ():
         inputs[name] = torch.cat(_of_one_size([sight.inputs[name] for sight in sights]))
     kinds = (inputs["input_ids"] == IMAGE).int()
-    if sights and sights[0].turns is not None:  # by which transformers tells pictures apart, to number the positions
-        inputs["mm_token_type_ids"] = kinds
-    if sights and sights[0].mutual:
-        inputs["token_type_ids"] = kinds
+    if sights and sights[0].kinds is not None:
+        inputs[sights[0].kinds] = kinds
     return inputs
 
 
 def _of_one_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Filled up with zeros along the second dimension, as processors fill up the tiles of pictures that have fewer."""
-    most = max(tensor.shape[1] for tensor in tensors)
-    return [torch.cat([t, t.new_zeros((len(t), most - t.shape[1], *t.shape[2:]))], dim=1) for t in tensors]
+    """Filled up with zeros, as processors fill up pictures that are smaller or have fewer tiles."""
+    filled = []
+    for tensor in tensors:
+        size = [max(sizes) for sizes in zip(*(other.shape[1:] for other in tensors), strict=True)]
+        filled.append(tensor.new_zeros((len(tensor), *size)))
+        filled[-1][tuple(slice(n) for n in tensor.shape)] = tensor
+    return filled
 
 
 def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[list[np.ndarray], torch.Tensor]:
@@ -219,6 +222,8 @@ def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Docum
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for buffer in model.buffers():
+            buffer.zero_()
     return float(loss.detach()), load_params(write_model(model), spec)
 
 

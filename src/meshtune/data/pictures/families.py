@@ -33,6 +33,10 @@ GEMMA3 = f"{_MODELS}.gemma3.image_processing_pil_gemma3"
 LLAVA = f"{_MODELS}.llava.image_processing_pil_llava"
 LLAVA_NEXT = f"{_MODELS}.llava_next.image_processing_pil_llava_next"
 CLIP = f"{_MODELS}.clip.image_processing_pil_clip"
+GLM4V = f"{_MODELS}.glm4v.image_processing_pil_glm4v"
+GLM46V = f"{_MODELS}.glm46v.image_processing_pil_glm46v"
+GEMMA4 = f"{_MODELS}.gemma4.image_processing_pil_gemma4"
+PIXTRAL = f"{_MODELS}.pixtral.image_processing_pil_pixtral"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,9 +299,9 @@ def _idefics3(files: ModelFiles, vision: VisionSection) -> PictureReader:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen:
-    """Whole pictures, scaled to a multiple of the blocks of patches (Qwen2VLProcessor).
+    """Whole pictures, scaled to a multiple of the blocks of patches (Qwen2VLProcessor, Glm4vProcessor).
 
-    `min_area` and `max_area` bound the pixels.
+    `min_area` and `max_area` bound the pixels, in `glm` those of the two frames that a picture is repeated for.
     """
 
     patch: int
@@ -305,15 +309,20 @@ class Qwen:
     min_area: int
     max_area: int
     pad: int
+    glm: bool = False
     tile_patches: int = 0
 
     def layout(self, width: int, height: int) -> Layout:
         """The layout of a picture of this size."""
+        from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resize_frames
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         side = self.patch * self.merge
         try:
-            height, width = smart_resize(height, width, side, self.min_area, self.max_area)
+            if self.glm:
+                height, width = resize_frames(2, height, width, 2, side, self.min_area, self.max_area)
+            else:
+                height, width = smart_resize(height, width, side, self.min_area, self.max_area)
         except ValueError as problem:
             size = f"the picture has {width} x {height} pixels, and the model takes none 200 times as long as wide"
             raise UserError(size, fix="cut it into several pictures") from problem
@@ -330,19 +339,77 @@ class Qwen:
 
 
 def _qwen(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    return _of_any_size(files, vision, size, tokens, glm=False)
+
+
+def _glm(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    size = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
+    tokens = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>")
+    return _of_any_size(files, vision, size, tokens, glm=True)
+
+
+def _of_any_size(
+    files: ModelFiles, vision: VisionSection, size: dict[str, int], tokens: tuple[str, str, str, str], *, glm: bool
+) -> PictureReader:
+    """The reader of a processor with this default size and these tokens of pictures, of videos, before and after."""
     _refuse_crops(vision, "this model")
     settings = files.settings
-    size = dict(settings.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+    size = dict(settings.get("size") or size)
     min_area = int(settings.get("min_pixels") or size["shortest_edge"])
     max_area = int(settings.get("max_pixels") or size["longest_edge"])
     patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
     if int(settings.get("temporal_patch_size", 2)) != 2:
         raise UserError("temporal_patch_size is not 2", where=str(files.directory / "preprocessor_config.json"))
-    pad = files.token("image_token", "<|image_pad|>")
-    reserved = (pad, "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    family = Qwen(patch, merge, min_area, max_area, files.id(pad))
-    frame = (files.id("<|vision_start|>"), files.id("<|vision_end|>"))
-    return PictureReader(family, pad, files.id(pad), reserved, frame=frame, mrope=True)
+    pad, begin, end = files.token("image_token", tokens[0]), *tokens[2:]
+    family = Qwen(patch, merge, min_area, max_area, files.id(pad), glm)
+    frame = (files.id(begin), files.id(end))
+    return PictureReader(family, pad, files.id(pad), (pad, *tokens[1:]), frame=frame, mrope=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pixtral:
+    """Whole pictures, at most `largest` (height and width), whose rows of features end with a token, the last one with
+    another (PixtralProcessor)."""
+
+    patch: int
+    merge: int
+    largest: tuple[int, int]
+    image: int
+    row_end: int
+    end: int
+    tile_patches: int = 0
+
+    def layout(self, width: int, height: int) -> Layout:
+        """The layout of a picture of this size."""
+        from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+        pixels, side = np.broadcast_to(np.uint8(0), (3, height, width)), self.patch * self.merge
+        height, width = get_resize_output_image_size(pixels, self.largest, side, "channels_first")
+        rows, columns = height // side, width // side
+        ids = [*[*[self.image] * columns, self.row_end] * rows][:-1]
+        visual = np.pad(1 + np.arange(rows * columns).reshape(rows, columns), ((0, 0), (0, 1)))
+        return [*ids, self.end], visual.ravel().tolist(), [(rows * self.merge, columns * self.merge)]
+
+    def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
+        """The picture."""
+        return list(output["pixel_values"])
+
+
+def _pixtral(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    _refuse_crops(vision, "this model")
+    merge, size = int(files.config.get("spatial_merge_size", 2)), files.settings.get("size") or {"longest_edge": 1024}
+    longest = size.get("longest_edge")
+    largest = (longest, longest) if longest else (int(size["height"]), int(size["width"]))
+    # PixtralProcessor gives the side of a feature as that of a patch, whatever the file of the image processor says.
+    files.settings["patch_size"] = {"height": files.patch * merge, "width": files.patch * merge}
+    image, row_end, end = tokens = tuple(
+        str(files.processor.get(f"image{name}_token", default))
+        for name, default in (("", "[IMG]"), ("_break", "[IMG_BREAK]"), ("_end", "[IMG_END]"))
+    )
+    family = Pixtral(files.patch, merge, largest, files.id(image), files.id(row_end), files.id(end))
+    return PictureReader(family, image, files.id(image), tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,6 +451,54 @@ def _gemma3(files: ModelFiles, vision: VisionSection) -> PictureReader:
     merge = side // files.patch // math.isqrt(count)
     family = OneTile(files.patch, merge, side, files.id(image), (files.id(begin),), (files.id(end),))
     return PictureReader(family, begin, files.id(begin), (begin, image, end), surroundings=("\n\n", "\n\n"), reach=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4:
+    """Whole pictures, scaled up or down to at most `tokens` features (Gemma4Processor)."""
+
+    patch: int
+    merge: int
+    tokens: int
+    ids: tuple[int, int, int]
+    tile_patches: int = 0
+
+    def layout(self, width: int, height: int) -> Layout:
+        """The layout of a picture of this size."""
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+        limit = self.tokens * self.merge**2
+        height, width = get_aspect_ratio_preserving_size(height, width, self.patch, limit, self.merge)
+        rows, columns = height // self.patch, width // self.patch
+        (begin, image, end), count = self.ids, rows * columns // self.merge**2
+        return [begin, *[image] * count, end], [0, *range(1, count + 1), 0], [(rows, columns)]
+
+    def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
+        """The picture, of which the processor gives patches row by row, with their places and some for padding."""
+        places = np.asarray(output["image_position_ids"])[0]
+        columns, rows = places.max(axis=0) + 1
+        patches = np.asarray(output["pixel_values"])[0][: rows * columns]
+        split = patches.reshape(rows, columns, self.patch, self.patch, -1)
+        return [split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * self.patch, columns * self.patch)]
+
+
+def _gemma4(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import _SUPPORTED_SOFT_TOKENS as COUNTS
+
+    _refuse_crops(vision, "Gemma 4")
+    merge = int(files.vision.get("pooling_kernel_size", 3))
+    tokens, area = int(files.settings.get("max_soft_tokens", 280)), (files.patch * merge) ** 2
+    if vision.max_pixels is not None:  # a smaller picture would be scaled up
+        tokens = min(tokens, max((count for count in COUNTS if count * area <= vision.max_pixels), default=COUNTS[0]))
+    files.settings.update(patch_size=files.patch, pooling_kernel_size=merge, max_soft_tokens=tokens)
+    names = [
+        files.token(f"{name}_token", default)
+        for name, default in (("boi", "<|image>"), ("image", "<|image|>"), ("eoi", "<image|>"))
+    ]
+    begin, image, end = (files.id(name) for name in names)
+    family = Gemma4(files.patch, merge, tokens, (begin, image, end))
+    reach = bool((files.config.get("text_config") or {}).get("use_bidirectional_attention"))
+    return PictureReader(family, names[1], image, tuple(names), reach=reach)
 
 
 def _check_strategy(files: ModelFiles) -> None:
@@ -460,12 +575,16 @@ def _llava_next(files: ModelFiles, vision: VisionSection) -> PictureReader:
 
 
 _QWEN = (_qwen, {"Qwen2VLImageProcessor": QWEN2_VL})
+_GLM = (_glm, {"Glm4vImageProcessor": GLM4V, "Glm46VImageProcessor": GLM46V})
 FAMILIES: dict[str, tuple[Callable[[ModelFiles, VisionSection], PictureReader], dict[str, str]]] = {
     "internvl": (_internvl, {"GotOcr2ImageProcessor": GOT_OCR2}),
     "idefics3": (_idefics3, {"Idefics3ImageProcessor": IDEFICS3}),
     "smolvlm": (_idefics3, {"SmolVLMImageProcessor": SMOLVLM, "Idefics3ImageProcessor": IDEFICS3}),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM),
+    "mistral3": (_pixtral, {"PixtralImageProcessor": PIXTRAL}),
     "gemma3": (_gemma3, {"Gemma3ImageProcessor": GEMMA3}),
+    "gemma4": (_gemma4, {"Gemma4ImageProcessor": GEMMA4}),
     "llava": (_llava, {"CLIPImageProcessor": CLIP, "LlavaImageProcessor": LLAVA}),
     "llava_next": (_llava_next, {"LlavaNextImageProcessor": LLAVA_NEXT}),
 }

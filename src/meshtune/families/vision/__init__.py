@@ -21,12 +21,19 @@ from meshtune.model.vision import VisionSpec, deepstack
 # model_type of a composite -> the module of its tower.
 TOWERS: dict[str, str] = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "glm46v": "glm4v",
+    "glm4v": "glm4v",
+    "glm4v_moe": "glm4v",
     "idefics3": "idefics3",
     "internvl": "internvit",
     "llava": "llava",
     "llava_next": "llava",
+    "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
+    "qwen3_5": "qwen3_vl",
+    "qwen3_5_moe": "qwen3_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl",
     "smolvlm": "idefics3",
@@ -67,14 +74,14 @@ def with_tower(spec: ModelSpec, config: Mapping[str, Any], where: str) -> ModelS
     for number in range(len(vision.taps)):
         layers[number] = dataclasses.replace(layers[number], adds=deepstack(number))
     if vision.mutual:
-        layers = [dataclasses.replace(layer, mixer=_mutual(layer.mixer)) for layer in layers]
+        layers = [dataclasses.replace(layer, mixer=_mutual(layer.mixer, vision)) for layer in layers]
     stacks = stacks_of(layers) if vision.taps or vision.mutual else spec.stacks
     return dataclasses.replace(spec, vision=vision, stacks=stacks)
 
 
-def _mutual(mixer: Mixer | None) -> AttentionSpec:
+def _mutual(mixer: Mixer | None, vision: VisionSpec) -> AttentionSpec:
     assert isinstance(mixer, AttentionSpec)
-    return dataclasses.replace(mixer, reaches=True)
+    return dataclasses.replace(mixer, reaches=vision.mutual == "all" or mixer.window is not None)
 
 
 def _vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:

@@ -9,6 +9,7 @@ from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
+from meshtune.model.rope import RopeAxes, RopeSpec
 from meshtune.model.vision import VisionSpec
 
 MODULES: dict[str, str | Stored] = {
@@ -39,6 +40,18 @@ def heads_of(fields: ConfigFields, field: str, width: int) -> tuple[int, int]:
     if width % heads:
         raise fields.error(field, f"a width of {width} does not divide by {heads} heads")
     return heads, width // heads
+
+
+def rope_of_places(fields: ConfigFields, head_dim: int, field: str, axes: RopeAxes, theta: float = 1e4) -> RopeSpec:
+    """The embedding that turns one half of the pairs by the row of a patch, the other by its column; `field` says how
+    many numbers a head has."""
+    if head_dim % 4:
+        raise fields.error(field, f"the {head_dim} numbers of a head do not divide into pairs of two positions")
+    default = {"rope_type": "axial", "rope_theta": fields.number("rope_theta", theta)}
+    block = fields.get("rope_parameters", default)
+    if block.get("rope_type", "axial") != "axial":
+        raise fields.error("rope_parameters", f"rope_parameters {block!r} are not implemented for a tower")
+    return RopeSpec(float(block["rope_theta"]), head_dim, sections=(head_dim // 4,) * 2, axes=axes)
 
 
 def side_of(fields: ConfigFields, field: str) -> int:

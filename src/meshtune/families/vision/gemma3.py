@@ -48,7 +48,7 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
         tile=tile**2,
         positions=PatchPositions("learned", tile, tile),
         norm=layer.norm,
-        mutual=True,
+        mutual="all",
     )
     fields.only("vision_use_head", False)
     fields.harmless("initializer_range")

@@ -10,12 +10,11 @@ from typing import Any
 from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.packed import with_rows_in_blocks
 from meshtune.families.tensors import Stored, TensorMap, one_to_one
-from meshtune.families.vision.encoder import convolution, heads_of, side_of
+from meshtune.families.vision.encoder import convolution, heads_of, rope_of_places, side_of
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import VISION, ModelSpec, stacks_of
 from meshtune.model.vision import ProjectorSpec, VisionSpec
 
@@ -81,17 +80,23 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
     return spec
 
 
-def rotated_attention(fields: ConfigFields, width: int) -> AttentionSpec:
+def rotated_attention(
+    fields: ConfigFields, width: int, *, qkv_bias: bool = True, out_bias: bool = True
+) -> AttentionSpec:
     """Attention with packed projections, rotated by the row of a patch in one half of the pairs, by its column in the
     other."""
     heads, head_dim = heads_of(fields, "num_heads", width)
-    if head_dim % 4:
-        raise fields.error("num_heads", f"the {head_dim} numbers of a head do not divide into pairs of two positions")
-    block = fields.get("rope_parameters", {"rope_type": "axial", "rope_theta": 10_000.0})
-    if block.get("rope_type", "axial") != "axial":
-        raise fields.error("rope_parameters", f"rope_parameters {block!r} are not implemented for a tower")
-    rope = RopeSpec(float(block["rope_theta"]), head_dim, sections=(head_dim // 4,) * 2, axes="axial")
-    return AttentionSpec(heads, heads, head_dim, rope, qkv_bias=True, out_bias=True, packed=True, causal=False)
+    rope = rope_of_places(fields, head_dim, "num_heads", "axial")
+    options = (heads, heads, head_dim, rope)
+    return AttentionSpec(*options, qkv_bias=qkv_bias, out_bias=out_bias, packed=True, causal=False)
+
+
+def check_sections(config: Mapping[str, Any], where: str, text: ModelSpec) -> None:
+    """Raises UserError for a text model whose rotary embeddings do not know the place of a picture's tokens."""
+    if not all(rope.sections for rope in text.ropes):
+        raise ConfigFields(dict(config), where).error(
+            "text_config", "the text model's rope_parameters have no mrope_section, so no place of a picture turns it"
+        )
 
 
 def frames_of(fields: ConfigFields) -> int:

@@ -1,5 +1,5 @@
-"""The tower of Qwen3-VL and its mixtures (https://arxiv.org/abs/2511.21631): learned positions that are stretched over
-the picture, and features of some of its layers for the first layers of the decoder (DeepStack)."""
+"""The tower of Qwen3-VL (https://arxiv.org/abs/2511.21631), Qwen3.5 and their mixtures: learned positions that are
+stretched over the picture, and in Qwen3-VL features of some layers for the first layers of the decoder (DeepStack)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.packed import with_rows_in_blocks
 from meshtune.families.tensors import Stored, TensorMap, one_to_one
 from meshtune.families.vision.encoder import convolution, side_of
-from meshtune.families.vision.qwen2_vl import check_output, frames_of, rotated_attention
+from meshtune.families.vision.qwen2_vl import check_output, check_sections, frames_of, rotated_attention
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
@@ -33,7 +33,7 @@ MERGER = {"norm": "norm", "in": "linear_fc1", "out": "linear_fc2"}
 
 
 def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
-    """Qwen3VLConfig or Qwen3VLMoeConfig -> VisionSpec."""
+    """Qwen3VLConfig or Qwen3_5Config, or that of a mixture -> VisionSpec."""
     fields = ConfigFields(dict(config["vision_config"]), f"{where}, vision_config")
     width, merge = fields.integer("hidden_size"), fields.integer("spatial_merge_size", 2)
     check_output(fields, "out_hidden_size", text)
@@ -66,7 +66,8 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
         taps=(merger,) * len(tapped),
     )
     fields.harmless("initializer_range")
-    fields.finish("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel")
+    fields.finish("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel", "Qwen3_5MoeVisionModel")
+    check_sections(config, where, text)
     return spec
 
 
