@@ -123,6 +123,12 @@ def _check_optimizer(recipe: Recipe) -> None:
             f"optimizer.lora_plus_ratio sets the rates of an adapter's A and B, and method {method} has no adapters: "
             "use method: lora, or leave it out"
         )
+    for name in ("projector_learning_rate", "tower_learning_rate"):
+        if name in optimizer.own_rates and recipe.vision is None:
+            raise ValueError(
+                f"optimizer.{name} is for a part of a model that sees, and the recipe has no section vision: add "
+                f"vision: {{train: [{name.split('_')[0]}]}}, or leave it out"
+            )
     if optimizer.stochastic_rounding and (recipe.compute.precision != "bfloat16" or optimizer.name == "badam"):
         raise ValueError(
             "optimizer.stochastic_rounding rounds weights that are trained in bfloat16, and "

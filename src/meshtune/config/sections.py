@@ -394,6 +394,7 @@ NOT_IN_BACKWARD = {
     "sophia": "it estimates the curvature of all parameters at once",
 }
 ONE_RATE = {
+    "badam": "badam trains whole layers of the language model in turns",
     "prodigy": "prodigy estimates one rate for all parameters",
     "sophia": "sophia has one rate for all parameters",
 }
@@ -426,10 +427,10 @@ def check_possible(options: OptimizerOptions) -> OptimizerOptions:
             raise ValueError("schedule_free interpolates with beta1 between average and iterate: it must be above 0")
     if options.lora_plus_embedding_rate is not None and options.lora_plus_ratio is None:
         raise ValueError("lora_plus_embedding_rate is a part of LoRA+: give lora_plus_ratio too, or leave it out")
-    if options.lora_plus_ratio is not None and options.name in ONE_RATE:
+    for name in options.own_rates if options.name in ONE_RATE else ():
         raise ValueError(
-            f"lora_plus_ratio gives A and B rates of their own, and {ONE_RATE[options.name]}: use adamw with it, or "
-            "leave lora_plus_ratio out"
+            f"{name} gives some parameters their own rate, and {ONE_RATE[options.name]}: use adamw with it, or leave "
+            f"{name} out"
         )
     if options.in_backward and options.name in NOT_IN_BACKWARD:
         raise ValueError(

@@ -19,7 +19,7 @@ from meshtune.arrays.spec import PARAMETER_ROLES, ArraySpec
 from meshtune.arrays.tree import Tree, named_leaves, path_name
 from meshtune.errors import UserError, nearest
 from meshtune.lazy import LazyFunction
-from meshtune.model.spec import ModelSpec
+from meshtune.model.spec import PROJECTOR, VISION, ModelSpec
 from meshtune.optim.adam import adam_mini, adamw
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.optimizer import (
@@ -42,27 +42,37 @@ from meshtune.optim.optimizer import (
 def rate_factors(config: OptimizerConfig, parameters: Mapping[str, ArraySpec]) -> dict[str, float]:
     """The factor of the learning rate for each parameter, by path.
 
-    With `lora_plus_ratio` it is that ratio for the B of adapters and for vectors trained with them, as in peft's
-    create_loraplus_optimizer; with `lora_plus_embedding_rate` the trained part of an embedding has that rate.
-    Raises UserError where no adapter has a B.
+    The projector and the tower of a model that sees have their own rates, where `projector_learning_rate` and
+    `tower_learning_rate` give them. With `lora_plus_ratio` the rate is multiplied by that ratio for the B of adapters
+    and for vectors trained with them, as in peft's create_loraplus_optimizer; with `lora_plus_embedding_rate` the
+    trained part of an embedding has that rate. Raises UserError for a rate of parameters that are not trained.
     """
     ratio, embedding = config.lora_plus_ratio, config.lora_plus_embedding_rate
-    if ratio is None:
-        return dict.fromkeys(parameters, 1.0)
-    if not any(_is_up_projection(array) for array in parameters.values()):
+    if ratio is not None and not any(_is_up_projection(array) for array in parameters.values()):
         raise UserError(
             "lora_plus_ratio is the ratio of the learning rates of an adapter's two matrices, and no adapter here has "
             "two",
             where="optimizer.lora_plus_ratio, method",
             fix="use it with method: lora, or leave it out",
         )
+    parts = {PROJECTOR: config.projector_learning_rate, VISION: config.tower_learning_rate}
+    for part, name in ((PROJECTOR, "projector"), (VISION, "tower")):
+        if parts[part] is not None and not any(path.startswith(f"{part}/") for path in parameters):
+            raise UserError(
+                f"{name}_learning_rate is the learning rate of the {name}, and nothing of a {name} is trained",
+                where=f"optimizer.{name}_learning_rate, vision.train",
+                fix=f"add {name} to vision.train, or leave {name}_learning_rate out",
+            )
 
-    def factor(array: ArraySpec) -> float:
-        if array.role == "table" and embedding is not None:
-            return embedding / config.learning_rate
-        return ratio if _is_up_projection(array) or array.role == "vector" else 1.0
+    def factor(path: str, array: ArraySpec) -> float:
+        rate = parts.get(path.split("/")[0]) or config.learning_rate
+        if ratio is not None and array.role == "table" and embedding is not None:
+            rate = embedding
+        elif ratio is not None and (_is_up_projection(array) or array.role == "vector"):
+            rate *= ratio
+        return rate / config.learning_rate
 
-    return {path: factor(array) for path, array in parameters.items()}
+    return {path: factor(path, array) for path, array in parameters.items()}
 
 
 def _is_up_projection(array: ArraySpec) -> bool:
@@ -164,7 +174,7 @@ def make_optimizer(
     if chosen.projects:
         _check_rank(config, parameters)
     optimizers = _choose(chosen.by_parameter(config), parameters)
-    factors = None if config.lora_plus_ratio is None else rate_factors(config, parameters)
+    factors = rate_factors(config, parameters) if config.own_rates else None
     optimizer = by_parameter(optimizers, parameters, schedule, decay, factors, rounding)
     if chosen.eval_params is not None:
         optimizer = dataclasses.replace(optimizer, eval_params=chosen.eval_params(config))
@@ -199,11 +209,11 @@ def _check_options(config: OptimizerConfig, chosen: OptimizerType) -> None:
             where="optimizer.in_backward",
             fix="leave in_backward out, or use adamw8bit, adafactor or sgd with it",
         )
-    if config.lora_plus_ratio is not None and chosen.by_parameter is None:
+    for option in config.own_rates if chosen.by_parameter is None else ():
         raise UserError(
-            f"lora_plus_ratio gives parameters their own rates, and {config.name} "
+            f"{option} gives parameters their own rates, and {config.name} "
             + ("has one rate for all" if chosen.by_gradients else "trains whole layers in turns, not adapters"),
-            where="optimizer.lora_plus_ratio",
+            where=f"optimizer.{option}",
             fix="use adamw with it, or leave it out",
         )
 

@@ -78,12 +78,24 @@ class OptimizerOptions:
     lora_plus_embedding_rate: float | None = option(
         None, "LoRA+: the learning rate of embeddings; default: that of A.", gt=0
     )
+    projector_learning_rate: float | None = option(
+        None, "Models that see: peak learning rate of what is trained in the projector; null: learning_rate.", gt=0
+    )
+    tower_learning_rate: float | None = option(
+        None, "Models that see: peak learning rate of what is trained in the tower; null: learning_rate.", gt=0
+    )
     stochastic_rounding: bool = option(
         False,
         "With compute.precision bfloat16: round trained weights up or down at random, so that on average no update is "
         "lost, however small.",
     )
     max_grad_norm: float | None = option(1.0, "Clip the global gradient norm; null: never.", gt=0)
+
+    @property
+    def own_rates(self) -> list[str]:
+        """The options that give some parameters a learning rate other than `learning_rate`."""
+        names = ("lora_plus_ratio", "projector_learning_rate", "tower_learning_rate")
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def layerwise(self) -> bool:

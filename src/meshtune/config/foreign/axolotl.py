@@ -30,6 +30,7 @@ from meshtune.config.foreign.models import NotExpandableError, check_model, is_e
 
 NAME = "axolotl"
 ADAPTERS = "lora dora loftq"
+ONE_RATE = "only LoRA+, projector and tower have rates other than optimizer.learning_rate"
 CONTEXT_PARALLEL = ("context_parallel_size", "context_parapllel_size", "sequence_parallel_degree")
 
 MODEL: Table = {
@@ -45,9 +46,9 @@ MODEL: Table = {
     "resize_token_embeddings_to_32x": part("model.pad_vocab_to", flag, False),
     **parts("model", mapping, ABSENT, "model_config overrides_of_model_config"),
     "reinit_weights": refused("a run starts from weights", "save a random model with transformers first"),
-    "embedding_lr": refused("all parameters have one rate here, but for LoRA+", "leave it out", ()),
-    "embedding_lr_scale": refused("all parameters have one rate here, but for LoRA+", "leave it out", ()),
-    "lr_groups": refused("all parameters have one rate here, but for LoRA+", "leave it out", ([],)),
+    "embedding_lr": refused(ONE_RATE, "leave it out", ()),
+    "embedding_lr_scale": refused(ONE_RATE, "leave it out", ()),
+    "lr_groups": refused(ONE_RATE, "leave it out", ([],)),
     "unfrozen_parameters": part("method.modules", names),
     "model_quantization_config": part("quantize", text),
     "model_quantization_config_kwargs": part("quantize", mapping),
