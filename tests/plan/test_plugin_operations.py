@@ -1,7 +1,7 @@
 """Programs of Meshtune have only operations, types and custom calls that the plugins for Apple's GPUs can run.
 
-No such machine is at hand: plugin_operations.toml says which ones, by the plugins' sources. Training is lowered for their
-platform, generation for a CPU, whose programs have no rules of its own for the operations that occur.
+No such machine is at hand: plugin_operations.toml says which ones, by the plugins' sources. Training is lowered for
+their platform, generation for a CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ NOTHING = {name: set() for name in PLUGINS}
     "overrides",
     [
         (),
-        pytest.param(("method=full", "optimizer.in_backward=true", "optimizer.max_grad_norm=null"), marks=pytest.mark.slow),
+        pytest.param(
+            ("method=full", "optimizer.in_backward=true", "optimizer.max_grad_norm=null"), marks=pytest.mark.slow
+        ),
         pytest.param(("stage=dpo",), marks=pytest.mark.slow),
     ],
 )
@@ -100,7 +102,7 @@ def test_generation_has_only_their_operations(tmp_path):
     finally:
         jax.config.update("jax_dump_ir_to", before)
     programs = [path.read_text(encoding="utf-8") for path in tmp_path.glob("*.mlir")]
-    assert any("stablehlo.while" in program for program in programs), "the programs of a decoding engine were not dumped"
+    assert any("stablehlo.while" in program for program in programs), "an engine's programs were not dumped"
     for program in programs:
         with make_ir_context():
             assert unsupported(ir.Module.parse(program)) == NOTHING

@@ -48,7 +48,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--install",
-            help="Install the compiler for cuda, rocm, tpu, oneapi or all of them into a folder of its own; may be repeated.",
+            help="Install the compiler for cuda, rocm, tpu, oneapi or all into a folder of its own; may be repeated.",
             show_default=False,
         ),
     ] = None,

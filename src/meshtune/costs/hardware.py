@@ -23,8 +23,8 @@ TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<per_host>\d+)x)?(?P<name>[A-Za
 class Device:
     """A device type, as described in hardware.toml. Fields that are None or empty there are unknown.
 
-    Identity: `platform` is one of PLATFORMS, `kind` is JAX's `device_kind`, and `memory` is in bytes; with `unified` the
-    device has no memory but the host's, and what is offloaded takes the same bytes.
+    Identity: `platform` is one of PLATFORMS, `kind` is JAX's `device_kind`, and `memory` is in bytes. A `unified` device
+    has no memory but the host's: what is offloaded takes the same bytes.
     `arch` is the platform's name of the chip (sm_90a, gfx942:sramecc+:xnack-, v5p); `compiled_as` is the arch of a
     close relative to compile for where XLA refuses the chip itself.
 
@@ -105,7 +105,7 @@ def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
 
 
 def find_device(text: str, devices: Mapping[str, Device]) -> Device | None:
-    """The device of this name or kind, or the only one that begins so; 'RX 9070 XT', 'rtx4090' and 'NVIDIA GB10' will do.
+    """The device of this name or kind, or the only one that begins so: 'RX 9070 XT', 'rtx4090', 'NVIDIA GB10'.
 
     None if there is none, or if there are several sizes of memory.
     """
@@ -158,10 +158,11 @@ def require_device(name: str, devices: Mapping[str, Device]) -> Device:
         return device
     longer = _names_with_prefix(name, devices)
     nearby = f"did you mean {' or '.join(longer)}?" if longer else nearest(name, devices).strip()
+    known = nearby or f"known devices are {', '.join(devices)}"
     raise UserError(
         f"no device is called '{name}'",
         where="--target",
-        fix=f"{nearby or 'known devices are ' + ', '.join(devices)}; {HARDWARE_VARIABLE} may name a TOML file with others",
+        fix=f"{known}; {HARDWARE_VARIABLE} may name a TOML file with others",
     )
 
 
@@ -184,7 +185,8 @@ def _devices(name: str, facts: object, path: pathlib.Path) -> list[Device]:
     if not isinstance(facts, dict) or "sizes_gib" not in facts:
         return [_device(name, facts, path)]
     sizes = facts["sizes_gib"]
-    if "memory_gib" in facts or not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+    is_list = isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)
+    if "memory_gib" in facts or not is_list:
         raise UserError(
             "sizes_gib is a list of positive integers, in place of memory_gib",
             where=f"{path}, [{name}]",

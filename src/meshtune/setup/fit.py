@@ -277,9 +277,10 @@ class MemoryCheck:
         computed = (
             f"{ROWS}: {rollout.rows} rows of up to {rollout.slots} positions at once" if rollout and is_rollout else ""
         )
+        apart = not (free.shared or self.target.device.unified)
         for needed, available, where in (
             (on_device, free.device, "on each device"),
-            (0 if free.shared or self.target.device.unified else estimated.host_bytes, free.host, "of the host for each device"),
+            (estimated.host_bytes if apart else 0, free.host, "of the host for each device"),
         ):
             if needed * (1 - ESTIMATE_ERROR) > available:
                 return MemoryShortage(

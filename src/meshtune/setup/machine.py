@@ -23,7 +23,8 @@ from meshtune.setup.shortage import host_memory
 class Machine:
     """The devices of a job as JAX lists them, on all of its processes.
 
-    `platform` is one of costs.hardware.PLATFORMS. `chip` is the architecture of the devices; if empty, kernels query them.
+    `platform` is one of costs.hardware.PLATFORMS. `chip` is the architecture of the devices; if empty, kernels query
+    them.
     """
 
     platform: str

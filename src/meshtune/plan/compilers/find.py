@@ -156,7 +156,7 @@ def _oneapi(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | M
         return MissingCompiler("oneapi", "XLA's compiler for Intel GPUs is not installed", how_to_install("oneapi"))
     if mismatch := _version_mismatch(packages):
         return MissingCompiler("oneapi", mismatch, how_to_install("oneapi"))
-    runtime = (pathlib.Path(sys.prefix) if folder is None else folder) / "lib"  # SYCL and MKL, whose wheels have no module
+    runtime = (pathlib.Path(sys.prefix) if folder is None else folder) / "lib"  # SYCL and MKL
     objects = [*plugin.glob("*.so"), *runtime.glob("libur_adapter_*.so.0")]
     stand_ins = build_stand_ins(objects, cache_folder(env), [runtime, *library_folders(env)], LEVEL_ZERO)
     variables = {
