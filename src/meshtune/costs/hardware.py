@@ -23,7 +23,7 @@ TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<per_host>\d+)x)?(?P<name>[A-Za
 class Device:
     """A device type, as described in hardware.toml. Fields that are None or empty there are unknown.
 
-    Identity: `platform` is one of PLATFORMS, `kind` is JAX's `device_kind`, and `memory` is in bytes. A `unified` device
+    Identity: `platform` is one of PLATFORMS, `kind` is JAX's `device_kind`, `memory` is in bytes. A `unified` device
     has no memory but the host's: what is offloaded takes the same bytes.
     `arch` is the platform's name of the chip (sm_90a, gfx942:sramecc+:xnack-, v5p); `compiled_as` is the arch of a
     close relative to compile for where XLA refuses the chip itself.

@@ -74,7 +74,7 @@ class PredictedCandidate:
 
     @property
     def device_bytes(self) -> int:
-        """Peak bytes on one device, of an update or of a rollout; the host's too where the device has the same memory."""
+        """Peak bytes on one device, of an update or a rollout; the host's too where the device has the same memory."""
         update = self.estimate.device_bytes
         if self.candidate.target.device.unified:
             update += self.estimate.host_bytes
