@@ -35,6 +35,7 @@ from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.gguf.mixture import FILE_TYPES
 from meshtune.quantize.published import METHODS as PUBLISHED
 from meshtune.quantize.published.write import WRITERS
+from meshtune.setup.card import known_plugins
 from meshtune.train.report.events import TRACKERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -153,12 +154,26 @@ def experts() -> str:
     return "\n".join(lines)
 
 
+def install() -> str:
+    """The extra for each kind of device and what it requires, for docs/install.md."""
+    rows = []
+    for plugin in known_plugins():
+        needs = [f"driver {plugin.driver} or newer"] * bool(plugin.driver)
+        needs += [f"Python {plugin.python} or later"] * (plugin.python != "3.11")
+        needs += [f"JAX {plugin.jax}"] * bool(plugin.jax)
+        needs += [plugin.needs] * bool(plugin.needs)
+        needs += [f"`{name}={value}`" for name, value in plugin.variables.items()]
+        rows.append((plugin.title, f"`pip install '.[{plugin.name}]'`", "; ".join(needs)))
+    return _table(("device", "install", "requirements"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "support": support,
     "methods": methods,
     "adapters": adapters,
     "axes": axes,
     "experts": experts,
+    "install": install,
 }
 
 

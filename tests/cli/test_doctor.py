@@ -30,11 +30,13 @@ def test_json_says_the_same_and_a_check_compiles(tmp_path):
     ran = doctor("--json", "--check", MESHTUNE_COMPILERS=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
-    assert list(report) == ["cuda", "rocm", "tpu", "cpu"]
-    assert report["cpu"]["found"]
-    assert report["cpu"]["compiles"]
-    assert report["cpu"]["packages"] == {"jaxlib": importlib.metadata.version("jaxlib")}
-    for platform in report.values():
+    assert (report["device"]["name"], report["device"]["ready"]) == ("CPU", True)
+    compilers = report["compilers"]
+    assert list(compilers) == ["cuda", "rocm", "tpu", "oneapi", "cpu"]
+    assert compilers["cpu"]["found"]
+    assert compilers["cpu"]["compiles"]
+    assert compilers["cpu"]["packages"] == {"jaxlib": importlib.metadata.version("jaxlib")}
+    for platform in compilers.values():
         assert platform["found"] or (platform["reason"] and platform["fix"])
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from meshtune.setup.card import Diagnosis
+
 PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "tokenizers", "datasets", "grain", "numpy")
 
 
@@ -53,11 +55,22 @@ def doctor(
         ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compile a small program with each compiler found.")] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            help="Say what this device needs, has and lacks, such as 'RX 9070 XT', in place of the one that is here.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show which accelerators `meshtune plan` can compile for here, and how to get the compilers that are missing."""
+    """Show what the device needs, has and lacks, and which devices `meshtune plan` can compile for here."""
     import json
 
+    if target is not None:
+        _diagnose_target(target, as_json)
+        return
     from meshtune.plan.compilers.find import EXTRAS, Compiler, find_compiler, requirements
     from meshtune.plan.compilers.find import install as install_compiler
     from meshtune.terminal import console as open_console
@@ -75,8 +88,10 @@ def doctor(
     }
     if as_json:
         entries = {name: _entry(compiler) | _outcome(checks.get(name)) for name, compiler in compilers.items()}
-        print(json.dumps(entries, indent=2))
+        print(json.dumps({"device": _diagnosis_entry(_diagnosis_here()), "compilers": entries}, indent=2))
     else:
+        diagnosis = _diagnosis_here()
+        _print_findings(console, diagnosis)
         console.print(_table(compilers, checks))
         for name, compiler in compilers.items():
             if isinstance(compiler, Compiler):
@@ -84,11 +99,56 @@ def doctor(
                     _print_note(console, name, note)
             else:
                 _print_note(console, name, f"{compiler.reason}: {compiler.fix}")
+        _print_next(console, diagnosis)
     failures = {name: failure for name, (failure, _) in checks.items() if failure is not None}
     for name, failure in failures.items():
         _print_note(console, name, failure)
     if failures:
         sys.exit(1)
+
+
+def _diagnose_target(name: str, as_json: bool) -> None:
+    import json
+
+    from meshtune.costs.hardware import known_devices, require_device
+    from meshtune.setup.card import diagnose
+    from meshtune.terminal import console
+
+    diagnosis = diagnose(require_device(name, known_devices()), attached=False)
+    if as_json:
+        print(json.dumps(_diagnosis_entry(diagnosis), indent=2))
+    else:
+        _print_findings(console(), diagnosis)
+        _print_next(console(), diagnosis)
+
+
+def _diagnosis_here() -> Diagnosis:
+    from meshtune.setup.card import diagnose
+    from meshtune.setup.machine import attached_device
+
+    return diagnose(attached_device(), attached=True)
+
+
+def _diagnosis_entry(diagnosis: Diagnosis) -> dict[str, object]:
+    findings = [{"about": found.about, "text": found.text, "state": found.state} for found in diagnosis.findings]
+    return {"name": diagnosis.device.name, "findings": findings, "ready": not diagnosis.next, "next": diagnosis.next}
+
+
+def _print_findings(console: Console, diagnosis: Diagnosis) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    device = diagnosis.device
+    kind = f" ({device.kind})" if device.kind and device.kind != device.name else ""
+    table = Table(title=f"{device.name}{kind}", title_justify="left", show_header=False)
+    colours = {"good": "green", "bad": "red", "note": ""}
+    for finding in diagnosis.findings:
+        table.add_row(finding.about, Text(finding.text, colours[finding.state]))
+    console.print(table)
+
+
+def _print_next(console: Console, diagnosis: Diagnosis) -> None:
+    _print_note(console, "next:" if diagnosis.next else "ready:", diagnosis.next or "meshtune quickstart")
 
 
 def _print_note(console: Console, platform: str, note: str) -> None:

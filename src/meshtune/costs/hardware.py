@@ -156,6 +156,12 @@ def require_device(name: str, devices: Mapping[str, Device]) -> Device:
     device = find_device(name, devices)
     if device is not None:
         return device
+    if min(_spellings(name), key=len).startswith("ascend"):
+        raise UserError(
+            "Ascend has no plugin for JAX that is kept",
+            where="--target",
+            fix="tune with LLaMA-Factory or MindSpeed, which run on torch_npu; what they write opens here",
+        )
     longer = _names_with_prefix(name, devices)
     nearby = f"did you mean {' or '.join(longer)}?" if longer else nearest(name, devices).strip()
     known = nearby or f"known devices are {', '.join(devices)}"

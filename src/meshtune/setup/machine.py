@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,7 +15,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from meshtune.costs.hardware import Device, Target, known_devices
+from meshtune.costs.hardware import Device, Target, find_device, known_devices
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 from meshtune.setup.shortage import host_memory
@@ -53,6 +55,39 @@ def platform_named(backend: str, version: str) -> str:
     if name == "gpu":
         name = next((known for known in ("rocm", "oneapi", "sycl") if known in version.lower()), "cuda")
     return PLUGIN_PLATFORMS.get(name, name)
+
+
+def attached_device() -> Device:
+    """The first accelerator of this machine as JAX sees it; one that JAX does not see, by the name its driver has."""
+    machine = this_machine()
+    if machine.platform == "cpu" and (name := unseen_gpu()):
+        device = find_device(name, known_devices())
+        if device is not None:
+            return device
+    return local_device(machine)
+
+
+def unseen_gpu() -> str:
+    """The name of a GPU that its driver lists, empty without one."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        ran = None
+    if ran is not None and ran.returncode == 0 and ran.stdout.strip():
+        return ran.stdout.splitlines()[0].strip()
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return mac_name()
+    return ""
+
+
+def mac_name() -> str:
+    """The name of a Mac's chip with its memory in GB, such as "M4 Pro-24"."""
+    brand, size = (
+        subprocess.run(["sysctl", "-n", key], capture_output=True, text=True).stdout.strip()
+        for key in ("machdep.cpu.brand_string", "hw.memsize")
+    )
+    return f"{brand.removeprefix('Apple ')}-{round(int(size or 0) / 2**30)}"
 
 
 ROUNDS = 4  # of each measurement; the fastest counts
