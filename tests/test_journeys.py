@@ -32,7 +32,12 @@ class Journey(NamedTuple):
     lines: int
 
 
-LIMITS = {"forward": Journey(20, 90, 1060), "lora_step": Journey(23, 108, 1095), "data": Journey(26, 205, 1905)}
+LIMITS = {
+    "forward": Journey(20, 90, 1035),
+    "lora_step": Journey(23, 108, 1065),
+    "chat": Journey(15, 131, 1080),  # a step that sees that the client has gone adds three functions of 16 lines
+    "data": Journey(26, 201, 1790),
+}
 
 
 def trace(script: str) -> Journey:
@@ -67,7 +72,7 @@ def test_a_reader_enters_no_more_than_this(name: str):
     command = [sys.executable, __file__, str(SCRIPTS / f"{name}.py")]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     result = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    journey = Journey(*json.loads(result.stdout))
+    journey = Journey(*json.loads(result.stdout.splitlines()[-1]))
     assert all(1 < count <= most for count, most in zip(journey, LIMITS[name], strict=True)), journey
 
 

@@ -52,7 +52,7 @@ def generate_ours(model: pathlib.Path, rounds: int) -> dict[str, object]:
     computed, read = [], programs.read
 
     def counting(*arguments, **options):
-        computed.append(int(arguments[3].sum()))
+        computed.append(int(options["count"].sum()))
         return read(*arguments, **options)
 
     programs.read = counting

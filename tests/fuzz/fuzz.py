@@ -460,7 +460,7 @@ def request(folder: pathlib.Path, rng: random.Random) -> None:
     for _ in range(rng.choice([1, 2, 4])):
         body = change(body, rng)
     with contextlib.suppress(ApiError):
-        parse_request(kind, body)
+        parse_request(kind, body if isinstance(body, dict) else {"body": body})
 
 
 READERS: dict[str, Callable[[pathlib.Path, random.Random], None]] = {

@@ -126,7 +126,7 @@ def test_what_one_adapter_read_is_reused_by_itself_alone(models, references, pro
     counts: list[int] = []
 
     def count(*args, original=programs.read, **options):
-        counts.append(int(np.sum(args[3])))
+        counts.append(int(np.sum(options["count"])))
         return original(*args, **options)
 
     monkeypatch.setattr(programs, "read", count)
@@ -150,7 +150,7 @@ def test_samples_of_one_adapter_read_their_prompt_once(models, prompt, monkeypat
     counts: list[int] = []
 
     def count(*args, original=programs.read, **options):
-        counts.extend([1] if args[5] is None else [])
+        counts.extend([1] if "source" not in options else [])
         return original(*args, **options)
 
     monkeypatch.setattr(programs, "read", count)

@@ -86,7 +86,9 @@ def test_a_prompt_that_a_row_holds_is_not_read_again_and_the_answer_is_the_same(
     counts = []
     original = programs.read
     monkeypatch.setattr(
-        programs, "read", lambda *args, **options: counts.append(int(np.sum(args[3]))) or original(*args, **options)
+        programs,
+        "read",
+        lambda *args, **options: counts.append(int(np.sum(options["count"]))) or original(*args, **options),
     )
     shared = stories.scheduler(rows=2)
     prompts = golden[:40], golden[80:110]

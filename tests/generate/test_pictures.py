@@ -87,7 +87,7 @@ def tokens_read(monkeypatch) -> list[int]:
     counts: list[int] = []
 
     def count(*args, original=programs.read, **options):
-        counts.append(int(np.sum(args[3])))
+        counts.append(int(np.sum(options["count"])))
         return original(*args, **options)
 
     monkeypatch.setattr(programs, "read", count)

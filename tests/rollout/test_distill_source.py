@@ -66,6 +66,21 @@ def test_prompts_that_leave_no_room_are_left_out(tmp_path):
         prepare_data(recipe(tmp_path, max_length=17), tokenizer)
 
 
+def test_columns_for_rewards_are_not_listed_as_unread(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "Tom had a", "answer": "hat"}\n{"prompt": 1}\n')
+    (tmp_path / "reward.py").write_text("def zero(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    fields = {
+        "model": str(MODEL),
+        "data": {"train": str(tmp_path / "data.jsonl"), "max_length": 64, "on_bad": "skip"},
+        "stage": "grpo",
+        "rollout": {"samples": 2, "max_tokens": 8},
+        "rewards": f"{tmp_path}/reward.py:zero",
+        "output": "out",
+    }
+    report = prepare_data(load_recipe(fields), load_tokenizer(MODEL)).report
+    assert (report.unread, len(report.skipped)) == ((), 1)
+
+
 def test_the_share_of_own_rollouts_is_that_of_the_recipe_and_the_same_each_time(tmp_path):
     def drawn(on_policy):
         source = types.SimpleNamespace(recipe=recipe(tmp_path, on_policy=on_policy))

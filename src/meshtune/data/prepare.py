@@ -174,8 +174,10 @@ class _Preparation:
         return loader, self._with_template_fix(report)
 
     def add_records(self, report: DataReport, documents: Documents) -> DataReport:
-        """The report with the records of all `documents` that were skipped, and their fields that are not read."""
-        unread = tuple(self._not_read(documents.unread).items()) if documents.unread else ()
+        """The report with the records of all `documents` that were skipped, and their fields that are not read: of
+        prompts none, which are columns for rewards."""
+        has_unread = bool(documents.unread) and self.recipe.rollout is None
+        unread = tuple(self._not_read(documents.unread).items()) if has_unread else ()
         return dataclasses.replace(report, skipped=(*documents.skipped, *report.skipped), unread=unread)
 
     @property

@@ -145,7 +145,6 @@ def compiled_form(
         bias=any(sampling.logit_bias for sampling in samplings),
         constrained=allowed.shape[1] > 0,
     )
-
     no_biases: Any = (np.zeros((len(samplings), 0), np.int32), np.zeros((len(samplings), 0), np.float32))
     biased, bias = _bias_arrays(samplings) if switches.bias else no_biases
     columns: dict[str, Any] = {

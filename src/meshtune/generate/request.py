@@ -202,7 +202,7 @@ class Generation:
     @property
     def text(self) -> list[int]:
         """The prompt's keys and the tokens so far."""
-        return [*self.request.keys, *self.ids]
+        return [*(self.request.keys if self.request.pictures else self.request.prompt), *self.ids]
 
     @property
     def length(self) -> int:
@@ -218,35 +218,37 @@ class Generation:
 def check_prompt(prompt: Sequence[int], vocab: int, context: int, where: str | None = None) -> tuple[int, ...]:
     """The ids of a prompt. Raises UserError for an empty or over-long one, and for ids that the model does not have."""
     ids = tuple(map(int, prompt))
-    if not ids:
-        raise UserError("the prompt is empty", where=where, fix="give at least one token to continue from")
-    if min(ids) < 0 or max(ids) >= vocab:
-        unknown = next(id_ for id_ in ids if not 0 <= id_ < vocab)
-        raise UserError(
-            f"token id {unknown:d} is outside the model's vocabulary of {vocab}",
-            where=where,
-            fix="use the tokenizer that belongs to the model",
-        )
-    if len(ids) >= context:
-        raise UserError(
-            f"the prompt's {len(ids)} tokens leave no room in the model's context of {context} tokens",
-            where=where,
-            fix="shorten the prompt",
-        )
+    if not 0 < len(ids) < context or min(ids) < 0 or max(ids) >= vocab:
+        raise _prompt_error(ids, vocab, context, where)
     return ids
+
+
+def _prompt_error(ids: Sequence[int], vocab: int, context: int, where: str | None) -> UserError:
+    if not ids:
+        return UserError("the prompt is empty", where=where, fix="give at least one token to continue from")
+    unknown = next((id_ for id_ in ids if not 0 <= id_ < vocab), None)
+    if unknown is not None:
+        problem = f"token id {unknown:d} is outside the model's vocabulary of {vocab}"
+        return UserError(problem, where=where, fix="use the tokenizer that belongs to the model")
+    problem = f"the prompt's {len(ids)} tokens leave no room in the model's context of {context} tokens"
+    return UserError(problem, where=where, fix="shorten the prompt")
 
 
 def check_max_tokens(max_tokens: int, prompt: int, context: int) -> int:
     """`max_tokens`. Raises UserError where it is not positive, or more than a prompt leaves room for."""
-    if max_tokens < 1:
-        raise UserError(f"max_tokens = {max_tokens} generates nothing", fix="give 1 or more")
-    if max_tokens > context - prompt:
-        raise UserError(
-            f"a prompt of {prompt} tokens and max_tokens = {max_tokens} are more than the model's context of {context} "
-            "tokens",
-            fix=f"give max_tokens = {context - prompt} at most, or shorten the prompt",
-        )
+    if not 0 < max_tokens <= context - prompt:
+        raise _max_tokens_error(max_tokens, prompt, context)
     return max_tokens
+
+
+def _max_tokens_error(max_tokens: int, prompt: int, context: int) -> UserError:
+    if max_tokens < 1:
+        return UserError(f"max_tokens = {max_tokens} generates nothing", fix="give 1 or more")
+    return UserError(
+        f"a prompt of {prompt} tokens and max_tokens = {max_tokens} are more than the model's context of {context} "
+        "tokens",
+        fix=f"give max_tokens = {context - prompt} at most, or shorten the prompt",
+    )
 
 
 class QueueFull(UserError):

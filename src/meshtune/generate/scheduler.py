@@ -1,10 +1,8 @@
 """Continuous batching: requests wait in a queue, take a row of the batch, and leave it when they end.
 
-A prompt is read in pieces, so that a long one does not keep other rows from decoding. The cache of a row stays until
-another request needs the row, so a text that begins as one that was read before is read from there on.
-
-All rows decode together, each at its length. Prompts are read between decode steps, in pieces if they are
-long, and from where another row has read the same tokens before (generate.rows).
+All rows decode together, each at its length. Prompts are read between decode steps, in pieces, so that a long one does
+not keep other rows from decoding. The cache of a row stays until another request needs the row, so a text that begins
+as one that was read before is read from there on.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from meshtune.generate.programs import (
     STEPS,
     Decoded,
     Feed,
-    Probabilities,
     compiled_form,
     length_bucket,
     original_context,
@@ -114,11 +111,6 @@ class _Piece(NamedTuple):
     features: int = 0
 
     @property
-    def copies(self) -> bool:
-        """Whether nothing is left to read after the copy."""
-        return self.length > 0 and not self.tokens
-
-    @property
     def end(self) -> int:
         """The position after its last token."""
         return self.length + len(self.tokens)
@@ -127,7 +119,7 @@ class _Piece(NamedTuple):
     def shape(self) -> tuple[bool, int, bool, int, bool]:
         """Pieces of one shape are computed together: they continue a row or not, in a bucket of lengths (0: only
         copied), of long texts or not, with as many features, and with M-RoPE's positions or without."""
-        if self.copies:
+        if self.length and not self.tokens:
             return True, 0, False, 0, False
         has_rope = self.pictures is not None and self.pictures.rope_positions is not None
         return self.length > 0, length_bucket(max(1, len(self.tokens))), self.text.long, self.features, has_rope
@@ -225,8 +217,6 @@ class Rows:
                 selection[n, row.adapter] = 1
         return selection
 
-    # Reading
-
     def _text(self, generation: Generation) -> CachedText:
         """The text of a request as a cache must hold it before a decode step: without its newest token."""
         request, long = generation.request, self._original is not None and generation.length > self._original
@@ -249,7 +239,8 @@ class Rows:
                 if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
                     pieces.append(piece)
                 budget -= len(piece.tokens)
-                row.cached, row.started = dataclasses.replace(piece.text, tokens=piece.text.tokens[: piece.end]), True
+                read = piece.text.tokens[: piece.length + len(piece.tokens)]
+                row.cached, row.started = dataclasses.replace(piece.text, tokens=read), True
             if not pieces:
                 break
             # In their order: a row may be read from before another text takes its place.
@@ -269,28 +260,29 @@ class Rows:
     def _next_piece(self, row: Row, budget: int) -> _Piece | None:
         """The next tokens to read of a row's text, `most` at most; None where it has to wait."""
         assert row.generation is not None
-        target, text = self.rows.index(row), self._text(row.generation)
-        if row.started:
-            return self._piece(row, target, len(row.cached.tokens), text, budget) if budget > 0 else None
-        source, length = self._longest_prefix(text, [(reader, reader.cached) for reader in self.rows])
-        earlier = [reader for reader in self.rows if reader.number < row.number and not reader.decodes]
-        expected = [(reader, self._text(reader.generation)) for reader in earlier if reader.generation is not None]
-        _, later = self._longest_prefix(text, expected)
-        if later > length or (budget <= 0 and length < len(text.tokens)):
+        text, source, length = self._text(row.generation), row, len(row.cached.tokens)
+        if not row.started:
+            source, length = self._longest_prefix(text, [(reader, reader.cached) for reader in self.rows])
+            earlier = [reader for reader in self.rows if reader.number < row.number and not reader.decodes]
+            expected = [(reader, self._text(reader.generation)) for reader in earlier if reader.generation is not None]
+            if self._longest_prefix(text, expected)[1] > length:
+                return None
+        if budget <= 0 and length < len(text.tokens):
             return None
-        return self._piece(row, target if source is None else self.rows.index(source), length, text, budget)
+        target, tokens = self.rows.index(row), text.tokens[length:][:budget]
+        piece = _Piece(target, self.rows.index(source or row), length, tokens, text)
+        pictures = row.generation.request.pictures
+        return piece if pictures is None else self._with_pictures(piece, row, pictures, budget)
 
-    def _piece(self, row: Row, source: int, length: int, text: CachedText, budget: int) -> _Piece:
-        """The next tokens of a row's text after the first `length`. Computes the features among their embeddings."""
-        assert row.generation is not None
-        target, pictures = self.rows.index(row), row.generation.request.pictures
-        if pictures is None:
-            return _Piece(target, source, length, text.tokens[length:][:budget], text)
+    def _with_pictures(self, piece: _Piece, row: Row, pictures: PromptPictures, budget: int) -> _Piece:
+        """The piece of a text with pictures. Computes the features among the embeddings of its tokens."""
+        text, length = piece.text, piece.length
         end = pictures.piece_end(min(length + max(0, budget), len(text.tokens)))
         first = features = 0
         if length < pictures.end and any(key < 0 for key in text.tokens[length:end]):
             first, features = row.encoded = row.encoded or self._encode(row, pictures, length)
-        return _Piece(target, source, length, text.tokens[length:end], text, pictures, first, features)
+        tokens = [max(key, 0) for key in text.tokens[length:end]]
+        return piece._replace(tokens=tokens, pictures=pictures, first=first, features=features)
 
     def _encode(self, row: Row, pictures: PromptPictures, length: int) -> tuple[int, int]:
         """Computes the features of all pictures of a row's request that have tokens after the first `length`."""
@@ -306,7 +298,7 @@ class Rows:
 
     def _longest_prefix(self, text: CachedText, rows: Sequence[tuple[Row, CachedText]]) -> tuple[Row | None, int]:
         """The row whose text shares most of this one, and how many tokens need not be read; (None, 0) for too few."""
-        shared = [(text.shared(reader), row, reader) for row, reader in rows]
+        shared = [(text.shared(reader), row, reader) for row, reader in rows if reader.tokens]
         usable = [(n, row) for n, row, reader in shared if self._any_length or n == len(reader.tokens)]
         length, row = max(usable, key=lambda pair: pair[0], default=(0, None))
         return (row, length) if 0 < length >= min(SHORTEST_SHARED, len(text.tokens)) else (None, 0)
@@ -314,27 +306,33 @@ class Rows:
     def _compute(self, batch: Sequence[_Piece]) -> None:
         """Reads or copies pieces of one shape."""
         count, length = rows_bucket(len(batch)), batch[0].shape[1]
-        tokens, unread = np.zeros((count, length), np.int32), np.zeros(count, np.int32)
-        source, known = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        target = np.full(count, len(self.rows), np.int32)  # beyond the end: dropped
-        for n, piece in enumerate(batch):
-            unread[n] = len(piece.tokens)
-            tokens[n, : unread[n]] = [max(key, 0) for key in piece.tokens] if piece.pictures else piece.tokens
-            source[n], known[n], target[n] = piece.source, piece.length, piece.target
-        if batch[0].copies:
+        columns = [(piece.source, piece.length, piece.target, len(piece.tokens)) for piece in batch]
+        columns += [(0, 0, len(self.rows), 0)] * (count - len(batch))  # beyond the end: dropped
+        source, known, target, unread = np.asarray(list(zip(*columns, strict=True)), np.int32)
+        if not length:
             self._caches.copy(source=source, target=target)
             return
-        targets = [*(self.rows[piece.target] for piece in batch), *[None] * (count - len(batch))]
-        adapters = self.selection(targets) if self.adapters else None
-        arrays = {"tokens": tokens, "count": unread, "target": target, "adapters": adapters, "long": batch[0].text.long}
-        if batch[0].length:
-            arrays |= {"source": source, "length": known}
+        tokens = np.zeros((count, length), np.int32)
+        for n, piece in enumerate(batch):
+            tokens[n, : unread[n]] = piece.tokens
+        arrays: dict[str, Any] = {"tokens": tokens, "count": unread, "target": target, "long": batch[0].text.long}
+        arrays |= {"source": source, "length": known} if batch[0].length else {}
+        arrays["adapters"] = self._selection_of(batch, count) if self.adapters else None
         if any(piece.pictures is not None for piece in batch):
-            arrays["pictures"] = piece_arrays(batch, count, length)
-            if batch[0].features:
-                numbers = [self.rows[piece.target].number for piece in batch]
-                arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
+            arrays |= self._picture_arrays(batch, count, length)
         self._caches.read(**arrays)
+
+    def _selection_of(self, batch: Sequence[_Piece], count: int) -> np.ndarray:
+        """The selection of each piece's adapter, in `count` rows."""
+        return self.selection([*(self.rows[piece.target] for piece in batch), *[None] * (count - len(batch))])
+
+    def _picture_arrays(self, batch: Sequence[_Piece], count: int, length: int) -> dict[str, Any]:
+        """The arrays that pieces with pictures are read with, in `count` rows of `length` tokens."""
+        arrays: dict[str, Any] = {"pictures": piece_arrays(batch, count, length)}
+        if batch[0].features:
+            numbers = [self.rows[piece.target].number for piece in batch]
+            arrays["pictures_of"] = np.asarray([*numbers, *[numbers[0]] * (count - len(batch))], np.int32)
+        return arrays
 
 
 READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
@@ -470,12 +468,11 @@ class Scheduler:
         """Gives free rows to waiting requests; returns those whose grammar allows nothing."""
         running = [row.generation for row in self._rows.rows if row.generation is not None]
         with self._lock:
-            chosen = self._choose_requests(self._most_rows - len(running))
+            free = self._most_rows - len(running)
+            chosen = self._choose_requests(free) if free < len(self._waiting) else list(self._waiting)
+            self._waiting = deque(generation for generation in self._waiting if generation not in chosen)
             self._current = [*running, *chosen]
-        for generation in chosen:
-            if (grammar := generation.request.grammar) is not None:
-                generation.start(grammar)
-        refused = [Progress(generation, [], "error") for generation in chosen if generation.error is not None]
+        refused = self._start_grammars(chosen) if any(g.request.grammar is not None for g in chosen) else []
         admitted = [generation for generation in chosen if generation.error is None]
         if not admitted:
             return refused
@@ -485,13 +482,20 @@ class Scheduler:
         self._caches.counts = None  # counted again for all rows where a processor reads them
         return refused
 
+    def _start_grammars(self, chosen: Sequence[Generation]) -> list[Progress]:
+        """Lets requests follow their grammars; returns those whose grammar allows nothing."""
+        for generation in chosen:
+            if (grammar := generation.request.grammar) is not None:
+                generation.start(grammar)
+        return [Progress(generation, [], "error") for generation in chosen if generation.error is not None]
+
     def _choose_requests(self, free: int) -> list[Generation]:
-        """The next requests: the oldest of the client that has the fewest rows."""
+        """The next requests of more than there are rows for: the oldest of the client that has the fewest rows."""
         running = Counter(row.generation.request.client for row in self._rows.rows if row.generation is not None)
-        chosen = []
-        while self._waiting and len(chosen) < free:
-            following = min(self._waiting, key=lambda generation: running[generation.request.client])
-            self._waiting.remove(following)
+        chosen, waiting = [], list(self._waiting)
+        while len(chosen) < free:
+            following = min(waiting, key=lambda generation: running[generation.request.client])
+            waiting.remove(following)
             running[following.request.client] += 1
             chosen.append(following)
         return chosen
@@ -505,23 +509,20 @@ class Scheduler:
             return []
         requests = [row.generation.request if row.generation else None for row in rows]
         constraints = [row.generation.constraint if row.generation else None for row in rows]
-        is_free = all(constraint is None for constraint in constraints)
-        masks = None if is_free else packed_masks(constraints, self._spec.vocab)
-        # What a grammar allows is known only once the token before is.
+        masks = packed_masks(constraints, self._spec.vocab) if any(c is not None for c in constraints) else None
         remaining = [self._rows.remaining(row) for row in rows]
+        # What a grammar allows is known only once the token before is.
         steps = min(steps, max(remaining)) if masks is None else 1
         longest = max(len(row.cached.tokens) + min(steps, remaining[n]) for n, row in live)
         if longest > self._rows.slots:
             self._rows.resize(len(rows), longest)
             assert all(row is self._rows.rows[n] for n, row in live), "rows that decode stay where they are"
         switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests], masks)
-        reports = {request.reports_drawn for request in requests if request is not None}
-        assert len(reports) == 1, "requests of one scheduler report different log-probabilities"
-        switches = dataclasses.replace(switches, reports_drawn=reports.pop())
+        (reports_drawn,) = {request.reports_drawn for request in requests if request is not None}  # all say the same
+        switches = dataclasses.replace(switches, reports_drawn=reports_drawn)
         asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
-        counts = self._caches.counts
-        if switches.counts and (counts is None or not counts.generated.shape[1]):
+        if switches.counts:
             self._count()
         decoded = self._caches.decode(
             feed=self._feed(remaining),
@@ -545,14 +546,19 @@ class Scheduler:
             "remaining": remaining,
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
-        offsets = [row.generation.request.rope_offset if row.generation else 0 for row in rows]
-        if any(offsets):
-            columns["rope_offset"] = offsets
-        arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
-        return Feed(**arrays)
+        if any(row.generation and row.generation.request.pictures for row in rows):
+            columns |= self._rope_offsets()
+        return Feed(**{name: np.asarray(column, np.int32) for name, column in columns.items()})  # pyright: ignore
+
+    def _rope_offsets(self) -> dict[str, list[int]]:
+        """The column of M-RoPE's offsets, where any row has one."""
+        offsets = [row.generation.request.rope_offset if row.generation else 0 for row in self._rows.rows]
+        return {"rope_offset": offsets} if any(offsets) else {}
 
     def _count(self) -> None:
-        """Counts the tokens of all rows."""
+        """Counts the tokens of all rows, unless the caches have."""
+        if self._caches.counts is not None and self._caches.counts.generated.shape[1]:
+            return
         generations = [row.generation for row in self._rows.rows]
         prompts = [generation.request.prompt if generation else () for generation in generations]
         generated = [generation.ids if generation else () for generation in generations]
@@ -564,25 +570,30 @@ class Scheduler:
         assert generation is not None
         ids = [token for token in decoded.tokens[n].tolist() if token >= 0]
         row.cached.tokens += [generation.newest, *ids[:-1]]
-        alternatives, probabilities = generation.request.alternatives, decoded.probabilities
-        if alternatives is None or probabilities is None:
-            new = [Token(id_) for id_ in ids]
-        else:
-            new = [_scored_token(id_, probabilities, (n, i), alternatives) for i, id_ in enumerate(ids)]
+        scored = generation.request.alternatives is not None
+        new = _scored_tokens(ids, n, decoded, generation.request) if scored else [Token(id_) for id_ in ids]
         reason = generation.extend(new)
         if not decoded.finite[n]:
-            generation.error = UserError(
-                f"the model's logits are not finite near new token {len(generation.tokens) - 1}",
-                fix="the weights overflow in this dtype (try float32), or hold NaN or infinity",
-            )
-            reason = "error"
+            generation.error, reason = _overflow_error(generation), "error"
             self._rows.restart([row])
         if reason is not None:
             self._end(generation, reason)
         return Progress(generation, new, generation.finish_reason)
 
 
-def _scored_token(id_: int, probabilities: Probabilities, place: tuple[int, int], alternatives: int) -> Token:
-    """The token of (row, step) with its log-probability, and as many of the likeliest ones."""
-    likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
-    return Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[:alternatives])
+def _overflow_error(generation: Generation) -> UserError:
+    return UserError(
+        f"the model's logits are not finite near new token {len(generation.tokens) - 1}",
+        fix="the weights overflow in this dtype (try float32), or hold NaN or infinity",
+    )
+
+
+def _scored_tokens(ids: Sequence[int], row: int, decoded: Decoded, request: GenerationRequest) -> list[Token]:
+    """New tokens of a row with their log-probabilities, and as many of the likeliest ones as the request wants."""
+    probabilities, tokens = decoded.probabilities, list[Token]()
+    assert probabilities is not None, "a row asks for them"
+    for step, id_ in enumerate(ids):
+        place = row, step
+        likeliest = zip(probabilities.tokens[place].tolist(), probabilities.likeliest[place].tolist(), strict=True)
+        tokens.append(Token(id_, float(probabilities.chosen[place]), tuple(likeliest)[: request.alternatives]))
+    return tokens

@@ -91,17 +91,17 @@ def chat_text(
     Raises UserError for the rest as `chat_ids`."""
     chat = chat_template(tokenizer, reader)
     if messages[-1]["role"] == "assistant":
-        raise UserError(
-            "the conversation ends with the assistant's words, so there is nothing to answer",
-            where=f"message {len(messages) - 1}",
-            fix="end with a message of the user",
-        )
+        problem = "the conversation ends with the assistant's words, so there is nothing to answer"
+        raise UserError(problem, where=f"message {len(messages) - 1}", fix="end with a message of the user")
     try:
         return chat.render(chat.adapt(messages), tools, generation_prompt=True, options=options)
     except chat.failures as problem:
-        error = template_error(problem, where=str(tokenizer.name_or_path))
-        fix = "change the conversation, or give another chat_template"
-        raise UserError(error.what, where=error.where, fix=fix) from problem
+        raise _rendering_error(tokenizer, problem) from problem
+
+
+def _rendering_error(tokenizer: PreTrainedTokenizerFast, problem: Exception) -> UserError:
+    error = template_error(problem, where=str(tokenizer.name_or_path))
+    return UserError(error.what, where=error.where, fix="change the conversation, or give another chat_template")
 
 
 def encoded_chat(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -116,13 +116,17 @@ def encoded_chat(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def chat_template(tokenizer: PreTrainedTokenizerFast, reader: PictureReader | None = None) -> ChatTemplate:
     """The tokenizer's chat template. Raises UserError if it has none."""
     if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template, so this model cannot chat",
-            where=str(tokenizer.name_or_path),
-            fix="use generate with plain text (`meshtune generate`, Model.generate('...')), or give a chat_template: "
-            "'plain' suits any base model",
-        )
+        raise _no_template_error(tokenizer)
     return _measured_once(tokenizer, str(tokenizer.chat_template), reader)
+
+
+def _no_template_error(tokenizer: PreTrainedTokenizerFast) -> UserError:
+    return UserError(
+        "the tokenizer has no chat template, so this model cannot chat",
+        where=str(tokenizer.name_or_path),
+        fix="use generate with plain text (`meshtune generate`, Model.generate('...')), or give a chat_template: "
+        "'plain' suits any base model",
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -362,6 +366,9 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is safe to show."""
+        return self._push(text) if self._strings else text
+
+    def _push(self, text: str) -> str:
         if self.found:
             return ""
         text = self._held + text

@@ -240,14 +240,20 @@ def _announce_call(method: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(method)
     def call(self: BatchCaches, **arguments: Any) -> R:
-        message = {"batch": self.number, "call": method.__name__}
-        with contextlib.nullcontext() if self.driver is None else self.driver.announce(message, arguments):
-            result = method(self, **arguments)
-            if jax.process_count() > 1 and jax.default_backend() == "cpu":
-                jax.block_until_ready(self.layers)  # JAX's Gloo mixes up the messages of two programs at once
-            return result
+        if self.driver is None and jax.process_count() == 1:
+            return method(self, **arguments)
+        return _call_everywhere(self, method, arguments)
 
     return call
+
+
+def _call_everywhere(caches: BatchCaches, method: Callable[..., R], arguments: dict[str, Any]) -> R:
+    message = {"batch": caches.number, "call": method.__name__}
+    with contextlib.nullcontext() if caches.driver is None else caches.driver.announce(message, arguments):
+        result = method(caches, **arguments)
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            jax.block_until_ready(caches.layers)  # JAX's Gloo mixes up the messages of two programs at once
+        return result
 
 
 class BatchCaches:
@@ -284,28 +290,16 @@ class BatchCaches:
         self.layers = programs.copy_rows(self.layers, source, target)
 
     @_announce_call
-    def read(
-        self,
-        tokens: np.ndarray,
-        count: Numbers,
-        target: Numbers,
-        adapters: np.ndarray | None,
-        long: bool,
-        source: Numbers | None = None,
-        length: Numbers | None = None,
-        pictures: Mapping[str, np.ndarray] | None = None,
-        pictures_of: Numbers | None = None,
-    ) -> None:
-        """See programs.read; `long`: the texts are longer than the original context (generate.long_context). `pictures`
-        are arrays of `visual.Pictures`, for features of the rows `pictures_of`."""
+    def read(self, long: bool, pictures: Mapping[str, np.ndarray] | None = None, **arrays: Any) -> None:
+        """See programs.read and its arrays; `long`: the texts are longer than the original context
+        (generate.long_context). `pictures` are arrays of `visual.Pictures`, for features of the rows `pictures_of`."""
         spec = by_long_factors(self._spec) if long else self._spec
-        options: dict[str, Any] = {"spec": spec, "compute": self._compute}
-        arrays = (tokens, count, target, source, length)
         if pictures is not None:
-            features = () if pictures_of is None else tuple(self.features[int(row)] for row in pictures_of)
-            named: Any = dict(pictures)
-            options["pictures"] = Pictures(features, **named)
-        self.layers = programs.read(self.weights.reading, self.layers, *arrays, adapters=adapters, **options)
+            arrays["pictures"] = self._pictures(pictures, arrays.pop("pictures_of", None))
+        self.layers = programs.read(self.weights.reading, self.layers, **arrays, spec=spec, compute=self._compute)
+
+    def _pictures(self, arrays: Mapping[str, Any], rows: Numbers | None) -> Pictures:
+        return Pictures(() if rows is None else tuple(self.features[int(row)] for row in rows), **arrays)
 
     @_announce_call
     def encode(
@@ -341,9 +335,7 @@ class BatchCaches:
         """See programs.decode; `options` are its switches, alternatives and adapters. `count` comes before where the
         switches need counts."""
         counts = Counts.empty(feed.token.shape[0]) if self.counts is None else self.counts
-        arrays = (feed, knobs, np.int32(steps), np.bool_(leave))
+        arrays: Any = (self.layers, counts, feed, knobs, np.int32(steps), np.bool_(leave))
         options |= {"spec": self._spec, "compute": self._compute}
-        self.layers, self.counts, decoded = programs.decode(
-            self.weights.decoding, self.layers, counts, *arrays, **options
-        )
+        self.layers, self.counts, decoded = programs.decode(self.weights.decoding, *arrays, **options)
         return decoded

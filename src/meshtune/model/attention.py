@@ -75,17 +75,36 @@ def attend(
     positions = {"q_positions": rows.positions, "kv_positions": kv_positions}
     segments = {"q_segments": rows.segment_ids, "kv_segments": kv_segments, "q_parents": rows.parent_ids}
     if chunk is not None:
-        by_tokens = {name: positions["kv_positions" if name == "kv_segments" else "q_positions"] for name in segments}
-        segments = {
-            name: None if ids is None else chunked_segment_ids(by_tokens[name], ids, chunk)
-            for name, ids in segments.items()
-        }
+        segments = _chunk_segments(positions, segments, chunk)
     reach = rows.reach if reaches else None
     options |= {"aligned": past is None and options.get("causal", True) and reach is None, "q_reach": reach}
     options |= {"packed": compute.packed or chunk is not None}
     sharding = None if compute.layout is None else compute.layout.attention_sharding()
     devices = {"backend": compute.attention, "platform": compute.platform, "chip": compute.chip, "sharding": sharding}
     return attention(q, k.astype(q.dtype), v.astype(q.dtype), **positions, **segments, **devices, **options)
+
+
+def _stacked_caches(cache: LayerCache) -> StackedCaches | None:
+    """The arrays that a layer's keys and values are part of, for kernels that read them there."""
+    k, v = cache.stacked("k"), cache.stacked("v")
+    return None if k is None or v is None else StackedCaches(k, v, cache.index)
+
+
+def _within_windows(rows: SequenceInfo) -> SequenceInfo:
+    """The rows of a tower whose tokens attend within windows."""
+    assert rows.windows is not None, "rows of a tower with windows"
+    return dataclasses.replace(rows, segment_ids=rows.windows)
+
+
+def _chunk_segments(
+    positions: dict[str, Array], segments: dict[str, Array | None], chunk: int
+) -> dict[str, Array | None]:
+    """The segments of each array of tokens, cut into chunks."""
+    by_tokens = {name: positions["kv_positions" if name == "kv_segments" else "q_positions"] for name in segments}
+    return {
+        name: None if ids is None else chunked_segment_ids(by_tokens[name], ids, chunk)
+        for name, ids in segments.items()
+    }
 
 
 def recall(
@@ -298,19 +317,14 @@ class AttentionSpec(Mixer):
             qkv = self.project(x, node, context, ("q", "k", "v"))
             if cache is not None:
                 past_kv, past, cache = recall(cache, {"k": qkv["k"], "v": qkv["v"]}, context.sequences, self._reach)
-                qkv |= past_kv
-                k, v = cache.stacked("k"), cache.stacked("v")
-                caches = None if k is None or v is None else StackedCaches(k, v, cache.index)
+                qkv, caches = qkv | past_kv, _stacked_caches(cache)
             if self.stores is not None:
                 memory = {"k": qkv["k"], "v": qkv["v"]}
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
-        rows = context.sequences
-        if self.windowed:
-            assert rows.windows is not None, "rows of a tower with windows"
-            rows = dataclasses.replace(rows, segment_ids=rows.windows)
-        options: dict[str, Any] = self._score_options()
-        options |= self._score_arrays(node) if self.alibi is not None or self.sinks else {}
-        options |= {"chunk": self.chunk, "caches": caches}
+        rows = _within_windows(context.sequences) if self.windowed else context.sequences
+        options: dict[str, Any] = self._score_options() | {"chunk": self.chunk, "caches": caches}
+        if self.alibi is not None or self.sinks:
+            options |= self._score_arrays(node)
         mixed = attend(qkv["q"], qkv["k"], qkv["v"], rows, past, context.compute, **options)
         if self.gate is not None:
             mixed = mixed * jax.nn.sigmoid(qkv["gate"].astype(jnp.float32)).astype(mixed.dtype)
@@ -376,13 +390,7 @@ class AttentionSpec(Mixer):
     def _score_options(self) -> dict[str, Any]:
         """Options of scores, for the kernel that runs and for the request that is asked about."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return {
-            "scale": scale,
-            "window": self.window,
-            "softcap": self.softcap,
-            "causal": self.causal,
-            "reaches": self.reaches,
-        }
+        return {"scale": scale} | {name: getattr(self, name) for name in ("window", "softcap", "causal", "reaches")}
 
     def _score_arrays(self, node: Tree) -> dict[str, Array | None]:
         slopes = None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32)

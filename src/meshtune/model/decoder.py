@@ -101,19 +101,33 @@ def enter(
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
-        positions = table(to_device(params["positions"], inputs.positions))
-        x = x + embed_tokens(positions, inputs.positions, compute.layout).astype(x.dtype)
-    x = x if perturb is None else perturb(x)
+        x = _add_positions(x, params, compute, inputs)
+    x, side = x if perturb is None else perturb(x), inputs.side or {}
+    if side or visual is not None or spec.side is not None or any(block.side_inputs for block in spec.blocks):
+        x, side = _side_inputs(x, params, spec, compute, inputs, rng)
+    return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side
+
+
+def _add_positions(x: Hidden, params: Tree, compute: Compute, inputs: Inputs) -> Hidden:
+    """Adds the embeddings of positions."""
+    positions = table(to_device(params["positions"], inputs.positions))
+    return x + embed_tokens(positions, inputs.positions, compute.layout).astype(x.dtype)
+
+
+def _side_inputs(
+    x: Hidden, params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs, rng: Array | None
+) -> tuple[Hidden, Tree]:
+    """(the embeddings with pictures in their places, the side inputs of all layers)."""
     side, read = dict(inputs.side or {}), frozenset(name for block in spec.blocks for name in block.side_inputs)
-    if visual is not None:
-        x, tapped = place_pictures(params, spec, compute, visual, x, rng)
+    if inputs.visual is not None:
+        x, tapped = place_pictures(params, spec, compute, inputs.visual, x, rng)
         side |= tapped
         read |= side.keys() & {kind.adds for kind in spec.layer_kinds}
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
     if side or read:
         check_side(side, read, spec.family)
-    return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side
+    return x, side
 
 
 def head_params(params: Tree, spec: ModelSpec, after: Array | None = None) -> Tree:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from meshtune.generate.request import check_prompt
 from meshtune.generate.text import chat_template
 from meshtune.serve.chat import prepare_chat
 from meshtune.serve.completions import prepare_completion
-from meshtune.serve.guard import ApiError, Gate, Guard, as_api_error, json_body
+from meshtune.serve.guard import ApiError, Guard, as_api_error, json_body
 from meshtune.serve.models import ChoiceDelta, Completion, Models, Served, stream_choices
 from meshtune.serve.schema import (
     ChatMessage,
@@ -52,9 +52,8 @@ class Threads:
             raise ApiError(429, "too many requests wait to be read; try again in a while", code="queue_full")
         self._under_way += 1
         try:
-            return await until_gone(
-                request, asyncio.get_running_loop().run_in_executor(self._pool, _result, function, *args)
-            )
+            work = asyncio.get_running_loop().run_in_executor(self._pool, _result, function, *args)
+            return await until_gone(request, work)
         finally:
             self._under_way -= 1
 
@@ -151,16 +150,8 @@ WAITING = 128  # requests that wait to be read, at most
 R = TypeVar("R", bound=BaseModel)
 
 
-def create_app(
-    models: Models,
-    *,
-    token: str | None = None,
-    hosts: Collection[str] = (),
-    origins: Collection[str] = (),
-    max_body: int = MAX_BODY,
-    gate: Gate | None = None,
-) -> Starlette:
-    """The application. `token`, `hosts`, `origins`, `max_body` (bytes) and `gate` are those of `Guard`."""
+def create_app(models: Models, *, max_body: int = MAX_BODY, **checks: Any) -> Starlette:
+    """The application. `max_body` (bytes) and the other `checks` of requests are those of `Guard`."""
     api = _Api(models, max_body)
 
     @contextlib.asynccontextmanager
@@ -184,10 +175,9 @@ def create_app(
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/tokenizer_info", api.tokenizer_info),
     ]
-    guard = Middleware(Guard, token=token, hosts=hosts, origins=origins, max_body=max_body, gate=gate)
     return Starlette(
         routes=routes,
-        middleware=[guard],
+        middleware=[Middleware(Guard, max_body=max_body, **checks)],
         lifespan=lifespan,
         exception_handlers={ApiError: _answer_refusal, UserError: _answer_refusal, HTTPException: _http_error},
     )
@@ -246,12 +236,10 @@ class _Api:
         query = parse_request(kind, body)
         served = self._models[query.model]
         if served.model.engine.spec.scored:
-            message = f"'{query.model}' is a reward model: it scores texts (/v1/score/evaluation)"
-            raise ApiError(400, message, param="model")
-        scheduler = served.worker.scheduler
-        query.check(scheduler.capacity)
-        if scheduler.room == 0:
-            scheduler.refuse()
+            raise _reward_model_error(served)
+        query.check(served.worker.scheduler.capacity)
+        if served.worker.scheduler.room == 0:
+            served.worker.scheduler.refuse()
         return prepare(query, served, client, secrets.randbelow(2**31))
 
     async def score(self, request: Request) -> Response:
@@ -285,8 +273,14 @@ class _Api:
         return await self._reading.run(request, parse_request, kind, body)
 
 
+def _reward_model_error(served: Served) -> ApiError:
+    return ApiError(400, f"'{served.id}' is a reward model: it scores texts (/v1/score/evaluation)", param="model")
+
+
 async def _all_deltas(completion: Completion) -> list[list[ChoiceDelta]]:
     """The deltas of every choice, once all have ended."""
+    if not completion.choices[0].request.max_tokens:  # an echo
+        return [[ChoiceDelta(choice.index, "", 0, [], "length")] for choice in completion.choices]
     deltas: dict[int, list[ChoiceDelta]] = {choice.index: [] for choice in completion.choices}
     async with contextlib.aclosing(stream_choices(completion.served, completion.choices)) as stream:
         async for delta in stream:

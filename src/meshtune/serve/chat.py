@@ -144,7 +144,7 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
     engine, prompt = served.model.engine, render_chat(request, served)
     stop_ids, turn_end = served.chat_stops
     constrained = request.response_format is not None or prompt.required
-    engine_request = engine.request(
+    first = engine.request(
         prompt.ids,
         sampling=request.sampling(seed, engine.spec.vocab),
         max_tokens=request.max_completion_tokens or request.max_tokens or max(1, engine.context - len(prompt.ids)),
@@ -157,8 +157,7 @@ def prepare_chat(request: ChatRequest, served: Served, client: str, seed: int) -
     stop = (*request.stops, *turn_end)
     visible = frozenset() if prompt.plain else prompt.answer.visible_ids(served.model.tokenizer)
     choices = [
-        ChoiceRequest(n, engine_request.with_seed_of(n), stop, continued=False, visible=visible)
-        for n in range(request.n)
+        ChoiceRequest(n, first.with_seed_of(n), stop, continued=False, visible=visible) for n in range(request.n)
     ]
     readers = [PlainReader() if prompt.plain else answer_reader(prompt.answer, prompt.tools) for _ in choices]
     return ChatCompletion(request, served, choices, prompt.answer.calls, readers, [0] * request.n)
@@ -185,10 +184,7 @@ def render_chat(request: ChatRequest, served: Served) -> ChatPrompt:
     served.check_text(text, "messages")
     if answer.calls is not HARMONY and not tools:
         answer = dataclasses.replace(answer, calls=None)
-    if reader is None:
-        prompt = TokenPrompt(encoded_chat(tokenizer, text))
-    else:
-        prompt = picture_prompt(tokenizer, text, pictures, reader)
+    prompt = picture_prompt(tokenizer, text, pictures, reader) if reader else TokenPrompt(encoded_chat(tokenizer, text))
     return ChatPrompt(prompt.ids, tools, required, answer, prompt.pictures)
 
 

@@ -4,6 +4,7 @@ as OpenAI's API has them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import ipaddress
@@ -114,23 +115,27 @@ def parse_json(text: str) -> Any:
             _check_depth(value)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeEncodeError as problem:
         raise ValueError("there is half of a surrogate pair, which is no character") from problem
     except RecursionError as problem:
         raise ValueError("it is nested too deeply") from problem
-    return value
 
 
 def _parse_body(content: bytearray) -> dict[str, Any]:
     try:
         body = parse_json(content.decode("utf-8"))
-    except UnicodeDecodeError as problem:
-        raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
     except ValueError as problem:
-        raise ApiError(400, f"the body is not JSON that is read: {problem}") from problem
+        raise _mistake(problem) from problem
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
+
+
+def _mistake(problem: ValueError) -> ApiError:
+    if isinstance(problem, UnicodeDecodeError):
+        return ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}")
+    return ApiError(400, f"the body is not JSON that is read: {problem}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -196,47 +201,45 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = headers.get("origin")
-        is_allowed = bool(origin) and _origin(origin) in self._origins
-        allowed = {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
-        try:
-            self._check(scope, headers)
-        except ApiError as error:
-            await JSONResponse(error.body, error.status, allowed)(scope, receive, send)
-            return
-        if allowed and scope["method"] == "OPTIONS":
-            await JSONResponse({}, headers=allowed | PREFLIGHT)(scope, receive, send)
-            return
-        started = False
+        app, started = self.app, False
+        if "origin" in headers:
+            app, send = self._for_site(headers["origin"], scope, send)
 
-        async def send_with_headers(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal started
             started = True
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(allowed)
             await send(message)
 
         self._gate.under_way += 1
         try:
-            await self.app(scope, receive, send_with_headers)
+            self._check(scope, headers)
+            await app(scope, receive, send_and_note)
         except ClientDisconnect:  # amid its body: there is nobody to answer
             pass
         except Exception as problem:  # raised on, it would cut the connection before the client has read the answer
-            LOG.exception("%s %s failed", scope["method"], scope["path"])
+            if not isinstance(problem, ApiError):
+                LOG.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
                 error = as_api_error(problem)
-                await JSONResponse(error.body, error.status, allowed)(scope, receive, send)
+                await JSONResponse(error.body, error.status)(scope, receive, send)
         finally:
             self._gate.under_way -= 1
 
+    def _for_site(self, origin: str, scope: Scope, send: Send) -> tuple[ASGIApp, Send]:
+        """What answers a page of a site: of one that may call, with CORS headers, which it may ask for beforehand."""
+        if _origin(origin) not in self._origins:
+            return self.app, send
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update({"access-control-allow-origin": origin, "vary": "Origin"})
+            await send(message)
+
+        return JSONResponse({}, headers=PREFLIGHT) if scope["method"] == "OPTIONS" else self.app, send_with_headers
+
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
-        host, origin = _authority(headers.get("host", "")), headers.get("origin")
-        if self._hosts and (host is None or (host[0], None) not in self._hosts):
-            raise ApiError(403, f"the host '{headers.get('host', '')}' is not served here")
-        if host is None and headers.get("host"):
-            raise ApiError(400, "the header Host is not a name or address with a port")
-        if origin is not None and not self._may_call(_origin(origin), host):
-            raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
+        if self._hosts or "origin" in headers:
+            self._check_site(headers.get("host", ""), headers.get("origin"))
         if scope["method"] == "OPTIONS":
             return
         if self.token is not None and not self.open_path(scope["path"]) and not self._has_token(headers):
@@ -250,6 +253,15 @@ class Guard:
             raise ApiError(400, "the header content-length is not a number of bytes")
         if int(length) > self.max_body:
             raise ApiError(413, f"the body of {length} bytes is more than the {self.max_body} that are read")
+
+    def _check_site(self, host_header: str, origin: str | None) -> None:
+        host = _authority(host_header)
+        if self._hosts and (host is None or (host[0], None) not in self._hosts):
+            raise ApiError(403, f"the host '{host_header}' is not served here")
+        if host is None and host_header:
+            raise ApiError(400, "the header Host is not a name or address with a port")
+        if origin is not None and not self._may_call(_origin(origin), host):
+            raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
 
     def _may_call(self, site: tuple[str, str, int] | None, host: tuple[str, int | None] | None) -> bool:
         """Whether pages of a site may call: those of allowed sites, and those of this server."""
@@ -286,13 +298,11 @@ def _authority(text: str) -> tuple[str, int | None] | None:
         return None
     parts = urlsplit(f"//{text}")
     try:
-        name, port = parts.hostname or "", parts.port
+        name, port = (parts.hostname or "").removesuffix("."), parts.port
     except ValueError:
         return None
-    try:
+    with contextlib.suppress(ValueError):
         name = str(ipaddress.ip_address(name))
-    except ValueError:
-        name = name.removesuffix(".")
     return (name, port) if name else None
 
 

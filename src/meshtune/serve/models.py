@@ -127,7 +127,6 @@ class Worker:
             try:
                 new = self.scheduler.step(STEPS)
             except BaseException as problem:  # a panic in Rust is no Exception
-                LOG.exception("a step of %s failed", self._thread.name)
                 self._recover(problem if isinstance(problem, Exception) else RuntimeError(str(problem)))
                 if self.ended is not None:
                     return
@@ -146,6 +145,7 @@ class Worker:
     def _recover(self, problem: Exception) -> None:
         """Tells the requests of a step why it failed. Of several processes the others may still compute the step, so
         that nothing can be computed with them any more."""
+        LOG.exception("a step of %s failed", self._thread.name)
         self._failures += 1
         failed = self.scheduler.recover()
         with self._changed:
@@ -243,9 +243,12 @@ class Served:
     def check_text(self, text: str, param: str) -> None:
         """Raises ApiError for a text that no tokens of the context can hold, before it is tokenised."""
         if len(text) > self.longest_text:
-            message = f"a text of {len(text)} characters is longer than the model's context of"
-            limits = f"{self.model.engine.context} tokens can hold (at most {self.longest_text})"
-            raise ApiError(400, f"{message} {limits}; shorten it", param=param)
+            raise self._length_error(text, param)
+
+    def _length_error(self, text: str, param: str) -> ApiError:
+        message = f"a text of {len(text)} characters is longer than the model's context of"
+        limits = f"{self.model.engine.context} tokens can hold (at most {self.longest_text})"
+        return ApiError(400, f"{message} {limits}; shorten it", param=param)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """The ids of a text, with `special` tokens at its beginning. Raises ApiError for one that is too long."""
@@ -296,9 +299,12 @@ class Models:
     def __getitem__(self, name: str) -> Served:
         """The model of this id. Raises ApiError (404)."""
         if name not in self._served:
-            message = f"the model '{name[:200]}' does not exist; there are: {', '.join(self._served)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise self._unknown_error(name)
         return self._served[name]
+
+    def _unknown_error(self, name: str) -> ApiError:
+        message = f"the model '{name[:200]}' does not exist; there are: {', '.join(self._served)}"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def capacity(self) -> int:
@@ -438,10 +444,6 @@ class Completion(Protocol):
 async def stream_choices(served: Served, choices: Sequence[ChoiceRequest]) -> AsyncGenerator[ChoiceDelta]:
     """The texts of choices as they grow; those that are not read to their end are cancelled."""
     requests, texts = [choice.request for choice in choices], [_open_text(served, choice) for choice in choices]
-    if not requests[0].max_tokens:
-        for choice in choices:
-            yield ChoiceDelta(choice.index, "", 0, [], "length")
-        return
     async with aclosing(served.worker.stream(requests)) as steps:
         async for n, step in steps:
             new = [token for token in step.tokens if token.id not in requests[n].stop_ids]

@@ -277,25 +277,27 @@ class CompletionFields(BaseModel):
     def sampling(self, drawn_seed: int, vocab: int) -> Sampling:
         """How tokens are drawn, with `drawn_seed` where none is given. Raises ApiError for the bias of a token that is
         outside the vocabulary."""
-        unknown = next((token for token in self.logit_bias if token >= vocab), None)
-        if unknown is not None:
-            raise ApiError(400, f"token id {unknown} is outside the vocabulary of {vocab}", param="logit_bias")
+        if (token := max(self.logit_bias, default=0)) >= vocab:
+            raise ApiError(400, f"token id {token} is outside the vocabulary of {vocab}", param="logit_bias")
         seed = (drawn_seed if self.seed is None else self.seed) % 2**31
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         return Sampling(top_k=max(0, self.top_k), seed=seed, logit_bias=tuple(self.logit_bias.items()), **numbers)
 
     def check_number(self, prompts: int, capacity: int | None) -> None:
         """Raises ApiError for more answers than a server takes at once."""
-        answers = prompts * self.n
-        if capacity is not None and answers > capacity:
-            subject = f"{prompts} prompts" if prompts > 1 else "one prompt"
-            message = f"{subject} with n = {self.n} are {answers} answers, and {capacity} at most are taken"
-            raise ApiError(400, f"{message}; give fewer at once", param="prompt" if prompts > 1 else "n")
+        if capacity is not None and prompts * self.n > capacity:
+            raise _number_error(prompts, self.n, capacity)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _number_error(prompts: int, n: int, capacity: int) -> ApiError:
+    subject = f"{prompts} prompts" if prompts > 1 else "one prompt"
+    message = f"{subject} with n = {n} are {prompts * n} answers, and {capacity} at most are taken"
+    return ApiError(400, f"{message}; give fewer at once", param="prompt" if prompts > 1 else "n")
 
 
 class JsonSchema(BaseModel):
@@ -398,10 +400,8 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[list[_integer(0)], Field(fail_fast=True)]
 
 
-def parse_request(kind: type[BaseModel], body: Any) -> Any:
+def parse_request(kind: type[BaseModel], body: Mapping[str, Any]) -> Any:
     """A request of this kind. Raises ApiError naming the first field that is wrong or unknown."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
     try:
         request = kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as problem:

@@ -135,8 +135,8 @@ def attention(
     assert H % K == 0, f"{H} heads are not a multiple of {K} key heads"
     platform = platform or (jax.default_backend() if sharding is None else sharding.platform)
     options |= {"platform": platform, "chip": chip or ("" if sharding is None else sharding.chip)}
-    options |= {"alibi": slopes is not None, "sinks": sinks is not None, "parents": q_parents is not None}
-    options |= {"reaches": q_reach is not None}
+    extras = {"alibi": slopes, "sinks": sinks, "parents": q_parents, "reaches": q_reach}
+    options |= {name: array is not None for name, array in extras.items()}
     request = AttentionRequest(B, T, S, H, K, h, str(q.dtype), **options)
     assert not request.aligned or (T == S and request.causal), f"aligned rows of {T} queries and {S} keys"
     assert q_reach is None or not request.aligned, "rows whose tokens see later ones are not aligned"
@@ -144,11 +144,16 @@ def attention(
     assert request.causal or not has_distances, "windows and biases are distances to earlier tokens"
     tokens = q_positions, kv_positions, q_segments, kv_segments
     inputs = AttentionInputs(q, k, v, *tokens, slopes, sinks, q_parents, q_reach)
-    if sharding is None or sharding.mesh.size == 1:
-        is_served = caches is not None and caches.k.dtype == q.dtype and decode_refusal(request) is None
-        if caches is not None and is_served and backend == "auto":
-            return decode(inputs, request, caches)
-        return choose_backend(request, backend)[0].run(inputs, request)
+    if sharding is not None and sharding.mesh.size > 1:
+        return _attend_over_mesh(inputs, request, sharding, backend)
+    if caches is not None and backend == "auto" and caches.k.dtype == q.dtype and decode_refusal(request) is None:
+        return decode(inputs, request, caches)
+    return choose_backend(request, backend)[0].run(inputs, request)
+
+
+def _attend_over_mesh(
+    inputs: AttentionInputs, request: AttentionRequest, sharding: AttentionSharding, backend: str
+) -> Float[Array, "B T H h"]:
     sharding = sharding.fit(request)
     request = sharding.local(request)
     return run_over_mesh(choose_backend(request, backend)[0], inputs, request, sharding)

@@ -42,7 +42,9 @@ def suits(request: AttentionRequest) -> str | None:
 def _add_sinks(
     sinks: jax.Array, maximum: jax.Array, weights: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The weights and their total where every softmax has one more score, without a value."""
+    """The weights and their total where every softmax has one more score, that of its head without a value."""
+    K, rows = weights.shape[1:3]
+    sinks = jnp.repeat(sinks.astype(total.dtype).reshape(K, -1), K * rows // sinks.size, axis=1)[..., None]
     larger = jnp.maximum(maximum, jax.lax.stop_gradient(sinks))
     return weights * jnp.exp(maximum - larger), total * jnp.exp(maximum - larger) + jnp.exp(sinks - larger)
 
@@ -72,8 +74,7 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     weights = jnp.exp(scores - maximum)
     total = weights.sum(-1, keepdims=True)
     if inputs.sinks is not None:
-        sinks = jnp.repeat(inputs.sinks.astype(sum_dtype).reshape(K, G), T, axis=1)[..., None]
-        weights, total = _add_sinks(sinks, maximum, weights, total)
+        weights, total = _add_sinks(inputs.sinks, maximum, weights, total)
     # Rows that see nothing have a total of 0 and give 0. Dividing after the matmul touches h values per row, not S.
     weights, precision = weights.astype(v.dtype), matmul_precision(v.dtype)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v, precision=precision, preferred_element_type=sum_dtype)

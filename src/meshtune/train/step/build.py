@@ -71,9 +71,8 @@ def mean_gradient(
         key = None if rng is None else jax.random.fold_in(rng, index)
         return objective(all_params(trained), spec, compute, micro, key)
 
-    has_sums, loss_of = bool(no_sums(spec.stacks)), operator.attrgetter("loss")
-    if has_sums:
-        loss_of = _loss_with_layers(functools.partial(loss_sums_of, trained), spec, batch)
+    has_sums, sums_of = bool(no_sums(spec.stacks)), functools.partial(loss_sums_of, trained)
+    loss_of = _loss_with_layers(sums_of, spec, batch) if has_sums else operator.attrgetter("loss")
     scaling = None if scale is None else _LossScaling(scale, batch["tokens"].shape[0])
 
     def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, LossSums]:
