@@ -66,7 +66,7 @@ def test_what_is_written_beside_a_real_model_passes_its_own_check(kind: str, smo
         verify_adapter(path, model, tolerance=CONVERTED)
 
 
-@pytest.mark.parametrize("kind", fast("dora"))
+@pytest.mark.parametrize("kind", fast("dora", "vera"))
 def test_a_kind_is_pefts_forward_backward_on_disk_and_merged(kind: str, tmp_path: pathlib.Path):
     config = config_of(kind, targets=EVERYWHERE)
     adapted_model = prepare_kind(kind, targets=EVERYWHERE)

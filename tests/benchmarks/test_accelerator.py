@@ -63,6 +63,7 @@ def program(run, tmp_path, name: str, text: str, least: float = 0.0):
     return run.Measurement(3, name, (str(tmp_path / name),), least)
 
 
+@pytest.mark.slow
 def test_a_stage_writes_as_it_goes_and_goes_on_where_it_stopped(scripts, tmp_path, monkeypatch, capsys):
     """One measurement that works, one that fails, one that hangs, one for which no time is left."""
     run = scripts("run")

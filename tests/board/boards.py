@@ -44,6 +44,11 @@ def request(workspace: Workspace, *arguments: str, **fields: Any) -> JobRequest:
     return JobRequest(arguments=arguments, root=str(workspace.root), **values)
 
 
+def long_command(workspace: Workspace) -> tuple[str, ...]:
+    """A command that lasts until a signal comes: another board."""
+    return ("board", "--port", "0", "--root", str(workspace.root / "inner"))
+
+
 def submit_job(address: str, body: dict[str, Any]) -> str:
     """The id of a job that a board at `address` has started, as another of its pages would have."""
     content, headers = json.dumps(body).encode(), {"content-type": "application/json"}

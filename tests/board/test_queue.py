@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from boards import READABLE, request, wait
+from boards import READABLE, long_command, request, wait
 
 from meshtune.board import queue
 from meshtune.board.job import (
@@ -33,11 +33,6 @@ from meshtune.errors import UserError
 @pytest.fixture
 def workspace(tmp_path: pathlib.Path) -> Workspace:
     return workspace_at(tmp_path / "root", READABLE)
-
-
-def long_command(workspace: Workspace) -> tuple[str, ...]:
-    """A command that lasts until a signal comes: another board."""
-    return ("board", "--port", "0", "--root", str(workspace.root / "inner"))
 
 
 def state(workspace: Workspace, job_id: str) -> str:

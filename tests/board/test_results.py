@@ -6,7 +6,7 @@ import json
 import pathlib
 
 import pytest
-from boards import READABLE, client, recipe, wait
+from boards import READABLE, client, long_command, recipe, request, wait
 
 from hub.fake_hub import TOKEN as SECRET
 from hub.fake_hub import running_hub
@@ -65,6 +65,7 @@ def test_an_export_is_written_and_downloaded(workspace):
     assert "link" not in {file["path"] for file in board.get(f"/api/results/{job}").json()["files"]}
 
 
+@pytest.mark.slow
 def test_predictions_are_shown_as_rows(workspace):
     board = client(workspace)
     body = {"model": str(MODEL), "data": str(LESSON), "limit": 2, "max_tokens": 4}
@@ -185,19 +186,18 @@ def test_a_token_reaches_its_push_alone_and_no_file(workspace, monkeypatch):
     board = client(workspace)
     with running_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        busy = {"kind": "train", "recipe": recipe(steps=100_000), "devices": {"keys": ["cpu"]}}
-        training = board.post("/api/jobs", json=busy).json()["id"]
+        busy = queue.add(workspace, request(workspace, *long_command(workspace), devices={"keys": ["cpu"]})).id
         body = {"kind": "push", "model": str(MODEL), "repository": "ann/model", "devices": {"keys": ["cpu"]}}
         refused = board.post("/api/check", json={**body, "token": f"{SECRET} {SECRET}"})
         assert refused.status_code == 400
-        answer = board.post("/api/jobs", json={**body, "token": SECRET})  # starts beside the run
+        answer = board.post("/api/jobs", json={**body, "token": SECRET})  # starts beside it
         job = answer.json()["id"]
         done = wait(lambda: (state := queue.find(workspace, job).state) not in ("queued", "running") and state, 120)
         log = (workspace.jobs / job / "log.txt").read_text()
         assert done == "finished", log
         assert "model.safetensors" in hub.repositories["ann/model"].files
         again = board.post("/api/jobs", json={**body, "repository": "ann/other"}).json()["id"]  # without a token
-        assert board.post(f"/api/jobs/{training}/stop", json={"now": True}).status_code == 200
+        assert board.post(f"/api/jobs/{busy}/stop", json={"now": True}).status_code == 200
         wait(lambda: queue.find(workspace, again).state == "failed", 120)
         assert "there is no token" in (workspace.jobs / again / "log.txt").read_text()
         shown = board.get(f"/api/jobs/{job}").json()

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 import pytest
-from boards import READABLE, TOKEN, client, recipe, wait
+from boards import READABLE, TOKEN, client, request, wait
 
 from meshtune.board import queue
 from meshtune.board.routes.talk import address_of
@@ -57,9 +57,8 @@ def test_a_model_answers_through_any_board_over_its_folder(workspace):
         shown = json.dumps(board.get(f"/api/jobs/{job}").json()) + board.get(f"/api/jobs/{job}/log").text
         assert address.token not in shown + json.dumps(served_model(board))
         assert (workspace.jobs / job / "token").stat().st_mode & 0o077 == 0
-        training = board.post("/api/jobs", json={"recipe": recipe(steps=1), "devices": {"keys": ["cpu"]}}).json()
-        assert training["state"] == "running"  # a model that waits for questions keeps nobody from a CPU
-        board.post(f"/api/jobs/{training['id']}/stop", json={"now": True})
+        version = queue.add(workspace, request(workspace, "version", devices={"keys": ["cpu"]}))
+        assert version.state == "running"  # a model that waits for questions keeps nobody from a CPU
     finally:
         board.post(f"/api/jobs/{job}/stop", json={})
     wait(lambda: queue.find(workspace, job).state in ("finished", "stopped"))

@@ -24,7 +24,11 @@ TRIMS = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct",
 NO_SYSTEM = {"google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"}
 
 
-@pytest.fixture(params=list(STOCK))
+# Kin of another template: in the slow tier but for the tests that name them.
+SLOW = {"meta-llama-Llama-3.2-3B-Instruct", "Qwen-Qwen2.5-7B-Instruct"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STOCK])
 def stock(request, shared):
     """(name, tokenizer with the stock template, end of turn)"""
     name = request.param

@@ -56,7 +56,7 @@ def started_pids(monkeypatch):
     return pids
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["dpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("sft", "kto"))])
 def test_a_store_made_by_processes_is_the_one_made_by_threads(stage, tmp_path, processes, monkeypatch, started_pids):
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, records(stage, 300))))

@@ -51,6 +51,7 @@ def test_a_store_made_in_parts_is_the_one_made_at_once(stage, tmp_path, monkeypa
     assert not list((tmp_path / "in_parts/tokens").glob(".parts-*"))
 
 
+@pytest.mark.slow
 def test_a_killed_preparation_goes_on_where_it_was(tmp_path, small_parts, monkeypatch):
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(map(json.dumps, records("sft", 10 * SIZE))))

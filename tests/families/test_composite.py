@@ -30,11 +30,10 @@ from meshtune.weights.inspect import inspect_model
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.passed_through import notes
 
-CASES = ("gemma3_vision", "mistral3_vision")
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=["gemma3_vision", pytest.param("mistral3_vision", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path:
     """A copy of a tiny composite as transformers wrote it: in the layout of before 4.52."""
     return pathlib.Path(shutil.copytree(directory(BY_NAME[request.param]), tmp_path / "model"))

@@ -63,7 +63,7 @@ def fuse_experts(source, dest):
     return dest
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
 def test_both_layouts_are_read_and_written_as_they_were(family, saved_models, tmp_path):
     """Every number and every name; export_model verifies logits from the files by itself."""
     sources = {"single": saved_models[family], "fused": fuse_experts(saved_models[family], tmp_path / "fused")}

@@ -119,6 +119,7 @@ def test_several_prompts_give_their_own_texts_in_any_grouping(model):
     assert model.generate([], max_tokens=30) == []
 
 
+@pytest.mark.slow
 def test_prompt_i_draws_with_seed_plus_i(model):
     together = model.generate(["The dog"] * 3, max_tokens=20, temperature=1.0, seed=4, batch_size=2)
     assert together == [model.generate("The dog", max_tokens=20, temperature=1.0, seed=4 + i) for i in range(3)]

@@ -26,18 +26,15 @@ def run(file, *arguments):
 
 
 @pytest.fixture(scope="module")
-def traced_results(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("traced") / "results.json", *CASES)
-
-
-@pytest.fixture(scope="module")
 def compiled_results(tmp_path_factory):
     return run(tmp_path_factory.mktemp("compiled") / "results.json", *COMPILED, "--compile")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_device_holds_its_share_of_a_large_model(name, traced_results):
-    case, results = CASES[name], traced_results[name]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == COMPILED[0] else pytest.mark.slow) for name in CASES]
+)
+def test_each_device_holds_its_share_of_a_large_model(name, tmp_path):
+    case, results = CASES[name], run(tmp_path / "results.json", name)[name]
     weight_bytes = results["trainable"] if case.method == "full" else results["frozen"]
     shards = case.devices // case.mesh.get("dp", 1)
     share = PARAMETERS[case.model] * 2 / shards

@@ -71,6 +71,7 @@ def test_experts_that_are_stored_together_are_written_one_by_one(tmp_path):
         np.testing.assert_array_equal(numbers, second[name])
 
 
+@pytest.mark.slow
 def test_bitsandbytes_dequantises_each_experts_codes_to_what_was_trained_over(tmp_path):
     folder = save_model(tmp_path / "model", "mixtral", torch.bfloat16, **MIXTURES["mixtral"])
     done = export(folder, tmp_path / "nf4", format="bitsandbytes")

@@ -146,6 +146,7 @@ def test_every_format_trains_and_exports(format, model, texts, tmp_path):
     assert metadata(result.path / "adapter_model.safetensors")["base"]["quantize"]["format"] == format
 
 
+@pytest.mark.slow
 def test_modules_can_have_formats_of_their_own(model, texts, tmp_path):
     override = "quantize.modules={mlp: int8, up_proj: none, v_proj: fp8}"
     method = ["method.targets=[q_proj, v_proj, down_proj]", "method.train_modules=[up_proj]"]

@@ -199,6 +199,7 @@ def test_a_run_with_an_environment_that_is_killed_ends_with_the_same_files(live,
     assert any(row["grad_norm"] > 0 for row in expected["metrics"])
 
 
+@pytest.mark.slow
 def test_what_a_reward_drew_is_read_back(live, tmp_path):
     """The reward is of the process: only the file can give a resumed run the same numbers."""
     options = {"rewards": [f"{tmp_path}/reward.py:noise"], "train": {"steps": 7}}

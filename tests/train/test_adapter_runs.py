@@ -30,7 +30,6 @@ RUNS = {
     "oft": ["method.oft_block_size=16", "quantize=nf4"],
     "vera": ["method.rank=16", "method.vera_key=5", "optimizer.learning_rate=0.1"],
 }
-QUICK = ("vera",)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +60,8 @@ def losses(output):
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(single, marks=[] if single in QUICK else pytest.mark.slow) for single in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_learns_resumes_and_is_used_elsewhere(name, model, texts, tmp_path):
     """Logits to 2e-5 of the largest: float32 in three programs."""
     options = [f"method.adapter={name.split()[0]}", *RUNS[name]]

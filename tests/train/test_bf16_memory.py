@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
@@ -44,6 +45,7 @@ def memory(layers: int) -> tuple[int, int]:
     return compiled.memory_analysis().temp_size_in_bytes, frozen_bytes
 
 
+@pytest.mark.slow
 def test_temporaries_do_not_grow_with_the_layers_of_a_frozen_model():
     """Widened all at once, six more layers need twice their bytes more; what grows is activations of 8 tokens."""
     (few, small), (many, large) = memory(2), memory(8)

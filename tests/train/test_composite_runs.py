@@ -87,7 +87,8 @@ def same_towers(first: pathlib.Path, second: pathlib.Path) -> None:
             np.testing.assert_array_equal(after[name], before[name], strict=True)
 
 
-@pytest.mark.parametrize("quantize", [None, pytest.param({"format": "nf4", "block_size": 64}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, {"format": "nf4", "block_size": 64}])
 def test_an_adapter_of_the_text_model_is_one_of_the_whole(gemma3: pathlib.Path, quantize: dict[str, object] | None):
     fields = {} if quantize is None else {"quantize": quantize}
     result, output = run(gemma3, method={"kind": "lora", "rank": 4}, **fields)

@@ -67,6 +67,7 @@ def test_micro_batches_of_pictures_change_nothing(seeing, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_full_tuning_of_everything_exports_a_model_that_transformers_opens(seeing, tmp_path):
     output = tmp_path / "run"
     sections = {"method": "full", "vision": {"train": ["projector", "tower"]}, "output": str(output)}

@@ -53,7 +53,7 @@ def run_one_update(folder, *overrides):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     file = folder / "recipe.yaml"
     file.write_text(
-        f"model: {folder}\ndata: {{train: nothing.jsonl, max_length: 1024}}\noutput: {folder}/out\n"
+        f"model: {folder}\ndata: {{train: nothing.jsonl, max_length: 512}}\noutput: {folder}/out\n"
         "mesh: {fsdp: 1}\ntrain: {batch_size: 4, steps: 10}\n"
     )
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

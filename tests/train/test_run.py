@@ -3,7 +3,6 @@
 import io
 import json
 import pathlib
-import shutil
 
 import numpy as np
 import pytest
@@ -110,7 +109,8 @@ def test_a_finished_run_resumed_changes_nothing(finished_run, stories260k, lesso
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_a_resume_without_a_run_says_so_and_a_later_resume_extends_the_console_log(tmp_path, stories260k, lesson):
+def test_a_resume_without_a_run_says_so_and_a_later_one_with_an_accepted_rate_goes_on(tmp_path, stories260k, lesson):
+    """With a lower rate as the message of a loss that is not finite advises. The console log is extended."""
     output = tmp_path / "out"
     output.mkdir()
     console, text = screen()
@@ -119,13 +119,21 @@ def test_a_resume_without_a_run_says_so_and_a_later_resume_extends_the_console_l
     assert note in text.getvalue()
     before = (output / "console.log").read_text()
     assert before.count(note) == 1
+    lower = ["train.steps=2", "optimizer.learning_rate=0.001"]
+    with pytest.raises(UserError, match=r"learning_rate: 0\.01 -> 0\.001") as caught:
+        train(load_recipe(output / "recipe.yaml", ["resume=true", *lower]), console=screen()[0])
+    assert "accept_changes=true" in caught.value.fix
     console, text = screen()
-    train(recipe(stories260k, lesson, output, "resume=true", "train.steps=2"), console=console)
+    train(load_recipe(output / "recipe.yaml", [*RESUME, *lower]), console=console)
+    assert "changed: optimizer.learning_rate: 0.01 -> 0.001" in text.getvalue()
     assert "nothing to resume" not in text.getvalue()
     log = (output / "console.log").read_text()
     assert log.startswith(before)
     assert "resuming after update 1" not in before
     assert log.count("resuming after update 1") == text.getvalue().count("resuming after update 1") == 1
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01, 0.001])
+    assert not yaml.safe_load((output / "recipe.yaml").read_text())["accept_changes"]
 
 
 def test_a_run_is_not_resumed_with_what_would_make_it_another(finished_run, tmp_path, lesson):
@@ -174,24 +182,6 @@ def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, 
     assert f"{lesson}, record" in caught.value.where
     assert "resume=true" in caught.value.fix
     assert (tmp_path / "out/console.log").read_text().count("the update was not made") == 1
-
-
-def test_a_run_is_resumed_with_a_lower_rate_where_that_is_accepted(tmp_path, stories260k, lesson):
-    """As the message of a loss that is not finite advises."""
-    output = tmp_path / "out"
-    train(recipe(stories260k, lesson, output, "train.steps=4", "checkpoint.every=2"), console=screen()[0])
-    shutil.rmtree(output / "checkpoints/4")
-    again = load_recipe(output / "recipe.yaml", ["resume=true", "optimizer.learning_rate=0.001"])
-    with pytest.raises(UserError, match=r"learning_rate: 0\.01 -> 0\.001") as caught:
-        train(again, console=screen()[0])
-    assert "accept_changes=true" in caught.value.fix
-    console, text = screen()
-    train(load_recipe(output / "recipe.yaml", [*RESUME, "optimizer.learning_rate=0.001"]), console=console)
-    assert "changed: optimizer.learning_rate: 0.01 -> 0.001" in text.getvalue()
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01, 0.01, 0.001, 0.001])
-    saved = yaml.safe_load((output / "recipe.yaml").read_text())
-    assert not saved["accept_changes"]
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,10 @@ LLAMA = Case("llama_fp8", "llama", EVEN)
 DEEPSEEK = BY_NAME["deepseek_v3"].changed(
     hidden_size=64, vocab_size=520, v_head_dim=16, moe_intermediate_size=32, intermediate_size=64
 )
-# In the fast tier, products with codes of fp8 and their gradients are in test_product_with_codes.py.
-MXFP4_FIRST = pytest.mark.parametrize(
-    "model", ["mxfp4", pytest.param("fp8", marks=pytest.mark.slow)], indirect=True, scope="module"
-)
 TOKENS = [[1, 5, 9, 22, 7, 8, 300]]
 
 
-@pytest.fixture(scope="module", params=["mxfp4", "fp8"])
+@pytest.fixture(scope="module", params=["fp8", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "model"
     if request.param == "mxfp4":
@@ -85,7 +81,7 @@ def theirs(folder):
         return model(torch.tensor(TOKENS)).logits.numpy()
 
 
-@MXFP4_FIRST
+@pytest.mark.slow
 def test_a_run_goes_over_the_codes_and_is_that_over_the_numbers(run, model, tmp_path):
     assert losses(run)[-1] < losses(run)[0]
     loaded = meshtune.load(run)
@@ -97,7 +93,6 @@ def test_a_run_goes_over_the_codes_and_is_that_over_the_numbers(run, model, tmp_
         train(recipe(model, tmp_path / "again", "quantize=nf4"))
 
 
-@MXFP4_FIRST
 def test_merged_wide_gives_transformers_the_logits_that_were_trained(run, tmp_path):
     done = export(run, tmp_path / "merged", merge=True)
     assert "codes stand for" in done.what
