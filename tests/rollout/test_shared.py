@@ -14,6 +14,8 @@ import pytest
 import meshtune.kernels.attention.blocks as blocks
 from families.case import VOCAB, load_case, torch_logits, torch_model
 from families.cases import BY_NAME
+from meshtune.config.sections import RolloutSection
+from meshtune.data.prompts import rollout_row_length
 from meshtune.families.balancing import with_aux_loss
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
@@ -213,3 +215,28 @@ def test_models_and_kernels_that_cannot_share_prompts_say_why():
     splash = Compute(dtype="bfloat16", platform="tpu", attention="splash")
     assert "'splash'" in str(shared_prompts_obstacle(llama, splash))
     assert shared_prompts_obstacle(llama, dataclasses.replace(splash, attention="auto")) is None
+
+
+@pytest.mark.parametrize("shared", [None, False])
+@pytest.mark.parametrize(("longest", "samples", "max_tokens"), [(44, 8, 12), (10, 3, 12), (90, 4, 30), (300, 8, 200)])
+@pytest.mark.parametrize("most", [160, 192, 1024, 4096])
+def test_rows_are_as_long_as_whole_groups_need(most, longest, samples, max_tokens, shared):
+    """The longest completions of the longest prompts take as many rows as in rows of data.max_length, and the rows are
+    shorter unless a group is longer than they are."""
+    if longest + max_tokens > most:
+        pytest.skip("such a prompt is left out")
+    rollout = RolloutSection(samples=samples, max_tokens=max_tokens, shared_prompts=shared)
+    length = rollout_row_length(longest, rollout, most)
+    copies = samples if shared is False else 1
+    group, groups = copies * (longest - 1) + samples * max_tokens, 12
+    if group > most:
+        assert length == most
+        return
+    # Prompts that are repeated are groups of one completion, placed side by side.
+    lengths = [longest] * (groups * copies), [[max_tokens] * (samples // copies)] * (groups * copies)
+    counts = [len(plan_shared_rows(*lengths, rows)) for rows in (length, most)]
+    assert counts[0] == -(-groups // (most // group))
+    assert counts[1] <= counts[0], "rows of whole groups may hold less than rows of parts"
+    assert length <= most
+    assert length - most // group * group < (16 if most < 1024 else 128)
+    assert length % 16 == 0 or length == most

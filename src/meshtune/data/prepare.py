@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshtune.data.stream import Stream
 
 prompt_loader = LazyFunction("meshtune.data.prompts:PromptLoader")
+rollout_row_length = LazyFunction("meshtune.data.prompts:rollout_row_length")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 picture_files = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
@@ -188,12 +189,17 @@ class _Preparation:
     def _prompts(self, store: Store, *, is_train: bool) -> PromptLoader:
         recipe, rollout = self.recipe, self.recipe.rollout
         assert rollout is not None, "config.rules requires it"
-        answered = STAGES[recipe.stage.kind].dataset_type == "documents"
+        stage = STAGES[recipe.stage.kind]
+        answered, row_length = stage.dataset_type == "documents", recipe.data.max_length * stage.unit_segments
+        # Pairs need room for both with a prompt each; an environment adds to prompts, and answers have any length.
+        if stage.unit_segments == 1 and rollout.environment is None and not answered and recipe.data.packing:
+            longest, cp = int(store.lengths.max()), getattr(recipe.mesh, "cp", 1)
+            row_length = rollout_row_length(longest, rollout, row_length, cp=cp)
         return prompt_loader(
             AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
-            row_length=recipe.data.max_length * STAGES[recipe.stage.kind].unit_segments,
+            row_length=row_length,
             batch_size=recipe.train.batch_size,
             accumulation=recipe.train.accumulation,
             shuffle=recipe.data.shuffle and is_train,

@@ -14,6 +14,7 @@ from meshtune.data.loader import shuffle_order
 from meshtune.data.store import Store
 
 if TYPE_CHECKING:
+    from meshtune.config.sections import RolloutSection
     from meshtune.data.answered_prompts import AnsweredPrompts
 
 
@@ -27,6 +28,23 @@ class PromptRecord:
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     origin: Origin
+
+
+SHORT_ROW, MULTIPLE, LONG_MULTIPLE = 1024, 16, 128  # positions of a row that are a multiple of
+
+
+def rollout_row_length(longest: int, rollout: RolloutSection, most: int, *, cp: int = 1) -> int:
+    """Positions of a row for completions of prompts of at most `longest` tokens, `most` at most.
+
+    As many whole groups (a prompt with all of its completions at their longest) fit as in rows of `most`; where none
+    does, rows have `most` positions. A prompt is there once for its completions, or for each.
+    """
+    samples, prompt = rollout.samples, longest - 1
+    prompts = 1 if rollout.shared_prompts is not False else samples
+    group = prompts * prompt + samples * rollout.max_tokens
+    multiple = max(2 * cp, MULTIPLE if most < SHORT_ROW else LONG_MULTIPLE)
+    fitted = -(-(most // group) * group // multiple) * multiple
+    return min(most, fitted) or most
 
 
 class PromptLoader:
