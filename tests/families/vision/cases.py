@@ -184,8 +184,9 @@ def qwen(
         "tie_word_embeddings": False,
     }
     fields = {"rope_parameters": rope, **config}
-    case = Case(kind, kind, fields, text=text, outside=outside, auto_class=SEES, randomise=randomise)
-    return VisionCase(case, read_qwen, merge=2)
+    variant = kind in ("qwen3_5_moe", "glm4v_moe")
+    case = Case(kind, kind, fields, text=text, outside=outside, auto_class=SEES, randomise=randomise, variant=variant)
+    return VisionCase(case, read_qwen, merge=2, rounding=1e-4 if randomise is decays else 1e-5)
 
 
 QWEN2_VL = qwen("qwen2_vl", "qwen2_vl_text", {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}, [1, 2, 1])

@@ -48,11 +48,13 @@ class Sight:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VisionCase:
-    """A tiny model that sees, and how it reads a picture. `merge` patches of a side are one feature."""
+    """A tiny model that sees, and how it reads a picture. `merge` patches of a side are one feature. `rounding` is the
+    share of a gradient that float32 loses where sums are made in another order."""
 
     case: Case
     read: Callable[[Image.Image], Sight]
     merge: int = 1
+    rounding: float = 1e-5
 
     @property
     def name(self) -> str:

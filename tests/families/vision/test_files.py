@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from families.case import directory
-from families.vision.cases import GEMMA3, INTERNVL, LLAVA, QWEN2_VL, QWEN3_VL_MOE
+from families.vision.cases import GEMMA3, INTERNVL, LLAVA, MISTRAL3, QWEN2_VL, QWEN3_VL_MOE
 from families.vision.sights import VisionCase, load
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
@@ -64,8 +64,15 @@ def plain(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("case", "renamed"),
-    [(INTERNVL, since), (GEMMA3, since), (GEMMA3, with_vision_model), (LLAVA, with_vision_model), (QWEN2_VL, plain)],
-    ids=["internvl", "gemma3", "gemma3 published", "llava published", "qwen2_vl published"],
+    [
+        (INTERNVL, since),
+        (GEMMA3, since),
+        (GEMMA3, with_vision_model),
+        (LLAVA, with_vision_model),
+        (QWEN2_VL, plain),
+        (MISTRAL3, since),
+    ],
+    ids=["internvl", "gemma3", "gemma3 published", "llava published", "qwen2_vl published", "mistral3"],
 )
 def test_every_layout_of_names_is_read_and_written_as_it_came(
     case: VisionCase, renamed: Callable[[str], str], tmp_path: pathlib.Path

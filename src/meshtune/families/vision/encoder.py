@@ -47,9 +47,8 @@ def rope_of_places(fields: ConfigFields, head_dim: int, field: str, axes: RopeAx
     many numbers a head has."""
     if head_dim % 4:
         raise fields.error(field, f"the {head_dim} numbers of a head do not divide into pairs of two positions")
-    default = {"rope_type": "axial", "rope_theta": fields.number("rope_theta", theta)}
-    block = fields.get("rope_parameters", default)
-    if block.get("rope_type", "axial") != "axial":
+    block = {"rope_theta": fields.number("rope_theta", theta)} | fields.get("rope_parameters", {})
+    if block.get("rope_type", "axial") not in ("axial", "default"):  # "default" in files of before transformers 5.23
         raise fields.error("rope_parameters", f"rope_parameters {block!r} are not implemented for a tower")
     return RopeSpec(float(block["rope_theta"]), head_dim, sections=(head_dim // 4,) * 2, axes=axes)
 

@@ -85,8 +85,8 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
         mutual="windows" if text_fields.get("use_bidirectional_attention") else None,
         centred=True,
     )
-    # The number of tokens of a picture, which the picture processor says.
-    fields.harmless("default_output_length", "initializer_range", "max_position_embeddings")
+    # The number of tokens of a picture, which the picture processor says, and a size of layers that this tower lacks.
+    fields.harmless("default_output_length", "global_head_dim", "initializer_range", "max_position_embeddings")
     fields.finish("Gemma4VisionModel")
     return spec
 
