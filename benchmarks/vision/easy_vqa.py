@@ -30,9 +30,9 @@ def kind_of(answer: str) -> str:
     return "yes/no" if answer in ("yes", "no") else "shape" if answer in SHAPES else "colour"
 
 
-def read_records(data: pathlib.Path, split: str, count: int, pictures: str) -> list[dict[str, object]]:
-    """The first records of a split with absolute paths of their pictures, which are blank or exchanged if asked."""
-    records = [json.loads(line) for line in (data / f"{split}.llamafactory.jsonl").read_text().splitlines()[:count]]
+def read_records(data: pathlib.Path, split: str, pictures: str) -> list[dict[str, object]]:
+    """The records of a split with absolute paths of their pictures, which are blank or exchanged if asked."""
+    records = [json.loads(line) for line in (data / f"{split}.llamafactory.jsonl").read_text().splitlines()]
     paths = [str((data / record["images"][0]).resolve()) for record in records]
     if pictures == "exchanged":
         random.Random(0).shuffle(paths)
@@ -41,6 +41,18 @@ def read_records(data: pathlib.Path, split: str, count: int, pictures: str) -> l
         Image.new("RGB", (64, 64), (128, 128, 128)).save(blank)
         paths = [str(blank.resolve())] * len(paths)
     return [record | {"images": [path]} for record, path in zip(records, paths, strict=True)]
+
+
+def choose(records: list[dict[str, object]], count: int, seed: int, balanced: bool) -> list[dict[str, object]]:
+    """`count` records at random, the same number of each kind of question if `balanced`."""
+    records = random.Random(seed).sample(records, len(records))
+    if not balanced:
+        return records[:count]
+    kinds: dict[str, list[dict[str, object]]] = {}
+    for record in records:
+        kinds.setdefault(kind_of(record["messages"][1]["content"]), []).append(record)
+    chosen = [record for same in kinds.values() for record in same[: count // 3]]
+    return random.Random(seed).sample(chosen, len(chosen))
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -77,12 +89,15 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--pictures", choices=["right", "blank", "exchanged"], default="right")
-    parser.add_argument("--train", type=int, default=6000)
+    parser.add_argument("--train", type=int, default=6000, help="questions to learn from")
+    parser.add_argument("--natural", action="store_true", help="as they are distributed, not a third of each kind")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test", type=int, default=600)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "train.jsonl"
-    records = read_records(options.data, "train", options.train, options.pictures)
+    records = read_records(options.data, "train", options.pictures)
+    records = choose(records, options.train, options.seed, not options.natural)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = {
         "model": options.model,
@@ -90,16 +105,19 @@ def main() -> None:
         "vision": {"train": ["projector"], "media_dir": str(options.data.resolve())},
         "method": {"kind": "lora", "rank": 16},
         "train": {"epochs": 1, "batch_size": 1},
-        "optimizer": {"learning_rate": 1e-3, "warmup_ratio": 0.03},
+        "optimizer": {"learning_rate": 1e-3, "projector_learning_rate": 2e-4, "beta2": 0.99},
+        "compute": {"remat": "none"},
+        "seed": options.seed,
         "output": str(options.output / "run"),
         "resume": True,
     }
     started = time.process_time()
     meshtune.train(load_recipe(recipe, options.changes))
     seconds = time.process_time() - started
-    tested = read_records(options.data, "test", options.test, options.pictures)
+    tested = read_records(options.data, "test", options.pictures)[: options.test]
     scores = measure(meshtune.load(options.output / "run"), tested)
-    result = {"pictures": options.pictures, "questions": options.train, "changes": options.changes}
+    result = {"pictures": options.pictures, "seed": options.seed, "questions": len(records)}
+    result |= {"natural": options.natural, "changes": options.changes}
     print(json.dumps(result | {"processor_seconds": round(seconds), "test": scores}, indent=1))
 
 

@@ -154,7 +154,7 @@ def test_what_is_due_comes_after_the_report_evaluation_before_sample_before_save
         cadence=cadence,
         evaluate=lambda trainable: Evaluation(next(losses), {"accuracy": float(trainable["w"])}, 1.0),
         evaluate_at_start=True,
-        sample=lambda trainable: [("p", f"{float(trainable['w'])}")],
+        sample=lambda trainable: [("p", f"{float(trainable['w'])}", ())],
     )
     ended, events, _ = run(tmp_path, work)
     order = ["start", "eval0", "sample0", "1", "2", "eval2", "save2", "3", "save3", "4", "eval4", "sample4", "save4"]
@@ -170,7 +170,7 @@ def test_what_is_due_comes_after_the_report_evaluation_before_sample_before_save
 
 
 def test_a_resumed_loop_makes_the_rest_and_repeats_nothing_due_before(tmp_path):
-    work = task(total=6, start=4, sample=lambda trainable: [("p", "t")])
+    work = task(total=6, start=4, sample=lambda trainable: [("p", "t", ())])
     ended, events, _ = run(tmp_path, work)
     assert event_names(events) == ["start", "5", "6", "save6", "stop6"]
     assert float(ended.state.trainable["w"]) == 6

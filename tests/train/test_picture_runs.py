@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import pathlib
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import transformers
 from pictures_to_see import write_model, write_records
+from PIL import Image
 from safetensors.numpy import load_file
 
 import command
@@ -70,9 +73,22 @@ def test_micro_batches_of_pictures_change_nothing(seeing, tmp_path):
 @pytest.mark.slow
 def test_full_tuning_of_everything_exports_a_model_that_transformers_opens(seeing, tmp_path):
     output = tmp_path / "run"
+    folder = pathlib.Path(seeing["data"]["train"]).parent
+    prompts = [
+        [{"type": "image", "image": str(folder / name)}, {"type": "text", "text": "<b>colour?"}]
+        for name in ("0.png", "1.png")
+    ]
     sections = {"method": "full", "vision": {"train": ["projector", "tower"]}, "output": str(output)}
-    meshtune.train(seeing | sections)
+    meshtune.train(seeing | sections | {"sample": {"prompts": prompts, "max_tokens": 2}})
     assert losses(output)[-1] < losses(output)[0]
+    pictures = [row["pictures"] for row in read(output / "samples.jsonl")]
+    report = (output / "report.html").read_text()
+    for (address,), name in zip(pictures[:2], ("0.png", "1.png"), strict=True):
+        small = Image.open(io.BytesIO(base64.b64decode(address.removeprefix("data:image/jpeg;base64,"))))
+        assert small.size == Image.open(folder / name).size, "smaller than a thumbnail already"
+        assert report.count(address) == 1, "an answer is under its picture, the question is the same"
+    assert pictures == 2 * pictures[:2], "before the first update and after the last"
+    assert "<b>colour?" not in report
     before, after = (
         load_file(pathlib.Path(path) / "model.safetensors") for path in (seeing["model"], output / "model")
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import itertools
 import tempfile
 from typing import Any
@@ -17,13 +15,12 @@ from meshtune.data.formats import FORMATS_BY_TYPE, select_format
 from meshtune.data.inspection import weighted_pieces
 from meshtune.data.loader import Loader
 from meshtune.data.pictures.expansion import read_pictures
-from meshtune.data.pictures.files import load_picture
+from meshtune.data.pictures.files import load_picture, thumbnail
 from meshtune.data.prepare import prepare_data
 from meshtune.data.registry import load_registry
 from meshtune.data.report import DataReport
 from meshtune.data.sources import DataSource, open_source
 from meshtune.data.tokenizer import tokenizer_of
-from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 
@@ -33,7 +30,7 @@ SHOWN_DOCUMENTS = 6
 SHOWN_TOKENS = 600
 SHOWN_CHARACTERS = 4000  # of a record
 SHOWN_SKIPPED = 20
-SHOWN_PICTURES, THUMBNAIL = 4, 160  # of a document, and pixels of their longer side
+SHOWN_PICTURES = 4  # of a document
 DETECTION_RECORDS = 20
 
 
@@ -117,23 +114,15 @@ def _tokenise_preview(recipe: Recipe) -> dict[str, Any]:
                 "origin": str(example.origin),
                 "tokens": len(example.ids),
                 "pieces": weighted_pieces(tokenizer, example, SHOWN_TOKENS),
-                "pictures": _thumbnails(example),
+                "pictures": [
+                    thumbnail(load_picture(item.picture, str(example.origin)))
+                    for item in read_pictures(example.extra)[:SHOWN_PICTURES]
+                ],
             }
             for example in (store[index] for index in range(min(SHOWN_DOCUMENTS, len(store))))
         ]
     reports = [report for report in (prepared.report, prepared.validation_report) if report is not None]
     return {"documents": documents, "reports": [_report(report) for report in reports]}
-
-
-def _thumbnails(example: Example) -> list[str]:
-    """Small JPEGs of the first pictures of a document, as data URIs: the page needs no way to the files."""
-    addresses = []
-    for item in read_pictures(example.extra)[:SHOWN_PICTURES]:
-        image, file = load_picture(item.picture, str(example.origin)), io.BytesIO()
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-        image.save(file, "JPEG")
-        addresses.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
-    return addresses
 
 
 def _report(report: DataReport) -> dict[str, Any]:

@@ -256,6 +256,15 @@ def picture_paths(prompt: Sequence[Mapping[str, str]]) -> list[str]:
     return [str(_source(part)) for part in prompt if part.get("type") in _PARTS]
 
 
+def thumbnails(prompt: str | Sequence[Mapping[str, str]], folder: str, where: str) -> tuple[str, ...]:
+    """The pictures of a message's content, small and as data URIs. Raises UserError as `load_picture`."""
+    from meshtune.data.pictures.files import decode_picture, thumbnail
+
+    paths = [] if isinstance(prompt, str) else picture_paths(prompt)
+    files = (picture_file(os.path.join(folder, path), where) for path in paths)
+    return tuple(thumbnail(decode_picture(file, where)) for file in files)
+
+
 def prompt_words(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """A message's content as text, with a mark in the place of each picture."""
     return prompt if isinstance(prompt, str) else "".join(part.get("text", "<image>") for part in prompt)

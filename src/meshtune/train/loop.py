@@ -231,9 +231,10 @@ class Task:
 
     `record` is the checkpoint record to start from and `epoch_at(step)` the fractional epoch. `place` puts a batch's
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
-    optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
-    pairs, are optional, as is `lost_updates`, which warns of updates that are rounded away. Each of `saved` is called
-    with (trainable, step) after each save. `announce(done)` says what makes the next update slower than others, if so.
+    optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns
+    (prompt, text, pictures) triples, are optional, as is `lost_updates`, which warns of updates that are rounded away.
+    Each of `saved` is called with (trainable, step) after each save. `announce(done)` says what makes the next update
+    slower than others, if so.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -249,7 +250,7 @@ class Task:
     shown: Callable[[TrainState], Tree] = operator.attrgetter("trainable")
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
-    sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
+    sample: Callable[[Tree], Iterable[tuple[str, str, tuple[str, ...]]]] | None = None
     saved: Sequence[Callable[[Tree, int], None]] = ()
     lost_updates: LostUpdates | None = None
     announce: Callable[[int], str | None] = lambda done: None
@@ -421,8 +422,8 @@ class _Loop:
 
     def _sample(self, done: int) -> None:
         if self.task.sample is not None:
-            for prompt, text in self.task.sample(self.task.shown(self.state)):
-                self._emit(Sampled(done, prompt, text))
+            for prompt, text, pictures in self.task.sample(self.task.shown(self.state)):
+                self._emit(Sampled(done, prompt, text, pictures))
 
     def _save(self, done: int) -> None:
         best, stale = self.early_stopping.best, self.early_stopping.stale

@@ -186,20 +186,22 @@ def _evaluator(
     return validate
 
 
-def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | None:
+def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str, tuple[str, ...]]]] | None:
     options = run.recipe.sample
     if not options.prompts:
         return None
     from meshtune.data.prepare import open_reader
-    from meshtune.generate.pictures import load_parts, prompt_words
+    from meshtune.generate.pictures import load_parts, prompt_words, thumbnails
     from meshtune.generate.text import sample
 
     chat, recipe, prompts, reader = run.data.report.template is not None, run.recipe, options.prompts, None
+    pictures: list[tuple[str, ...]] = [() for _ in prompts]
     if recipe.vision is not None:
-        reader = open_reader(recipe, run.tokenizer)
-        prompts = [load_parts(reader, prompt, recipe.vision.media_dir or "", "sample.prompts") for prompt in prompts]
+        reader, folder = open_reader(recipe, run.tokenizer), recipe.vision.media_dir or ""
+        prompts = [load_parts(reader, prompt, folder, "sample.prompts") for prompt in prompts]
+        pictures = [thumbnails(prompt, folder, "sample.prompts") for prompt in options.prompts]
 
-    def answer(trainable: Tree) -> Iterator[tuple[str, str]]:
+    def answer(trainable: Tree) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         texts = sample(
             merge(trainable, run.model.frozen),
             run.model.spec,
@@ -213,6 +215,6 @@ def _sampler(run: LoadedRun) -> Callable[[Tree], Iterator[tuple[str, str]]] | No
             seed=run.recipe.seed,
             reader=reader,
         )
-        return zip(map(prompt_words, options.prompts), texts, strict=True)
+        return zip(map(prompt_words, options.prompts), texts, pictures, strict=True)
 
     return answer

@@ -223,6 +223,14 @@ def load_picture(picture: Picture, where: str) -> Image:
     return decode_picture(data, f"{where}, {picture.path}")
 
 
+def thumbnail(image: Image, side: int = 160) -> str:
+    """A small JPEG of a picture, `side` pixels at most, as a data URI: a page that shows it does not read the file."""
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((side, side))
+    small.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def open_pictures(sample: Sample, files: PictureFiles | None, folder: str | None) -> Sample:
     """The sample with its pictures checked. Raises UserError as `PictureFiles.open`, for a mark without a picture, and
     for pictures where `files` is None, since the recipe reads text only."""

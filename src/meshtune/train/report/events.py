@@ -85,11 +85,12 @@ class Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Text generated after `step` updates."""
+    """Text generated after `step` updates. `pictures` are those of the prompt, small and as data URIs."""
 
     step: int
     prompt: str
     text: str
+    pictures: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,8 @@ class MetricsLog:
                     self._rollouts = (self._output / ROLLOUTS).open("a", encoding="utf-8", buffering=1)
                 self._rollouts.writelines(_line({"step": event.step, **row}) for row in event.rows)
             case Sampled():
-                self._samples.write(_line({"step": event.step, "prompt": event.prompt, "text": event.text}))
+                pictures = {"pictures": list(event.pictures)} if event.pictures else {}
+                self._samples.write(_line({"step": event.step, "prompt": event.prompt, "text": event.text} | pictures))
 
     def close(self) -> None:
         self._metrics.close()

@@ -379,14 +379,17 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Renders each prompt with its answers, in order of updates."""
+    """Renders each prompt, with its pictures, and its answers in order of updates."""
+    answers: dict[tuple[str, ...], list[str]] = {}
+    for sample in samples:
+        step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
+        prompt = (str(sample.get("prompt")), *map(str, sample.get("pictures") or ()))
+        answers.setdefault(prompt, []).append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
     parts = []
-    for prompt in dict.fromkeys(str(sample.get("prompt")) for sample in samples):
-        parts.append(f"<h3>{html.escape(prompt)}</h3>")
-        for sample in samples:
-            if str(sample.get("prompt")) == prompt:
-                step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
-                parts.append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
+    for (words, *pictures), texts in answers.items():
+        parts += [f"<h3>{html.escape(words)}</h3>"]
+        parts += [f'<img alt="a picture of the prompt" src="{html.escape(picture)}">' for picture in pictures]
+        parts += texts
     return parts
 
 

@@ -71,6 +71,11 @@ export function pictureView(address) {
   return h('img', { src: source, alt: t('talk.shown'), class: 'thumbnail', onload: () => URL.revokeObjectURL(source) });
 }
 
+// A sample's prompt with its pictures, which tell prompts of the same words apart.
+export const promptKey = (row) => [row.prompt, ...(row.pictures ?? [])].join(' ');
+export const promptView = (row) => [row.pictures?.length > 0 && h('div', { class: 'pictures' }, row.pictures.map(pictureView)),
+  h('p', { class: 'quiet answer' }, row.prompt)];
+
 async function dataAddress(file) {
   if (!KINDS.includes(file.type)) throw new Error(file.type);
   const picture = await createImageBitmap(file);

@@ -5,6 +5,7 @@ import { chart, smoothed } from '../chart.js';
 import { axisFor, chartSettings, lossUnit, placed } from '../curves.js';
 import { fill, h } from '../dom.js';
 import { bytes, duration, number } from '../format.js';
+import { promptKey, promptView } from '../talk/pictures.js';
 import { has, t } from '../text.js';
 import { problems } from '../widgets.js';
 
@@ -153,10 +154,10 @@ function written(value) {
 
 // The newest sample of each run, by prompt.
 function sideBySide(samples, labels) {
-  const newest = samples.map((rows) => new Map(rows.map((row) => [row.prompt, row])));
+  const newest = samples.map((rows) => new Map(rows.map((row) => [promptKey(row), row])));
   const prompts = [...new Set(newest.flatMap((one) => [...one.keys()]))];
   if (!prompts.length) return null;
-  return [h('h2', {}, t('compare.samples')), h('div', { class: 'list' }, prompts.map((prompt) => h('section', { class: 'card' }, h('p', { class: 'quiet answer' }, prompt),
+  return [h('h2', {}, t('compare.samples')), h('div', { class: 'list' }, prompts.map((prompt) => h('section', { class: 'card' }, promptView(newest.find((one) => one.has(prompt)).get(prompt)),
     h('div', { class: 'answers' }, newest.map((one, index) => h('div', {}, h('div', { class: 'who' }, h('span', {}, h('span', { class: `swatch curve-${index}` }), labels[index]),
       one.get(prompt) && t('runs.after', { step: number(one.get(prompt).step) })), h('p', { class: 'answer' }, one.get(prompt)?.text ?? '–')))))))];
 }

@@ -5,6 +5,7 @@ import { curves } from '../curves.js';
 import { fill, h } from '../dom.js';
 import { duration, moment, number } from '../format.js';
 import { deviceChoice, launcher } from '../launcher.js';
+import { promptKey, promptView } from '../talk/pictures.js';
 import { t } from '../text.js';
 import { action, confirmed, copyable, stageBar } from '../widgets.js';
 
@@ -190,10 +191,9 @@ function sampleList() {
     add(news) {
       rows = [...(news.reset ? [] : rows), ...news.rows];
       element.hidden = !rows.length;
-      const prompts = Map.groupBy ? Map.groupBy(rows, (row) => row.prompt) : grouped(rows);
-      fill(body, [...prompts].map(([prompt, texts]) => {
+      fill(body, [...grouped(rows, promptKey).values()].map((texts) => {
         const [newest, ...earlier] = [...texts].reverse();
-        return h('div', { class: 'card' }, h('p', { class: 'quiet' }, prompt), said(newest),
+        return h('div', { class: 'card' }, promptView(newest), said(newest),
           earlier.length > 0 && h('details', {}, h('summary', {}, t('runs.earlier', { n: earlier.length })), earlier.map(said)));
       }));
     },
@@ -210,7 +210,7 @@ function completionTable(id) {
     if (!rows.length) return;
     const names = Object.keys(rows[0].rewards);
     const value = (entry) => h('td', { class: 'number' }, entry === null ? '–' : number(entry));
-    const groups = Map.groupBy ? Map.groupBy(rows, (row) => row.group) : grouped(rows, 'group');
+    const groups = grouped(rows, (row) => row.group);
     fill(body, h('p', { class: 'quiet' }, t('runs.before', { step: number(rows[0].step) }), ' · ', t('runs.shown', { shown: number(rows.length), count: number(count) })),
       h('div', { class: 'scroll' }, h('table', {},
         h('thead', {}, h('tr', {}, h('th', {}, t('runs.completion')), names.map((name) => h('th', { class: 'number' }, name)),
@@ -230,9 +230,10 @@ function completionTable(id) {
   };
 }
 
-function grouped(rows, key = 'prompt') {
+// The rows by their keys, in order.
+function grouped(rows, keyOf) {
   const groups = new Map();
-  for (const row of rows) groups.set(row[key], [...(groups.get(row[key]) ?? []), row]);
+  for (const row of rows) groups.set(keyOf(row), [...(groups.get(keyOf(row)) ?? []), row]);
   return groups;
 }
 
