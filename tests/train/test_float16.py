@@ -9,6 +9,7 @@ large, and within one halving afterwards.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -117,3 +118,43 @@ def test_updates_in_the_backward_pass_are_refused():
     optimizer, _ = make_optimizer(OptimizerConfig(in_backward=True), STEPS, abstract_of(params), spec)
     with pytest.raises(UserError, match="overflow in float16"):
         make_train_step(sft_objective, spec, Compute(dtype="float16"), optimizer)
+
+
+def run_of(folder, *overrides: str):
+    """The adapter's bytes and the logged scales of a run of the quickstart in float16."""
+    from meshtune import quickstart
+    from meshtune.train.report.metrics_log import METRICS, parse_line
+    from meshtune.train.run import train
+
+    common = ["compute.precision=float16", "train.steps=4", "eval.every=1000", "sample.prompts=[]", "checkpoint.every=2"]
+    train(quickstart.recipe(folder, *common, *overrides))
+    lines = [parse_line(line) for line in (folder / METRICS).read_bytes().splitlines(keepends=True)]
+    updates = {line["step"]: line for line in lines if line and line.get("kind") == "train"}
+    adapter = next(folder.glob("**/adapter_model.safetensors")).read_bytes()
+    return adapter, [(step, line["loss_scale"], line["loss"]) for step, line in sorted(updates.items())]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_scale_that_it_had(tmp_path, monkeypatch):
+    """The scale grows every two updates here: a scale that began again would be another."""
+    monkeypatch.setattr("meshtune.train.step.loss_scale.INTERVAL", 3)
+    whole = run_of(tmp_path / "whole")
+    assert len({scale for _, scale, _ in whole[1]}) == 2
+    run_of(tmp_path / "cut", "train.steps=2")
+    for saved in (tmp_path / "cut").glob("adapter"):
+        shutil.rmtree(saved)
+    resumed = run_of(tmp_path / "cut", "resume=true")
+    assert resumed == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides", [["train.micro_batch=2"], ["data.packing=false"], ["mesh.fsdp=2", "mesh.tp=2", "mesh.dp=2"]], ids=str
+)
+def test_other_ways_to_compute_an_update_follow_the_same_losses(tmp_path, overrides):
+    """Sums of float16 products are rounded in another order: 2e-3 of a loss, as beside torch."""
+    plain = run_of(tmp_path / "plain", *(["data.packing=false"] if "data.packing=false" in overrides else []))
+    other = run_of(tmp_path / "other", *overrides)
+    np.testing.assert_allclose(
+        [loss for *_, loss in other[1]], [loss for *_, loss in plain[1]], rtol=2e-3, err_msg=str(overrides)
+    )
