@@ -126,7 +126,13 @@ def run_of(folder, *overrides: str):
     from meshtune.train.report.metrics_log import METRICS, parse_line
     from meshtune.train.run import train
 
-    common = ["compute.precision=float16", "train.steps=4", "eval.every=1000", "sample.prompts=[]", "checkpoint.every=2"]
+    common = [
+        "compute.precision=float16",
+        "train.steps=4",
+        "eval.every=1000",
+        "sample.prompts=[]",
+        "checkpoint.every=2",
+    ]
     train(quickstart.recipe(folder, *common, *overrides))
     lines = [parse_line(line) for line in (folder / METRICS).read_bytes().splitlines(keepends=True)]
     updates = {line["step"]: line for line in lines if line and line.get("kind") == "train"}
@@ -140,17 +146,15 @@ def test_a_run_goes_on_with_the_scale_that_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr("meshtune.train.step.loss_scale.INTERVAL", 3)
     whole = run_of(tmp_path / "whole")
     assert len({scale for _, scale, _ in whole[1]}) == 2
-    run_of(tmp_path / "cut", "train.steps=2")
-    for saved in (tmp_path / "cut").glob("adapter"):
-        shutil.rmtree(saved)
-    resumed = run_of(tmp_path / "cut", "resume=true")
-    assert resumed == whole
+    stopped = tmp_path / "stopped"
+    run_of(stopped)
+    for left in [*(stopped / "checkpoints").glob("*4"), stopped / "adapter"]:  # as if killed after the second update
+        shutil.rmtree(left)
+    assert run_of(stopped, "resume=true") == whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides", [["train.micro_batch=2"], ["data.packing=false"], ["mesh.fsdp=2", "mesh.tp=2", "mesh.dp=2"]], ids=str
-)
+@pytest.mark.parametrize("overrides", [["train.micro_batch=2"], ["data.packing=false"]], ids=str)
 def test_other_ways_to_compute_an_update_follow_the_same_losses(tmp_path, overrides):
     """Sums of float16 products are rounded in another order: 2e-3 of a loss, as beside torch."""
     plain = run_of(tmp_path / "plain", *(["data.packing=false"] if "data.packing=false" in overrides else []))
