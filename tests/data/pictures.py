@@ -30,6 +30,7 @@ LLAVA_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
 ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+LFM2_TILES = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column <= 4]
 # Family -> (config, preprocessor_config, special tokens, chat template).
 MODELS = {
     "internvl": (
@@ -77,6 +78,13 @@ MODELS = {
         {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 6272, "longest_edge": 40000}},
         ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
         PARTS.replace("PICTURE", "<|begin_of_image|><|image|><|end_of_image|>"),
+    ),
+    "lfm2_vl": (
+        {"model_type": "lfm2_vl", "downsample_factor": 2, "vision_config": {"patch_size": 7}},
+        {"image_processor_type": "Lfm2VlImageProcessorFast", "tile_size": 56, "min_image_tokens": 4, "max_tiles": 4,
+         "max_image_tokens": 16, "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]},
+        ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *LFM2_TILES],
+        PARTS.replace("PICTURE", "<image>"),
     ),
     "mistral3": (
         {"model_type": "mistral3", "spatial_merge_size": 2, "vision_config": {"patch_size": 14}},

@@ -55,6 +55,50 @@ def processed(reader, image):
     return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))([image], return_tensors="np")
 
 
+# Modules that LFM2-VL's processors import, and which scale pictures; the rules of their sizes do without.
+TORCHVISION = {
+    name: mock.MagicMock() for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+}
+
+
+def lfm2_processor():
+    """transformers' image processor without torchvision: its rules, and no pixels."""
+    with mock.patch.dict(sys.modules, TORCHVISION):
+        module = importlib.import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
+    processor = object.__new__(module.Lfm2VlImageProcessor)
+    for name, value in MODELS["lfm2_vl"][1].items():
+        setattr(processor, name, value)
+    processor.encoder_patch_size = 7
+    return processor
+
+
+def lfm2_grid(processor, width, height):
+    """((columns, rows), (width, height) of the whole picture or thumbnail) by transformers."""
+    sizes = {name: getattr(processor, name) for name in ("max_image_tokens", "encoder_patch_size", "downsample_factor")}
+    grid = (1, 1)
+    if processor._is_image_too_large(height, width, **sizes, max_pixels_tolerance=processor.max_pixels_tolerance):
+        grid = processor._get_grid_layout(height, width, processor.min_tiles, processor.max_tiles, processor.tile_size)
+    return grid[:2], processor.smart_resize(height, width, **sizes, min_image_tokens=processor.min_image_tokens)
+
+
+def lfm2_tiles(image):
+    """The tiles as transformers computes them, by torch's antialiased bilinear filter of bytes."""
+    import torch
+
+    processor, pixels = lfm2_processor(), torch.tensor(np.asarray(image)).permute(2, 0, 1)[None]
+    (columns, rows), whole = lfm2_grid(processor, *image.size)
+    side = processor.tile_size
+
+    def resize(width, height):
+        return torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)[0].numpy()
+
+    tiles = []
+    if columns * rows > 1:
+        large = resize(columns * side, rows * side)
+        tiles = [large[:, r * side :, c * side :][:, :side, :side] for r in range(rows) for c in range(columns)]
+    return [*tiles, resize(*whole)]
+
+
 def written(family, tokenizer, output, image):
     """The text that transformers' processor writes in the place of a picture."""
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -82,6 +126,17 @@ def written(family, tokenizer, output, image):
         case "gemma4":
             names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
             return Gemma4Processor.replace_image_token(SimpleNamespace(**names), output, 0)
+        case "lfm2_vl":
+            with mock.patch.dict(sys.modules, TORCHVISION):
+                from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+            processor = object.__new__(Lfm2VlProcessor)
+            processor.image_processor = lfm2_processor()
+            names = ("image", "image_start", "image_end", "image_thumbnail")
+            for name, token in zip(names, ("<image>", *MODELS[family][2][1:4]), strict=True):
+                setattr(processor, f"{name}_token", token)
+            (columns, rows), size = lfm2_grid(processor.image_processor, *image.size)
+            inputs = {"image_rows": [rows], "image_cols": [columns], "image_sizes": [size[::-1]]}
+            return processor.replace_image_token(inputs, 0, use_image_special_tokens=True)
         case "mistral3":
             # The module of its processor imports the image processor that needs torchvision.
             pil = importlib.import_module("transformers.models.pixtral.image_processing_pil_pixtral")
@@ -146,6 +201,15 @@ def test_pixels_are_those_of_transformers(model, family):
             expected = output["pixel_values"].reshape(len(patches), 3, 2, side**2)
             assert np.array_equal(expected[:, :, 0], expected[:, :, 1])
             assert np.array_equal(patches, expected[:, :, 0].reshape(patches.shape))
+        elif family == "lfm2_vl":
+            tiles, (_, options, *_) = lfm2_tiles(image), MODELS[family]
+            mean, deviation = (np.array(options[name])[:, None] for name in ("image_mean", "image_std"))
+            assert [tile.shape[1:] for tile in tiles] == [(r * side, c * side) for r, c in layout.tiles]
+            for number, tile in enumerate(tiles, start=1):
+                for patch, (row, column, *_) in zip(patches[segments == number], grid[segments == number], strict=True):
+                    box = tile[:, row * side : row * side + side, column * side : column * side + side]
+                    levels = (patch.reshape(3, -1) * deviation + mean) * 255
+                    assert np.abs(levels - box.reshape(3, -1)).max() < 1.001  # torch rounds some bytes otherwise
         elif family == "gemma4":
             count, (rows, columns) = len(patches), layout.tiles[0]
             expected = output["pixel_values"][0][:count].reshape(rows * columns, side * side, 3).swapaxes(1, 2)

@@ -145,6 +145,19 @@ WRAPPERS: dict[str, Wrapper] = {
         tower=TOWER,
         fields=("downsample_ratio",),
     ),
+    "lfm2_vl": Wrapper(
+        "LFM2-VL",
+        "Lfm2VlForConditionalGeneration",
+        ("lfm2",),
+        VISION,
+        tower=TOWER,
+        # Of published configs, which the processor has too; and an older name of tie_word_embeddings.
+        fields=(
+            *("downsample_factor", "do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches"),
+            *("max_pixels_tolerance", "max_tiles", "min_image_tokens", "min_tiles", "tile_size", "use_thumbnail"),
+            *("use_image_special_tokens", "tie_embedding"),
+        ),
+    ),
     "llama4": Wrapper(
         "Llama 4 with vision",
         "Llama4ForConditionalGeneration",

@@ -39,10 +39,11 @@ class PatchPositions:
     of the row, added. `bucketed`: the entry that the patch's share of the height and
     of the width falls on, whatever the size of the tile (https://arxiv.org/abs/2307.06304). `interpolated`: the mean of
     the four entries around the place where the patch is if the table is stretched over the picture, corners on corners.
-    `cubic`: of the sixteen entries around it, if its edges are stretched over those of the picture.
+    `cubic`: of the sixteen entries around it, if its edges are stretched over those of the picture. `linear`: likewise
+    of four entries, or of all that a patch covers where the table has more entries than the picture has patches.
     """
 
-    kind: Literal["learned", "summed", "bucketed", "interpolated", "cubic"]
+    kind: Literal["learned", "summed", "bucketed", "interpolated", "cubic", "linear"]
     rows: int
     columns: int
 
@@ -56,6 +57,10 @@ class PatchPositions:
         row, column = grid[..., 0], grid[..., 1]
         if self.kind in ("interpolated", "cubic"):
             return self._interpolate(table, grid)
+        if self.kind == "linear":
+            down, right = _cover(row, grid[..., 2], self.rows), _cover(column, grid[..., 3], self.columns)
+            shares = (down[..., :, None] * right[..., None, :]).reshape(*row.shape, -1)
+            return jnp.einsum("bpn,nd->bpd", shares, table.astype(jnp.float32)).astype(table.dtype)
         if self.kind == "summed":
             return jnp.take(table, column, axis=0) + jnp.take(table, self.columns + row, axis=0)
         if self.kind == "bucketed":
@@ -95,6 +100,16 @@ def _stretch_cubic(
         far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
         entries.append((jnp.clip(floor.astype(jnp.int32) + n, 0, side - 1), near if n in (0, 1) else far))
     return entries
+
+
+def _cover(place: Int[Array, "B P"], count: Int[Array, "B P"], side: int) -> Float[Array, "B P side"]:
+    """The shares of the entries of a table's side by a triangle as wide as a patch, or two entries, whichever is more:
+    torch's antialiased bilinear interpolation."""
+    scale = side / jnp.maximum(count, 1).astype(jnp.float32)
+    centre = scale * (place.astype(jnp.float32) + 0.5)
+    distance = jnp.abs(jnp.arange(side) + 0.5 - centre[..., None]) / jnp.maximum(scale, 1.0)[..., None]
+    shares = jnp.maximum(1 - distance, 0)
+    return shares / jnp.maximum(jnp.sum(shares, axis=-1, keepdims=True), 1e-6)
 
 
 def _bucket(place: Int[Array, "B P"], count: Int[Array, "B P"], buckets: int) -> Int[Array, "B P"]:

@@ -27,6 +27,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from families.case import Case, Randomise
 from families.cases.gemma4 import CASES as GEMMA4_TEXT
+from families.cases.lfm2 import CASES as LFM2
 from families.cases.ministral import CASES as MINISTRAL
 from families.cases.qwen3_5 import DELTA
 from families.cases.qwen3_5_moe import SPARSE
@@ -163,6 +164,7 @@ def qwen(
     vision: dict[str, Any],
     sections: list[int],
     randomise: Randomise | None = None,
+    rounding: float = 1e-5,
     **config: Any,
 ) -> VisionCase:
     tower = {
@@ -186,7 +188,7 @@ def qwen(
     fields = {"rope_parameters": rope, **config}
     variant = kind in ("qwen3_5_moe", "glm4v_moe")
     case = Case(kind, kind, fields, text=text, outside=outside, auto_class=SEES, randomise=randomise, variant=variant)
-    return VisionCase(case, read_qwen, merge=2, rounding=1e-4 if randomise is decays else 1e-5)
+    return VisionCase(case, read_qwen, merge=2, rounding=rounding)
 
 
 QWEN2_VL = qwen("qwen2_vl", "qwen2_vl_text", {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}, [1, 2, 1])
@@ -224,7 +226,11 @@ QWEN3_VL_MOE = qwen(
     decoder_sparse_step=2,
 )
 TAPLESS = {name: value for name, value in DEEPSTACK.items() if name != "deepstack_visual_indexes"}
-HALF = {"rope": {"partial_rotary_factor": 0.5}, "randomise": decays}  # of heads of 16: four pairs for three positions
+HALF = {
+    "rope": {"partial_rotary_factor": 0.5},
+    "randomise": decays,
+    "rounding": 1e-4,
+}  # of heads of 16: four pairs for three positions
 # With 0.2, float32 logits of transformers itself are more than 1e-5 from its float64 ones.
 QWEN3_5 = qwen("qwen3_5", "qwen3_5_text", TAPLESS, [2, 1, 1], initializer_range=0.1, **DELTA, **HALF)
 OF_MIXTURE = {name: value for name, value in SPARSE.items() if name != "rope_parameters"}
@@ -236,7 +242,7 @@ GLM_TOWER = {
     "image_size": 30,
     "attention_bias": True,
 }
-GLM4V = qwen("glm4v", "glm4v_text", GLM_TOWER, [1, 1, 0], rope={"partial_rotary_factor": 0.5})
+GLM4V = qwen("glm4v", "glm4v_text", GLM_TOWER, [1, 1, 0], rope={"partial_rotary_factor": 0.5}, rounding=2e-5)
 GLM4V_MOE = qwen(
     "glm4v_moe",
     "glm4v_moe_text",
@@ -428,6 +434,50 @@ def pixtral(name: str, text: str, **config: Any) -> VisionCase:
 
 MISTRAL3 = pixtral("mistral3", "mistral")
 MINISTRAL3 = pixtral("mistral3_ministral", "ministral3", **MINISTRAL[0].config)
+
+
+def read_lfm2(image: Image.Image) -> Sight:
+    """A picture of any size, and another in half the size as its thumbnail, both for the model's limits of patches."""
+    side, merge, limit, parts, masks, shapes = 5, 2, 120, list[np.ndarray](), list[np.ndarray](), list[list[int]]()
+    tiles = list[np.ndarray]()
+    for part in (1, 2):
+        width, height = (max(1, n // part // (side * merge)) * side * merge for n in image.size)
+        tiles.append((np.asarray(image.resize((width, height))) / np.float32(127.5) - 1).transpose(2, 0, 1))
+        patches = convert_image_to_patches(tiles[-1], side)
+        masks.append(np.pad(np.ones(len(patches), np.int32), (0, limit - len(patches))))
+        parts.append(np.pad(patches, ((0, limit - len(patches)), (0, 0))))
+        shapes.append([height // side, width // side])
+    inputs = {"pixel_values": parts, "pixel_attention_mask": masks, "spatial_shapes": shapes}
+    patches, numbers, grid = cut_tiles(tiles, side, merge)
+    count = len(patches) // merge**2
+    torch_inputs = {name: torch.tensor(np.stack(array)) for name, array in inputs.items()}
+    return Sight(torch_inputs, patches, numbers, grid, [IMAGE] * count, list(range(1, count + 1)))
+
+
+LFM2_VL = VisionCase(
+    Case(
+        "lfm2_vl",
+        "lfm2_vl",
+        LFM2[0].config,
+        text="lfm2",
+        outside={
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                "vision_use_head": False,
+                "num_patches": 16,
+                **{name: value for name, value in ENCODER.items() if name != "image_size"},
+                "patch_size": 5,
+            },
+            "image_token_id": IMAGE,
+            "projector_hidden_size": 40,
+            "tie_word_embeddings": True,
+        },
+        auto_class=SEES,
+        randomise=LFM2[0].randomise,
+    ),
+    read_lfm2,
+    merge=2,
+)
 CASES = (
     INTERNVL,
     INTERNVL_6B,
@@ -448,4 +498,5 @@ CASES = (
     GEMMA4_MUTUAL,
     GLM4V,
     GLM4V_MOE,
+    LFM2_VL,
 )

@@ -9,11 +9,13 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshtune.data.pictures.lfm2 import read_lfm2
+from meshtune.data.pictures.model_files import Layout, ModelFiles, refuse_crops
 from meshtune.data.pictures.reader import NEWLINE, PictureReader
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from meshtune.config.sections import VisionSection
 
-Layout = tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]]]
 _MODELS = "transformers.models"
 GOT_OCR2 = f"{_MODELS}.got_ocr2.image_processing_pil_got_ocr2"
 IDEFICS3 = f"{_MODELS}.idefics3.image_processing_pil_idefics3"
@@ -33,48 +34,11 @@ GEMMA3 = f"{_MODELS}.gemma3.image_processing_pil_gemma3"
 LLAVA = f"{_MODELS}.llava.image_processing_pil_llava"
 LLAVA_NEXT = f"{_MODELS}.llava_next.image_processing_pil_llava_next"
 CLIP = f"{_MODELS}.clip.image_processing_pil_clip"
+LFM2 = "meshtune.data.pictures.lfm2:Lfm2Pixels"  # transformers' own needs torchvision
 GLM4V = f"{_MODELS}.glm4v.image_processing_pil_glm4v"
 GLM46V = f"{_MODELS}.glm46v.image_processing_pil_glm46v"
 GEMMA4 = f"{_MODELS}.gemma4.image_processing_pil_gemma4"
 PIXTRAL = f"{_MODELS}.pixtral.image_processing_pil_pixtral"
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model that say how it reads pictures: `config` and its vision part, `settings` of the image
-    processor, `processor` those of the processor around it."""
-
-    directory: pathlib.Path
-    config: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    settings: dict[str, Any]
-    processor: Mapping[str, Any]
-    tokenizer: PreTrainedTokenizerFast
-
-    @property
-    def patch(self) -> int:
-        """The side of a patch."""
-        size = self.vision.get("patch_size", 14)
-        return int(size[0] if isinstance(size, list) else size)
-
-    def id(self, token: str) -> int:
-        """The id of a token. Raises UserError where the tokenizer does not have it."""
-        id_ = self.tokenizer.get_vocab().get(token)
-        if id_ is None:
-            raise UserError(
-                f"the tokenizer has no token {token}, which stands for pictures",
-                where=str(self.directory),
-                fix="use the tokenizer of this model: leave model.tokenizer out",
-            )
-        return id_
-
-    def token(self, name: str, default: str) -> str:
-        """A token that the tokenizer has a name for."""
-        return str(getattr(self.tokenizer, name, None) or default)
-
-    def ids(self, text: str) -> tuple[int, ...]:
-        """The ids of a text between special tokens."""
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: PreTrainedTokenizerFast) -> PictureReader:
@@ -114,7 +78,7 @@ def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: Pr
     reader = make(files, vision)
     reader = dataclasses.replace(
         reader,
-        processor=f"{processors[name]}:{name}Pil",
+        processor=processors[name] if ":" in processors[name] else f"{processors[name]}:{name}Pil",
         settings=json.dumps(files.settings, sort_keys=True),
         channels=int(next((files.vision[key] for key in _CHANNELS if files.vision.get(key)), 3)),
         areas=(vision.max_pixels, vision.min_pixels),
@@ -133,15 +97,6 @@ _NOT_OPTIONS = ("image_processor_type", "feature_extractor_type", "processor_cla
 
 def _optional(file: pathlib.Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
-
-
-def _refuse_crops(vision: VisionSection, family: str) -> None:
-    if vision.crops is not None:
-        raise UserError(
-            f"{family} does not cut pictures into tiles",
-            where="vision.crops",
-            fix="leave it out; max_pixels scales pictures",
-        )
 
 
 def _side(size: Mapping[str, Any], where: str) -> int:
@@ -354,7 +309,7 @@ def _of_any_size(
     files: ModelFiles, vision: VisionSection, size: dict[str, int], tokens: tuple[str, str, str, str], *, glm: bool
 ) -> PictureReader:
     """The reader of a processor with this default size and these tokens of pictures, of videos, before and after."""
-    _refuse_crops(vision, "this model")
+    refuse_crops(vision, "this model")
     settings = files.settings
     size = dict(settings.get("size") or size)
     min_area = int(settings.get("min_pixels") or size["shortest_edge"])
@@ -398,7 +353,7 @@ class Pixtral:
 
 
 def _pixtral(files: ModelFiles, vision: VisionSection) -> PictureReader:
-    _refuse_crops(vision, "this model")
+    refuse_crops(vision, "this model")
     merge, size = int(files.config.get("spatial_merge_size", 2)), files.settings.get("size") or {"longest_edge": 1024}
     longest = size.get("longest_edge")
     largest = (longest, longest) if longest else (int(size["height"]), int(size["width"]))
@@ -441,7 +396,7 @@ class OneTile:
 
 
 def _gemma3(files: ModelFiles, vision: VisionSection) -> PictureReader:
-    _refuse_crops(vision, "Gemma 3")
+    refuse_crops(vision, "Gemma 3")
     where = str(files.directory / "preprocessor_config.json")
     if files.settings.get("do_pan_and_scan"):
         raise UserError("do_pan_and_scan is not supported", where=where, fix="set it to false")
@@ -485,7 +440,7 @@ class Gemma4:
 def _gemma4(files: ModelFiles, vision: VisionSection) -> PictureReader:
     from transformers.models.gemma4.image_processing_pil_gemma4 import _SUPPORTED_SOFT_TOKENS as COUNTS
 
-    _refuse_crops(vision, "Gemma 4")
+    refuse_crops(vision, "Gemma 4")
     merge = int(files.vision.get("pooling_kernel_size", 3))
     tokens, area = int(files.settings.get("max_soft_tokens", 280)), (files.patch * merge) ** 2
     if vision.max_pixels is not None:  # a smaller picture would be scaled up
@@ -509,7 +464,7 @@ def _check_strategy(files: ModelFiles) -> None:
 
 
 def _llava(files: ModelFiles, vision: VisionSection) -> PictureReader:
-    _refuse_crops(vision, "LLaVA 1.5")
+    refuse_crops(vision, "LLaVA 1.5")
     _check_strategy(files)
     where = str(files.directory / "preprocessor_config.json")
     is_cut = files.settings.get("do_center_crop", True)
@@ -584,6 +539,7 @@ FAMILIES: dict[str, tuple[Callable[[ModelFiles, VisionSection], PictureReader], 
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM),
     "mistral3": (_pixtral, {"PixtralImageProcessor": PIXTRAL}),
     "gemma3": (_gemma3, {"Gemma3ImageProcessor": GEMMA3}),
+    "lfm2_vl": (read_lfm2, {"Lfm2VlImageProcessor": LFM2}),
     "gemma4": (_gemma4, {"Gemma4ImageProcessor": GEMMA4}),
     "llava": (_llava, {"CLIPImageProcessor": CLIP, "LlavaImageProcessor": LLAVA}),
     "llava_next": (_llava_next, {"LlavaNextImageProcessor": LLAVA_NEXT}),

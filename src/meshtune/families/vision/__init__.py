@@ -27,6 +27,7 @@ TOWERS: dict[str, str] = {
     "glm4v_moe": "glm4v",
     "idefics3": "idefics3",
     "internvl": "internvit",
+    "lfm2_vl": "siglip2",
     "llava": "llava",
     "llava_next": "llava",
     "mistral3": "pixtral",

@@ -86,6 +86,16 @@ def leading(name: str, count: int = 0) -> Stored:
     return Stored(name, name, view)
 
 
+def patches_by_channel(module: str, vision: VisionSpec) -> Stored:
+    """The weight of a linear layer over patches whose pixels come row by row with all channels of each."""
+
+    def view(shape: Shape) -> View:
+        pixels = View.identity(shape).split(shape[0], vision.side, vision.side, vision.channels)
+        return pixels.transpose(0, 3, 1, 2).merge(*shape)
+
+    return Stored(f"{module}.weight", module, view)
+
+
 def convolution(module: str, vision: VisionSpec) -> Stored:
     """The weight of a convolution over patches, [D, channels, (frames,) side, side], as one of a linear layer."""
     frames = () if vision.frames == 1 else (vision.frames,)

@@ -11,7 +11,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.families import gemma2, qwen3
 from meshtune.families.config_fields import ConfigFields, read_activation
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one, with_view
-from meshtune.families.vision.encoder import leading, rope_of_places, side_of
+from meshtune.families.vision.encoder import leading, patches_by_channel, rope_of_places, side_of
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.linear import LIMITS
@@ -95,7 +95,7 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of Gemma4Model's vision_tower and embed_vision. Files have the numbers of a head that the column turns
     before those that the row turns; in memory the two of a pair are half a head apart."""
     assert spec.vision is not None
-    attention, side, channels = spec.vision.stacks[0].pattern[0].mixer, spec.vision.side, spec.vision.channels
+    attention = spec.vision.stacks[0].pattern[0].mixer
     assert isinstance(attention, AttentionSpec)
     modules: dict[str, str | Stored] = {**gemma2.NORMS, **qwen3.NORMS}
     modules |= {node: f"{name}.linear" for node, name in LINEAR.items()}
@@ -104,10 +104,7 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
         for node, name in LINEAR.items()
         for limit in LIMITS
     }
-    patches, table = f"{TOWER}.patch_embedder.input_proj", f"{TOWER}.patch_embedder.position_embedding_table"
-
-    def pixels(shape: Shape) -> View:
-        return View.identity(shape).split(shape[0], side, side, channels).transpose(0, 3, 1, 2).merge(*shape)
+    table = f"{TOWER}.patch_embedder.position_embedding_table"
 
     def of_axes(shape: Shape) -> View:
         return View.identity((2, shape[0] // 2, shape[1])).merge(*shape)
@@ -120,7 +117,7 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
         return blocks.permute(*order).merge(rows, *columns)
 
     outside: dict[str, str | Stored] = {
-        "vision/patches": Stored(f"{patches}.weight", patches, pixels),
+        "vision/patches": patches_by_channel(f"{TOWER}.patch_embedder.input_proj", spec.vision),
         "vision/positions": Stored(table, table, of_axes),
         "projector/shift": leading(f"{TOWER}.std_bias"),
         "projector/stretch": leading(f"{TOWER}.std_scale"),
