@@ -50,7 +50,10 @@ PUBLISHED = {
     "glm-4.5-air-lora": ("axolotl 63.4 GiB in 4 bits on one card", "axolotl examples/glm45"),
     "qwen3.5-27b-qlora-32k": ("axolotl 47 GiB, Unsloth 22 GB (any 27B)", f"axolotl examples/qwen3.5; {UNSLOTH_TABLE}"),
     "gemma-3-27b-qlora": ("Unsloth 22 GB (any 27B)", UNSLOTH_TABLE),
-    "8b-grpo-lora": ("Unsloth 54.3 GB, TRL 510.8 GB: 8 completions in contexts of 20,480", "unsloth.ai/blog/grpo"),
+    "8b-grpo-lora": (
+        "Unsloth 54.3 GB, TRL 510.8 GB: 8 completions in contexts of 20,480",
+        "unsloth.ai/blog/grpo, as copies of it quote the figures",
+    ),
     "8b-grpo-qlora": (
         "Unsloth 24 GB to a context of 32K (Qwen3-VL 8B); verl 2 x H800 at least (7B, all weights trained)",
         f"unsloth.ai/docs, grpo-long-context; {VERL_DEVICES}",
@@ -106,7 +109,8 @@ def write_table() -> None:
         "",
         "The step of `meshtune train`, compiled by XLA for machines that were not present: memory is the compilers'",
         "figure, times are a roofline's (docs/plan.md) and not measured. `python benchmarks/plans/run.py` repeats it.",
-        "Planning time is on two cores with an empty cache of plans; llama2-70b-full was planned beside other work.",
+        "Planning time is on two cores with an empty cache of plans; llama2-70b-full and models that see were planned",
+        "beside other work.",
         "",
         "| recipe | target | tokens per update | memory per device | goal | host memory per device | update | tokens/s "
         "| MFU | planned in |",

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("export", type=pathlib.Path)
     parser.add_argument("--questions", type=int, default=50)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "meshtune", "export", str(options.run), str(options.export)]
+    command = [sys.executable, "-m", "meshtune", "export", str(options.run), "--to", str(options.export)]
     subprocess.run([*command, "--merge", "--dtype", "float32"], check=True)
     lines = (options.data / "test.llamafactory.jsonl").read_text().splitlines()[: options.questions]
     records = [json.loads(line) for line in lines]

@@ -62,7 +62,7 @@ def train_meshtune(options: argparse.Namespace) -> None:
         {
             "model": options.model,
             "data": {"train": str(options.records), "max_length": LENGTH},
-            "vision": {"train": ["projector"]},
+            "vision": {"train": ["projector"], "media_dir": str(options.data.resolve())},
             "method": {"kind": "lora", "rank": 16},
             "train": {"epochs": 1, "batch_size": 1},
             "optimizer": {"learning_rate": RATE},

@@ -15,9 +15,12 @@ import transformers
 from pictures_to_see import write_model, write_records
 from PIL import Image
 from safetensors.numpy import load_file
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 import command
 import meshtune
+from meshtune.generate.pictures import insert_pictures, load_picture
+from meshtune.generate.target_log_probs import TargetText
 from meshtune.train.report.metrics_log import read
 
 
@@ -68,6 +71,38 @@ def test_micro_batches_of_pictures_change_nothing(seeing, tmp_path):
     meshtune.train(seeing | {"output": str(tmp_path / "whole")})
     meshtune.train(seeing | {"output": str(tmp_path / "parts"), "train": seeing["train"] | {"micro_batch": 2}})
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-4)
+
+
+@pytest.mark.slow  # generation compiles for a minute
+def test_an_export_of_adapters_answers_in_transformers_as_here(seeing, tmp_path):
+    """Merged in float32: 1e-4 of log-probabilities, since base and adapter are added before the product, not after."""
+    run, export = tmp_path / "run", tmp_path / "export"
+    meshtune.train(seeing | {"output": str(run)})
+    done = command.run("export", run, "--to", export, "--merge", "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    here = meshtune.load(run, dtype="float32")
+    there = transformers.AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    processor = GotOcr2ImageProcessorPil.from_pretrained(export)
+    assert here.picture_reader is not None
+    files = [pathlib.Path(seeing["data"]["train"]).parent / f"{number}.png" for number in (0, 1, 2)]
+    content = [[{"type": "image", "image": str(file)}, {"type": "text", "text": "what colour?"}] for file in files]
+    answers = here.generate([[{"role": "user", "content": parts}] for parts in content], max_tokens=5, temperature=0)
+    for file, answer in zip(files, answers, strict=True):
+        text = "<|im_start|>user\n<IMG_CONTEXT>\nwhat colour?<|im_end|>\n<|im_start|>assistant\n"
+        picture = load_picture(here.picture_reader, str(file), "test")
+        prompt = insert_pictures(here.picture_reader, tokenizer(text, add_special_tokens=False).input_ids, [picture])
+        (ours,) = here.target_log_probs([TargetText(tuple(prompt.ids), 1, prompt.pictures)])
+        pixels = np.asarray(processor([Image.open(file).convert("RGB")])["pixel_values"])
+        inputs = {"input_ids": torch.tensor([prompt.ids]), "pixel_values": torch.tensor(pixels)}
+        with torch.no_grad():
+            logits = there(**inputs).logits[0, :-1].log_softmax(-1)
+            end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+            generated = there.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=end)
+        theirs = logits[range(len(prompt.ids) - 1), prompt.ids[1:]].numpy()
+        np.testing.assert_allclose(ours.log_probabilities, theirs, atol=1e-4)
+        new = generated[0, len(prompt.ids) :]
+        assert tokenizer.decode(new, skip_special_tokens=True).strip() == str(answer).strip()
 
 
 @pytest.mark.slow
