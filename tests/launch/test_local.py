@@ -16,6 +16,7 @@ from job import free_port
 
 from compiling import FASTER
 from meshtune.errors import UserError
+from meshtune.launch import local
 from meshtune.launch.local import check_gpus
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "src/meshtune/quickstart"
@@ -133,3 +134,20 @@ def test_gpus_that_cannot_be_divided_between_the_processes_are_an_error():
         check_gpus(4, 4, 8)
     check_gpus(4, 2, 8)
     check_gpus(3, 5, 0)
+
+
+def test_a_worker_killed_before_the_processes_meet_is_named(tmp_path, monkeypatch):
+    """Process 0 goes on waiting for it, until the launcher ends process 0."""
+    monkeypatch.setattr(local, "EXIT_GRACE", 0.2)
+    workers = []
+    for index, script in enumerate(("exec sleep 60", "kill -9 $$")):
+        log = tmp_path / f"process-{index}.log"
+        log.touch()
+        read, write = os.pipe()
+        workers.append(local.Worker(index, subprocess.Popen(["sh", "-c", script], stdout=write), log, read))
+        os.close(write)
+    killed = local._wait(workers)
+    for ended in workers:
+        os.close(ended.output)
+    assert killed == {0}
+    assert local._first_failure(workers, killed) is workers[1]

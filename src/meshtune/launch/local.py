@@ -20,7 +20,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FrameType
 from typing import BinaryIO
 
@@ -85,8 +85,8 @@ def launch(command: TrainCommand | ModelCommand, processes: int, devices: int | 
     with contextlib.ExitStack() as stack:
         workers = [_start(command, index, processes, devices, (port, secret), stack) for index in range(processes)]
         with _forwarded_signals(workers):
-            _wait(workers)
-        failed = _first_failure(workers)
+            killed = _wait(workers)
+        failed = _first_failure(workers, killed)
     codes = [worker.exit_code or 0 for worker in workers]
     if failed is None:
         return max(codes)
@@ -168,8 +168,10 @@ def _open_output() -> tuple[int, int]:
     return read, write
 
 
-def _wait(workers: list[Worker]) -> None:
-    """Shows process 0 until all workers have ended; kills those that still run EXIT_GRACE seconds after a failure."""
+def _wait(workers: list[Worker]) -> set[int]:
+    """Shows process 0 until all workers have ended. Kills those that still run EXIT_GRACE seconds after a failure, and
+    returns their indices."""
+    killed = set[int]()
     main = workers[0]
     assert main.output is not None
     failed_at: float | None = None
@@ -186,9 +188,12 @@ def _wait(workers: list[Worker]) -> None:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > EXIT_GRACE:
                 for worker in workers:
-                    _kill(worker.process)
+                    if worker.exit_code is None:
+                        killed.add(worker.index)
+                        _kill(worker.process)
             if is_open and main.exit_code is not None and not selector.select(timeout=0.2):
                 is_open = False  # a grandchild may still hold the write end
+    return killed
 
 
 def _copy_output(output: int, log: BinaryIO) -> bool:
@@ -205,9 +210,12 @@ def _copy_output(output: int, log: BinaryIO) -> bool:
     return bool(data)
 
 
-def _first_failure(workers: list[Worker]) -> Worker | None:
-    """The worker whose failure ended the others: one that a signal killed, else one whose message names no other."""
-    failed = [worker for worker in workers if worker.exit_code]
+def _first_failure(workers: list[Worker], ended_here: Container[int] = ()) -> Worker | None:
+    """The worker whose failure ended the others: one that a signal killed, else one whose message names no other.
+
+    Those `ended_here`, by the launcher, are not it.
+    """
+    failed = [worker for worker in workers if worker.exit_code and worker.index not in ended_here]
     stop_codes = {128 + number for number in STOP_SIGNALS}
     if not failed or all(worker.exit_code in stop_codes for worker in workers):
         return None
