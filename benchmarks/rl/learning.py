@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 FOLDER = pathlib.Path(__file__).parent
-METRICS = ("reward", "entropy", "kl", "completions/mean_length", "reward_std")
+METRICS = ("reward", "entropy", "kl", "kl_coef", "completions/mean_length", "reward_std")
 PARTS = "rewards/"
 
 
@@ -37,7 +37,7 @@ def curves(run: pathlib.Path) -> dict[str, dict[str, object]]:
 
 
 def draw(results: dict[str, dict[str, dict[str, object]]]) -> None:
-    """Draws the rewards of each run: updates as dots, validations as lines."""
+    """Draws the rewards of each run, updates as dots, validations as lines, and a KL divergence that has a target."""
     figure = Figure(figsize=(12, 3 * -(-len(results) // 4)), layout="constrained")
     axes = figure.subplots(-(-len(results) // 4), 4, squeeze=False).ravel()
     for place, (name, result) in zip(axes, results.items(), strict=False):
@@ -48,6 +48,9 @@ def draw(results: dict[str, dict[str, dict[str, object]]]) -> None:
             place.plot(range(1, len(values) + 1), values, ".", color=colour, alpha=0.35)
             points = [(int(step), value) for step, value in result["held_out"][part].items()]
             place.plot(*zip(*points, strict=True), "o-", color=colour, label=part.split("/")[1])
+        if "kl_coef" in result["updates"]:
+            values = result["updates"]["kl"]
+            place.plot(range(1, len(values) + 1), values, "k-", linewidth=1, label="KL a token")
         place.set_title(name)
         place.set_xlabel("updates")
         place.legend(fontsize="small")
