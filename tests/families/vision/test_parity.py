@@ -25,7 +25,10 @@ from families.vision.sights import (
 )
 from meshtune.arrays.tree import Tree, flatten
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.case.variant else (), id=case.name) for case in CASES],
+)
 
 
 def documents_of(case: VisionCase) -> list[Document]:
