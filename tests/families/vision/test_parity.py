@@ -26,7 +26,10 @@ from families.vision.sights import (
 )
 from meshtune.arrays.tree import Tree, flatten
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.case.variant else (), id=case.name) for case in CASES],
+)
 # Whose gradients are the fast tier's: features of layers of the tower and M-RoPE; pooled features that see each other.
 DIFFERENTIATED = ("qwen3_vl", "gemma3")
 

@@ -1,5 +1,5 @@
-"""LFM2-VL's pictures: whole, or cut into tiles with a thumbnail. transformers scales them by torchvision alone, so its
-rules are written out here, with Pillow's bilinear filter, whose bytes are within one level of those of torch."""
+"""LFM2-VL's pictures: in one piece, or in tiles with a thumbnail. Only torchvision scales them in transformers, so the
+rules are written out here, with Pillow's bilinear filter, whose bytes differ from torch's by one level at most."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Lfm2Sizes:
         """The side of a feature in pixels."""
         return self.encoder_patch_size * self.downsample_factor
 
-    def whole(self, width: int, height: int) -> Size:
+    def scale(self, width: int, height: int) -> Size:
         """The width and height that a whole picture, or a thumbnail, is scaled to."""
-        least, most = (count * self.side**2 for count in (self.min_image_tokens, self.max_image_tokens))
+        lower, upper = (count * self.side**2 for count in (self.min_image_tokens, self.max_image_tokens))
         across, down = (max(self.side, round(size / self.side) * self.side) for size in (width, height))
-        if down * across > most:
-            ratio = math.sqrt(height * width / most)
+        if down * across > upper:
+            ratio = math.sqrt(height * width / upper)
             return self._multiple(width / ratio), self._multiple(height / ratio)
-        if down * across < least:
-            ratio = math.sqrt(least / (height * width))
+        if down * across < lower:
+            ratio = math.sqrt(lower / (height * width))
             return math.ceil(width * ratio / self.side) * self.side, math.ceil(height * ratio / self.side) * self.side
         return across, down
 
@@ -101,7 +101,7 @@ class Lfm2Pixels:
                 for column in range(columns):
                     yield large.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
         if columns * rows == 1 or self.sizes.use_thumbnail:
-            yield image.resize(self.sizes.whole(*image.size), 2)
+            yield image.resize(self.sizes.scale(*image.size), 2)
 
     def _normalise(self, tile: Image) -> np.ndarray:
         pixels = np.asarray(tile.convert("RGB"), np.float32).transpose(2, 0, 1)
@@ -131,17 +131,17 @@ class Lfm2:
     def layout(self, width: int, height: int) -> Layout:
         """The layout of a picture of this size."""
         columns, rows = self.sizes.tiles(width, height)
-        texts, side, whole = dict(self.texts), self.sizes.tile_size, self.sizes.whole(width, height)
+        texts, side, scaled = dict(self.texts), self.sizes.tile_size, self.sizes.scale(width, height)
         names = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(rows) for column in range(columns)]
-        parts = [(name, (side, side)) for name in names] if len(names) > 1 else [("", whole)]
+        parts = [(name, (side, side)) for name in names] if len(names) > 1 else [("", scaled)]
         if len(names) > 1 and self.sizes.use_thumbnail:
-            parts.append(("<|img_thumbnail|>", whole))
+            parts.append(("<|img_thumbnail|>", scaled))
         ids, visual, grids = list(texts.get("start", ())), [0] * len(texts.get("start", ())), list[tuple[int, int]]()
         for name, (across, down) in parts:
-            words = texts.get(name, ())
+            before = texts.get(name, ())
             count, first = across * down // self.sizes.side**2, max(visual, default=0) + 1
-            ids += [*words, *[self.image] * count]
-            visual += [*[0] * len(words), *range(first, first + count)]
+            ids += [*before, *[self.image] * count]
+            visual += [*[0] * len(before), *range(first, first + count)]
             grids.append((down // self.patch, across // self.patch))
         end = texts.get("end", ())
         return [*ids, *end], [*visual, *[0] * len(end)], grids
