@@ -5,8 +5,8 @@
 Both train LoRA of rank 16 on the language model and the projector in full, tower frozen, in float32 on one thread, with
 rows of 256 tokens. Meshtune packs them. transformers takes the same questions packed in order, as one row whose
 documents do not see one another (a mask of four dimensions, and positions that restart), or padded, as a batch. Each
-arm is a process, and the arms alternate. Counted is all processor time of a process, which also reads the pictures,
-from the end of its second update: start and compilation do not count. Prints medians as JSON.
+arm is a process, and the arms alternate. Counted is all processor time of a process, which also reads the pictures, for
+each update but the first, and the median is taken: start and compilation do not count. Prints medians as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-LENGTH, RATE, SKIPPED = 256, 1e-4, 2
+LENGTH, RATE = 256, 1e-4
 ARMS = ("meshtune", "packed", "padded")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
@@ -50,8 +50,8 @@ def measure(arm: str, options: argparse.Namespace, records: pathlib.Path) -> flo
             seconds.append(processor_seconds(process.pid))
     assert process.returncode == 0, command
     learned = [json.loads(line)["learned_tokens"] for line in log.read_text().splitlines()][: len(seconds)]
-    share = sum(learned[SKIPPED:]) / sum(learned)
-    return options.questions * share / (seconds[-1] - seconds[SKIPPED - 1])
+    costs = [(after - before) / n for before, after, n in zip(seconds, seconds[1:], learned[1:], strict=True)]
+    return options.questions / sum(learned) / statistics.median(costs)
 
 
 def train_meshtune(options: argparse.Namespace) -> None:

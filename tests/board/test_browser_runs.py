@@ -9,11 +9,13 @@ import re
 import pytest
 from boards import recipe, request, wait
 from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, requests_of, running, texts
+from PIL import Image
 
 from meshtune.board import queue
 from meshtune.board.job import replace_json
 from meshtune.board.workspace import workspace_at
-from meshtune.train.report.events import RolledOut
+from meshtune.data.pictures.files import thumbnail
+from meshtune.train.report.events import RolledOut, Sampled, Stepped
 from meshtune.train.report.metrics_log import MetricsLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -135,6 +137,33 @@ def test_hostile_text_stays_text(hostile_board):
     assert HOSTILE in driver.find_element("tag name", "body").text
     assert driver.find_elements("css selector", "img, script") == []
     assert complaints(driver) == []
+
+
+def test_samples_are_shown_with_the_pictures_of_their_prompts(tmp_path: pathlib.Path):
+    """Two questions of the same words about two pictures; what is no picture is left out."""
+    workspace = workspace_at(tmp_path / "root")
+    jobs = []
+    for name in ("first", "second"):
+        output = workspace.root / "runs" / name
+        output.mkdir(parents=True)
+        log = MetricsLog(output)
+        log.receive(Stepped(1, 1.0, 0.5, 0.5, 1e-4, {}, 9, 9, 0.5, 2**20))
+        for step in (0, 1):
+            for colour in ("red", "blue"):
+                address = thumbnail(Image.new("RGB", (300, 200), colour))
+                log.receive(Sampled(step, "What is it?", f"{name} {colour} {step}", (address, HOSTILE, "data:,x")))
+        log.close()
+        jobs.append(queue.add(workspace, request(workspace, "version", name=name, output=str(output))))
+    wait(lambda: all(queue.find(workspace, job.id).state == "finished" for job in jobs))
+    shown = "return [...document.querySelectorAll('.card img')].filter((image) => image.naturalWidth === 160).length"
+    with running(workspace.root) as board, chromium() as driver:
+        driver.get(f"{board.address}/#/runs/{jobs[0].id}")
+        eventually(lambda: driver.execute_script(shown) == 2)
+        assert texts(driver, ".card > .sample .answer") == ["first red 1", "first blue 1"]
+        driver.get(f"{board.address}/#/compare/{'/'.join(job.id for job in jobs)}")
+        eventually(lambda: driver.execute_script(shown) == 2)
+        assert texts(driver, ".answers .answer") == ["first red 1", "second red 1", "first blue 1", "second blue 1"]
+        assert complaints(driver) == []
 
 
 def test_the_newest_completions_are_a_table_with_their_rewards(tmp_path: pathlib.Path):

@@ -383,7 +383,8 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     answers: dict[tuple[str, ...], list[str]] = {}
     for sample in samples:
         step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
-        prompt = (str(sample.get("prompt")), *map(str, sample.get("pictures") or ()))
+        pictures = sample.get("pictures")
+        prompt = (str(sample.get("prompt")), *map(str, pictures if isinstance(pictures, list) else ()))
         answers.setdefault(prompt, []).append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
     parts = []
     for (words, *pictures), texts in answers.items():

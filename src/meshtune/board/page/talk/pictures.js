@@ -6,6 +6,7 @@ import { t } from '../text.js';
 const KINDS = ['image/png', 'image/jpeg', 'image/webp'];
 const MOST = 1 << 20; // bytes of a file that is sent as it is; larger ones are scaled
 const SIDE = 2048; // pixels of a scaled picture's longer side
+const THUMBNAIL = /^data:image\/jpeg;base64,[A-Za-z0-9+/]+=*$/; // as runs write them
 
 // What the next message shows: `element` has the views and the button, `take()` gives data URIs and empties it.
 export function attachments(changed) {
@@ -72,9 +73,9 @@ export function pictureView(address) {
 }
 
 // A sample's prompt with its pictures, which tell prompts of the same words apart.
-export const promptKey = (row) => [row.prompt, ...(row.pictures ?? [])].join(' ');
-export const promptView = (row) => [row.pictures?.length > 0 && h('div', { class: 'pictures' }, row.pictures.map(pictureView)),
-  h('p', { class: 'quiet answer' }, row.prompt)];
+const picturesOf = ({ pictures }) => (Array.isArray(pictures) ? pictures.filter((one) => THUMBNAIL.test(one)) : []);
+export const promptKey = (row) => [row.prompt, ...picturesOf(row)].join(' ');
+export const promptView = (row) => [h('div', { class: 'pictures' }, picturesOf(row).map(pictureView)), h('p', { class: 'quiet answer' }, row.prompt)];
 
 async function dataAddress(file) {
   if (!KINDS.includes(file.type)) throw new Error(file.type);
