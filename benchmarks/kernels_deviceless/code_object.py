@@ -11,7 +11,8 @@ import re
 
 SIGNATURE = bytes.fromhex("83af70d10d884a3f")
 BLOCK, BLOCK_HEADER, CHUNK_HEADER = 65536, 24, 40
-FACTS = (".vgpr_count", ".agpr_count", ".vgpr_spill_count", ".group_segment_fixed_size", ".private_segment_fixed_size")
+ACCUMULATION = ".agpr_count"
+FACTS = (".vgpr_count", ACCUMULATION, ".vgpr_spill_count", ".group_segment_fixed_size", ".private_segment_fixed_size")
 
 
 def kernels(serialised: bytes) -> dict[str, dict[str, int]]:
@@ -19,6 +20,7 @@ def kernels(serialised: bytes) -> dict[str, dict[str, int]]:
     records = _records(serialised)
     names = [name.decode() for name in re.findall(rb"\.symbol(?:[\xa0-\xbf]|\xd9.)([\w.]+?)\.kd", records, re.DOTALL)]
     columns = {key: [_integer(records, found.end()) for found in _keys(records, key)] for key in FACTS}
+    columns[ACCUMULATION] = columns[ACCUMULATION] or [0] * len(names)  # RDNA has no such registers
     assert all(len(column) == len(names) for column in columns.values()), f"{len(names)} kernels, {columns}"
     return {name: {key: columns[key][i] for key in FACTS} for i, name in enumerate(names)}
 
