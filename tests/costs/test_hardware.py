@@ -42,7 +42,7 @@ def test_an_unknown_device_type_is_refused_with_near_names():
 def test_a_device_in_several_sizes_is_refused_with_their_names():
     with pytest.raises(UserError, match="no device is called 'M4 Pro'") as caught:
         find_target("M4 Pro", env={})
-    assert "M4Pro-24 or M4Pro-48 or M4Pro-64?" in (caught.value.fix or "")
+    assert "'M4Pro-24' or 'M4Pro-48' or 'M4Pro-64'? " in (caught.value.fix or "")
 
 
 def test_a_macs_memory_is_what_metal_gives_to_programs(tmp_path):

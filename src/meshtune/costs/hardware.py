@@ -105,14 +105,15 @@ def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
 
 
 def find_device(text: str, devices: Mapping[str, Device]) -> Device | None:
-    """The device of this name or kind, or the only one that begins so: 'RX 9070 XT', 'rtx4090', 'NVIDIA GB10'.
+    """The device of this name or kind, or the only size of one: 'RX 9070 XT', 'rtx4090', 'NVIDIA GB10', 'Strix Halo'.
 
     None if there is none, or if there are several sizes of memory.
     """
     wanted = _spellings(text)
     named = [device for name, device in devices.items() if wanted & _spellings(name)]
     of_kind = [device for device in devices.values() if wanted & _spellings(device.kind)]
-    for matches in (named, of_kind, [devices[name] for name in _names_with_prefix(text, devices)]):
+    sizes = [device for name, device in devices.items() if wanted & _spellings(re.sub(r"-\d+$", "", name))]
+    for matches in (named, of_kind, sizes):
         if len(matches) == 1:
             return matches[0]
     return None
@@ -163,12 +164,12 @@ def require_device(name: str, devices: Mapping[str, Device]) -> Device:
             fix="tune with LLaMA-Factory or MindSpeed, which run on torch_npu; what they write opens here",
         )
     longer = _names_with_prefix(name, devices)
-    nearby = f"did you mean {' or '.join(longer)}?" if longer else nearest(name, devices).strip()
-    known = nearby or f"known devices are {', '.join(devices)}"
+    nearby = f"did you mean {' or '.join(map(repr, longer))}? " if longer else nearest(name, devices)
+    known = nearby or f"known devices are {', '.join(devices)}; "
     raise UserError(
         f"no device is called '{name}'",
         where="--target",
-        fix=f"{known}; {HARDWARE_VARIABLE} may name a TOML file with others",
+        fix=f"{known}{HARDWARE_VARIABLE} may name a TOML file with others",
     )
 
 
