@@ -50,7 +50,7 @@ def measure(arm: str, options: argparse.Namespace, records: pathlib.Path) -> flo
             seconds.append(processor_seconds(process.pid))
     assert process.returncode == 0, command
     learned = [json.loads(line)["learned_tokens"] for line in log.read_text().splitlines()][: len(seconds)]
-    costs = [(after - before) / n for before, after, n in zip(seconds, seconds[1:], learned[1:], strict=True)]
+    costs = [(after - before) / n for (before, after), n in zip(itertools.pairwise(seconds), learned[1:], strict=True)]
     return options.questions / sum(learned) / statistics.median(costs)
 
 
