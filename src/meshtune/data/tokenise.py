@@ -90,15 +90,14 @@ def tokenised_store(
     def parts() -> Iterator[ExampleArrays]:
         nonlocal conversation
         few = directory is None
+        parts = _part(task, samples, report) if few else _parts_at_once(task, samples, directory, report, share)
         try:
-            for part in (
-                _part(task, samples, report) if few else _parts_at_once(task, samples, directory, report, share)
-            ):
+            for part in parts:
                 add_counts(total, part.counts)
                 conversation |= part.conversation
                 yield part.examples
         finally:
-            if few:
+            if directory is None:
                 samples.check_unchanged()
             else:
                 _check_unchanged(samples, directory)

@@ -84,11 +84,12 @@ def _facts() -> dict[str, Any]:
 
 def known_plugins() -> list[Plugin]:
     """Every way to a platform, the preferred one of a platform first."""
-    tables = ((name, table) for name, table in _facts().items() if isinstance(table, dict))
-    return [
-        Plugin(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
-        for name, table in tables
-    ]
+    plugins = []
+    for name, table in _facts().items():
+        if isinstance(table, dict):
+            fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+            plugins.append(Plugin(name, **fields))
+    return plugins
 
 
 def known_faults(device: Device, release: str) -> list[Fault]:

@@ -205,7 +205,7 @@ class LoadedBatches:
     """
 
     uses_state = False
-    kl_coef = None
+    kl_coef: float | None = None
     progress: Callable[[int, int], None] | None = None
 
     def __init__(self, iterate: Callable[[int, int], Iterable[TrainBatch]], start: int, stop: int):
