@@ -30,7 +30,7 @@ from meshtune.plan.compilers.process import run
 HERE = pathlib.Path(__file__).parent
 TARGETS = [
     "A100-80", "RTX3090", "RTX4090", "H100", "B200", "RTX5090", "MI250X", "MI300X", "MI350X",
-    "TPUv5e", "TPUv5p", "TPUv6e", "TPUv7x",
+    "MI100", "RX7900XTX", "RX9070XT", "StrixHalo-128", "DGXSpark", "TPUv5e", "TPUv5p", "TPUv6e", "TPUv7x",
 ]  # fmt: skip
 EIGHT_B = {"batch": 2, "length": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
 CASES: dict[str, dict[str, Any]] = {

@@ -288,12 +288,20 @@ CDNA = {
     128: Tiles(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(32, 64, 4, 1)),
     256: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
-# RDNA: warps of 32 threads, 64 KiB of shared memory.
+# RDNA 3 and 3.5: warps of 32 threads with 256 registers, and matrix products that take each factor twice. Of the tiles
+# that were compiled (benchmarks/kernels_deviceless), those that spill least.
+RDNA3 = {
+    64: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
+    128: Tiles(Tile(64, 32, 8, 1), Tile(64, 16, 8, 1), Tile(16, 64, 8, 1)),
+    256: Tiles(Tile(32, 16, 8, 1), Tile(64, 16, 16, 1), Tile(16, 64, 16, 1)),
+}
+# Other RDNA: warps of 32 threads, 64 KiB of shared memory.
 RDNA = {
     64: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     128: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     256: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
 }
+AMD_TILES = {"gfx9": CDNA, "gfx11": RDNA3}
 # Exact float32 matmuls use no matrix units on any chip.
 FLOAT32 = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
 
@@ -309,7 +317,7 @@ def tiles_of(request: AttentionRequest) -> Tiles:
 
 def _of_generation(chip: Chip) -> TilesByHeadDim:
     if chip.vendor == "amd":
-        return CDNA if chip.arch.startswith("gfx9") else RDNA
+        return next((tiles for arch, tiles in AMD_TILES.items() if chip.arch.startswith(arch)), RDNA)
     return {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}.get(chip.capability[0], AMPERE)
 
 
