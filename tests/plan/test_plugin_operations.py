@@ -39,7 +39,7 @@ def without_shardy():
 
 
 def unsupported(module: ir.Module) -> dict[str, set[str]]:
-    """What each plugin lacks for a program: names of operations, "custom_call TARGET" and types."""
+    """The parts of a program that each plugin lacks: names of operations, "custom_call TARGET" and types."""
     with module.context:
         legalise = passmanager.PassManager.parse("builtin.module(func.func(chlo-legalize-to-stablehlo))")
         legalise.run(module.operation)

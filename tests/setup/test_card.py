@@ -1,4 +1,4 @@
-"""What `meshtune doctor` says of a device: plugins, rivals, old drivers, memory that is taken, known faults."""
+"""Checks of `meshtune doctor`: plugins, rivals, old drivers, memory that is taken, known faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def findings(name, installed=(), *, attached=False):
     device = find_device(name, DEVICES)
     assert device is not None
     diagnosis = diagnose(device, attached=attached, version=versions.get)
-    return {found.about: found for found in diagnosis.findings}, diagnosis.next
+    return {finding.about: finding for finding in diagnosis.findings}, diagnosis.next
 
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if name not in ("gfx906-16", "CPU")])
@@ -28,9 +28,9 @@ def test_every_device_has_a_plugin_that_serves_it(name):
 
 
 def test_a_device_that_no_plugin_serves_says_why():
-    found, following = findings("gfx906-16")
-    assert found["plugin"].state == "bad"
-    assert "no matrix products" in found["known fault"].text
+    report, following = findings("gfx906-16")
+    assert report["plugin"].state == "bad"
+    assert "no matrix products" in report["known fault"].text
     assert following == "choose another device"
 
 
@@ -38,19 +38,19 @@ def test_a_device_that_no_plugin_serves_says_why():
     ("name", "extra"), [("T4", "cuda13"), ("V100-16", "cuda12"), ("RX 9070 XT", "rocm7"), ("TPUv5e", "tpu")]
 )
 def test_a_missing_plugin_comes_with_its_command(name, extra):
-    found, following = findings(name)
-    assert found["plugin"].state == "bad"
+    report, following = findings(name)
+    assert report["plugin"].state == "bad"
     assert f"'.[{extra}]'" in following
 
 
 def test_a_plugin_that_fits_is_ready():
-    found, following = findings("RX 7900 XTX", {"jax-rocm7-plugin": "0.11.2"})
-    assert (found["plugin"].state, following) == ("good", "")
+    report, following = findings("RX 7900 XTX", {"jax-rocm7-plugin": "0.11.2"})
+    assert (report["plugin"].state, following) == ("good", "")
 
 
 def test_a_plugin_of_another_jax_is_replaced():
-    found, following = findings("RX 7900 XTX", {"jax-rocm7-plugin": "0.12.0"})
-    assert "0.12.0 cannot work with jaxlib 0.11.2" in found["plugin"].text
+    report, following = findings("RX 7900 XTX", {"jax-rocm7-plugin": "0.12.0"})
+    assert "0.12.0 cannot work with jaxlib 0.11.2" in report["plugin"].text
     assert following == "pip install 'jax-rocm7-plugin==0.11.2'"
 
 
@@ -60,15 +60,15 @@ def test_a_plugin_of_another_jax_is_replaced():
 )
 def test_two_plugins_at_once_are_one_too_many(monkeypatch, name, first, second):
     monkeypatch.setattr(card.platform, "python_version", lambda: "3.12.1")
-    found, following = findings(name, {first: "0.11.2", second: "0.11.2"})
-    assert found["plugin"].state == "bad"
+    report, following = findings(name, {first: "0.11.2", second: "0.11.2"})
+    assert report["plugin"].state == "bad"
     assert following == f"pip uninstall {second}"
 
 
 def test_an_old_python_comes_before_the_plugin(monkeypatch):
     monkeypatch.setattr(card.platform, "python_version", lambda: "3.11.7")
-    found, following = findings("Arc B580")
-    assert found["Python"].state == "bad"
+    report, following = findings("Arc B580")
+    assert report["Python"].state == "bad"
     assert following == "make an environment with Python 3.12"
 
 
@@ -77,8 +77,17 @@ def test_an_old_python_comes_before_the_plugin(monkeypatch):
 )
 def test_an_old_driver_and_a_full_card_are_seen(monkeypatch, driver, used, bad):
     monkeypatch.setattr(card, "_nvidia", {"driver_version": driver, "memory.used": used}.get)
-    found, _ = findings("RTX 4090", {"jax-cuda13-plugin": "0.11.2"}, attached=True)
-    assert [about for about in ("driver", "memory") if found[about].state == "bad"] == [bad] * bool(bad)
+    report, _ = findings("RTX 4090", {"jax-cuda13-plugin": "0.11.2"}, attached=True)
+    assert [about for about in ("driver", "memory") if report[about].state == "bad"] == [bad] * bool(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "proof"),
+    [("RTX4060Ti-16", "NVIDIA's compiler"), ("RX9070XT", "AMD's compiler"), ("Max1550", "nothing yet"),
+     ("H200", "timed on one"), ("gfx906-16", "compiled as gfx90a"), ("TPUv4", "nothing yet")],
+)  # fmt: skip
+def test_a_proof_is_of_the_chip_itself(name, proof):
+    assert proof in findings(name)[0]["proved"].text
 
 
 def test_a_known_fault_is_told_for_its_release_and_chip():

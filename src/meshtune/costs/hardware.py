@@ -204,7 +204,7 @@ def _devices(name: str, facts: object, path: pathlib.Path) -> list[Device]:
 
 
 def usable_gib(size: int) -> float:
-    """What Metal lets programs use of a Mac's memory: two thirds up to 36 GB, three quarters above
+    """The part of a Mac's memory that Metal gives to programs: two thirds up to 36 GB, three quarters above
     (MTLDevice.recommendedMaxWorkingSetSize; `sysctl iogpu.wired_limit_mb` raises it)."""
     return size * (2 / 3 if size <= 36 else 3 / 4)
 

@@ -1,4 +1,4 @@
-"""What a device needs to run, has and lacks, for `meshtune doctor`: plugin, driver, memory, kernels, known faults."""
+"""Checks a device for `meshtune doctor`: plugin, driver, memory, kernels, known faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from meshtune.costs.hardware import Device
@@ -70,7 +70,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What was found about a device, and the next command; `next` is empty where it is ready."""
+    """The findings about a device, and the next command; `next` is empty where it is ready."""
 
     device: Device
     findings: list[Finding]
@@ -198,20 +198,26 @@ def _memory(device: Device, attached: bool) -> list[Finding]:
 
 
 def _proof(device: Device) -> Finding:
-    proofs = {
-        "cpu": "all tests run here",
-        "metal": "its plugins' operations are checked (tests/plan/test_plugin_operations.py); not yet run",
-        "tpu": "compiled by TPU's own compiler without the device; not yet run",
-        "oneapi": "compiled by Intel's own compiler without the device; not yet run",
-    }
-    if device.compiled_as:
-        text = f"compiled as {device.compiled_as}, since XLA refuses it"
+    if device.platform == "cpu":
+        text = "all tests run here"
+    elif device.platform == "metal":
+        text = "its plugins' operations are checked (tests/plan/test_plugin_operations.py); not yet run"
     elif device.name == "H200":
         text = "trained and timed on one (benchmarks/accelerator/RESULTS.md)"
+    elif device.compiled_as:
+        text = f"compiled as {device.compiled_as}, since XLA refuses it"
     else:
-        maker = {"cuda": "NVIDIA's", "rocm": "AMD's"}.get(device.platform)
-        text = proofs.get(device.platform, f"compiled by {maker} own compiler without the device; not yet run on it")
+        compilers = [table["compiler"] for table in _facts()["compiled"] if _is_one_of(device.arch, table["arches"])]
+        text = (
+            f"compiled by {compilers[0]} compiler without the device; not yet run on it" if compilers else "nothing yet"
+        )
     return Finding("proved", text)
+
+
+def _is_one_of(arch: str, arches: Iterable[str]) -> bool:
+    """Whether a chip is in the list, by its name without features: sm_90a is sm_90, gfx942:sramecc+ is gfx942."""
+    name = arch.partition(":")[0]
+    return (name.rstrip("af") if name.startswith("sm_") else name) in arches
 
 
 def _with_release(fault: Fault) -> str:
