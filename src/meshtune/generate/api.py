@@ -194,7 +194,7 @@ def plan_merging(choice: bool | None, adapters: Mapping[str, LoadedAdapter], par
     if obstacle is not None or choice is not None:
         return Merging(bool(choice), obstacle or "asked for")
     ((_, adapter),) = adapters.items()
-    size, free = _copied_bytes(adapter, params), min(job.exchange("free memory", _free_bytes()))
+    size, free = _copied_bytes(adapter, params), job.minimum("free memory", [_free_bytes()])[0]
     sizes = (
         f"a second copy of the weights it adapts takes {size / 2**30:.2g} GiB of {free / 2**30:.3g} GiB that are free"
     )

@@ -28,20 +28,19 @@ def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, f
     """
     flat = {name: _short_text(value) for name, value in _flatten(fields)}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
-    digests = job.exchange(f"{subject}: digest", digest)
-    if len(set(digests)) == 1:
+    difference = job.difference(f"{subject}: digest", digest)
+    if difference is None:
         return
-    # The fields themselves are exchanged only once a digest differs.
-    processes = job.exchange(f"{subject}: fields", {"host": job.host, "fields": flat})
-    differing = next(index for index, digest in enumerate(digests) if digest != digests[0])
-    first, second = processes[0]["fields"], processes[differing]["fields"]
-    name = next(name for name in sorted({*first, *second}) if first.get(name) != second.get(name))
-    equal = digests.count(digests[0])
-    group = f"; {equal} of {len(digests)} processes agree with process 0" if len(digests) > 2 else ""
+    # The fields themselves are sent only once a digest differs.
+    index = difference.process_index
+    host, first = job.broadcast(f"{subject}: fields", [job.host, flat])
+    other_host, other = job.broadcast(f"{subject}: other fields", [job.host, flat], root=index)
+    name = next(name for name in sorted({*first, *other}) if first.get(name) != other.get(name))
+    count = job.process_count
+    group = f"; {difference.equal} of {count} processes agree with process 0" if count > 2 else ""
     raise UserError(
-        f"the processes differ in {subject}: {name} is {first.get(name, 'absent')} on process 0 "
-        f"({processes[0]['host']}) and {second.get(name, 'absent')} on process {differing} "
-        f"({processes[differing]['host']}){group}",
+        f"the processes differ in {subject}: {name} is {first.get(name, 'absent')} on process 0 ({host}) and "
+        f"{other.get(name, 'absent')} on process {index} ({other_host}){group}",
         fix=fix,
     )
 
@@ -50,14 +49,12 @@ def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, f
 def first_of_each_host(job: Job, tag: str) -> Iterator[tuple[int, int]]:
     """Runs the block on the first process of each host, on all hosts at once, and then on the others, so that they can
     reuse the files it has written. Gives the index of this host and the number of hosts."""
-    processes = job.exchange(f"{tag}: hosts", job.host)
-    names = list(dict.fromkeys(processes))
-    is_first = processes.index(job.host) == job.process_index
+    host, hosts, is_first = job.rank(f"{tag}: hosts", job.host)
     if not is_first:
-        job.exchange(tag, None)
-    yield names.index(job.host), len(names)
+        job.barrier(tag)
+    yield host, hosts
     if is_first:
-        job.exchange(tag, None)
+        job.barrier(tag)
 
 
 def code_version() -> dict[str, str]:

@@ -107,7 +107,7 @@ def prepare_directory(directory: pathlib.Path, job: Job) -> None:
 
     Raises: UserError where it cannot be written, or where a process sees another directory than process 0.
     """
-    token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
+    token = f"shared-{job.broadcast('checkpoints: token', uuid.uuid4().hex)}.{UNFINISHED}"
     with raise_collectively(job, "checkpoints: directory"), disk_errors(directory):
         if job.is_main_process:
             directory.mkdir(parents=True, exist_ok=True)
@@ -129,14 +129,15 @@ def prepare_directory(directory: pathlib.Path, job: Job) -> None:
 
 def check_same_steps(steps: list[int], directory: pathlib.Path, job: Job) -> None:
     """Raises UserError where processes list different checkpoints."""
-    steps_by_process = job.exchange("checkpoints: steps", steps)
-    for process_index, listed in enumerate(steps_by_process):
-        if listed != steps_by_process[0]:
-            raise UserError(
-                f"process 0 finds the checkpoints {steps_by_process[0]}, and process {process_index} finds {listed}",
-                where=str(directory),
-                fix="wait until the shared file system shows the same on every host, and start again",
-            )
+    difference = job.difference("checkpoints: steps", steps)
+    if difference is not None:
+        index = difference.process_index
+        listed = [job.broadcast(f"checkpoints: steps of {root}", steps, root) for root in (0, index)]
+        raise UserError(
+            f"process 0 finds the checkpoints {listed[0]}, and process {index} finds {listed[1]}",
+            where=str(directory),
+            fix="wait until the shared file system shows the same on every host, and start again",
+        )
 
 
 def set_aside(directory: pathlib.Path, step: int, job: Job) -> pathlib.Path:
@@ -150,7 +151,7 @@ def set_aside(directory: pathlib.Path, step: int, job: Job) -> pathlib.Path:
                 number += 1
                 target = target.with_name(f"{step}-{number}")
             (directory / str(step)).rename(target)
-    return pathlib.Path(job.exchange("checkpoints: aside", str(target))[0])
+    return pathlib.Path(job.broadcast("checkpoints: aside", str(target)))
 
 
 PACKAGES = ("meshtune", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
@@ -348,8 +349,7 @@ class Checkpoints:
                 damage["record/metadata"] = f"it is of update {record.step}"
         except DamagedError as error:
             damage["record/metadata"] = error.reason
-        for process_damage in self._job.exchange(f"checkpoint {step}: record", damage):
-            damage |= process_damage
+        damage = self._job.merge(f"checkpoint {step}: record", damage)
         if has_digests and not damage:
             hashing = self._hashing.pop(step, None)
             local = None if hashing is None else hashing.result()
