@@ -194,5 +194,26 @@ def _path(text: str) -> str:
     return expand_path(text)
 
 
+DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds_of(duration: str) -> float:
+    """Seconds of a time such as 90s, 10m, 1.5h or 2d. Raises: ValueError for other text, and for 0."""
+    match = DURATION.fullmatch(duration.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{duration!r} is not a time above 0 with a unit, such as 90s, 10m, 1.5h or 2d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def check_duration(value: object) -> object:
+    """Raises ValueError for a number without a unit, and for text that is not a time."""
+    seconds_of(str(value))
+    return value
+
+
+# A time with its unit, which `seconds_of` reads.
+Duration = Annotated[str, BeforeValidator(check_duration)]
+
 # A file, a directory or a hub id. Relative paths stay as written: they count from the current directory.
 PathText = Annotated[str, AfterValidator(_path)]

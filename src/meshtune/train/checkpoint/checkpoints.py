@@ -247,6 +247,7 @@ class Checkpoints:
 
         _quiet_orbax()
         self._best: int | None = None
+        self._newest: int | None = None  # that this process saved
         self._failed: BaseException | None = None
         self._verified: set[int] = set()
         prepare_directory(self.directory, job)
@@ -307,6 +308,12 @@ class Checkpoints:
                 ),
                 force=True,
             )
+        self._newest = record.step
+
+    @property
+    def writing(self) -> bool:
+        """Whether the last save is still being written, by any process."""
+        return self._newest is not None and not self.path(self._newest).exists()
 
     def check_room(self, state: TrainState) -> None:
         """Raises: UserError, on all processes alike, where the disk has no room for a checkpoint of `state`."""
