@@ -177,6 +177,15 @@ def test_the_plot_goes_on_after_a_resume(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize(("losses", "smoothed"), [([np.nan, 4.0, np.inf, 4.0], [4.0] * 3), ([np.nan, np.nan], [])])
+def test_losses_of_updates_that_were_skipped_leave_curve_and_plot_alone(tmp_path, losses, smoothed):
+    """Overflows in float16 make the loss of one update, or of the first updates, not a number."""
+    curve = SmoothedLoss(100, losses).history
+    assert [loss for loss in curve if np.isfinite(loss)] == smoothed
+    draw(tmp_path / "a.png", list(enumerate(losses)), curve, [(1, np.nan), (2, losses[-1])])
+    assert (tmp_path / "a.png").exists()
+
+
 def test_smoothing_starts_at_the_first_loss_keeps_a_constant_and_quiets_noise():
     assert SmoothedLoss(100, np.full(100, 2.0)).history == pytest.approx(np.full(100, 2.0))
     noise = np.random.default_rng(0).normal(size=2000)

@@ -462,8 +462,10 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
     loss, norm = float(values["loss"]), float(values["grad_norm"])
     value = f"the loss is {loss}" if not np.isfinite(loss) else f"the gradient's norm is {norm}"
+    other = "compute.precision=float32"
     if "loss_scale" in values:
         value = f"float16 overflows at any scale of the loss down to 1: {value}"
+        other += " (mixed where the device has bfloat16)"
     which = ", ".join(str(number + 1) for number in bad)
     named = list(dict.fromkeys(str(origin) for number in bad for row in batch.origins[number] for origin in row))
     unnamed = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""
@@ -475,5 +477,5 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     return UserError(
         f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {status}",
         where="; ".join(named[:MOST_RECORDS]) + unnamed,
-        fix=f"look at these records; {again} and a lower rate ({lower}) or compute.precision=float32",
+        fix=f"look at these records; {again} and a lower rate ({lower}) or {other}",
     )

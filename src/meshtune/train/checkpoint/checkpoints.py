@@ -22,7 +22,7 @@ import platform
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -223,6 +223,7 @@ TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that
 # Orbax measures by the clock of the machine, which may jump by years: what was never set begins in 1970.
 ORBAX_TIMEOUT = 100 * 365 * 86400
 METADATA, COMMITTED = "_CHECKPOINT_METADATA", b"Checkpoint commit was successful"  # Orbax's own
+LOSS_SCALE = "loss_scale/"  # in the names of arrays
 FIX = "delete this directory, or move it away, to continue from the checkpoint before it"
 
 
@@ -390,6 +391,8 @@ class Checkpoints:
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The saved state of a step, placed as the arrays (or ShapeDtypeStructs with shardings) of `like` are.
 
+        The scale of the loss is that of `like` where the checkpoint has none: compute.precision may have changed.
+
         Raises: DamagedError if the checkpoint is damaged, UserError if it is of another model, method or optimizer.
         """
         import orbax.checkpoint as ocp
@@ -400,20 +403,22 @@ class Checkpoints:
             self.verify(step)
         target = _by_name(jax.tree.map(_abstract, like))
         with self._reading(step):
-            self._check_same_arrays(step, target)
+            saved = self._check_same_arrays(step, target)
+            target = {name: leaf for name, leaf in target.items() if name in saved}
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     state=StateRestore(  # pyright: ignore[reportCallIssue]
                         item=target,  # pyright: ignore[reportCallIssue]
                         restore_args=ocp.checkpoint_utils.construct_restore_args(target),  # pyright: ignore[reportCallIssue]
+                        partial_restore=True,  # pyright: ignore[reportCallIssue]
                     )
                 ),
             )
         saved_step = int(restored["state"]["step"])
         if saved_step != step:
             raise damage_error(self.path(step), {"state": f"it is of update {saved_step}"}, FIX)
-        leaves = [restored["state"][name] for name, _ in named_leaves(like)]
+        leaves = [restored["state"].get(name, leaf) for name, leaf in named_leaves(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
@@ -466,18 +471,20 @@ class Checkpoints:
         if free < need:
             raise OSError(errno.ENOSPC, f"it needs {size_in_words(need)}, and {size_in_words(free)} are free")
 
-    def _check_same_arrays(self, step: int, target: Leaves) -> None:
+    def _check_same_arrays(self, step: int, target: Leaves) -> Collection[str]:
+        """The names of the saved arrays, which are those of `target` but for the scale of the loss."""
         saved = self._manager.item_metadata(step)["state"].tree
         in_checkpoint = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in saved.items()}
         in_run = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in target.items()}
         for name in sorted(in_checkpoint.keys() | in_run.keys()):
-            if in_checkpoint.get(name) != in_run.get(name):
+            if not name.startswith(LOSS_SCALE) and in_checkpoint.get(name) != in_run.get(name):
                 raise UserError(
                     f"the checkpoint does not fit this run: '{name}' is {_describe(in_checkpoint.get(name))} there and "
                     f"{_describe(in_run.get(name))} here",
                     where=str(self.path(step)),
                     fix="resume with the recipe the run was started with, or start anew with overwrite=true",
                 )
+        return in_checkpoint
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import time
@@ -25,8 +26,9 @@ class SmoothedLoss:
     """A sink that keeps the exponential moving average of the loss, over about a twentieth of the run.
 
     The span grows with the number of updates made, from 1 to its final length, so that the mean starts at the first
-    loss and follows the fast decrease at the beginning of a run without lag. `history` holds the losses of the updates
-    before a resume.
+    loss and follows the fast decrease at the beginning of a run without lag. Losses that are not finite, as of an
+    update that overflows in float16 and is skipped, are left out. `history` holds the losses of the updates before a
+    resume.
     """
 
     def __init__(self, total: int, history: Iterable[float] = ()):
@@ -42,6 +44,8 @@ class SmoothedLoss:
 
     def update(self, loss: float) -> float:
         """Adds the loss of one update and returns the new mean."""
+        if not math.isfinite(loss):
+            return loss if self.value is None else self.value
         weight = 1.0 / self.span
         self.value = loss if self.value is None else self.value + weight * (loss - self.value)
         self._count += 1
@@ -149,7 +153,7 @@ def figure_of(
     visible = [losses]
     if validation:
         at, values = _columns(validation)
-        best = int(np.argmin(values))
+        best = int(np.argmin(np.where(np.isnan(values), np.inf, values)))
         axes.plot(
             at, values, color=VALIDATION, linewidth=2, marker="o", markersize=4, label=f"validation: {values[-1]:.4f}"
         )
@@ -184,7 +188,10 @@ def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray
 
 
 def _limits(axes: Axes, values: np.ndarray) -> None:
-    """Sets the y limits to the range of `values` with a margin."""
+    """Sets the y limits to the range of the finite `values` with a margin."""
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return
     low, high = float(values.min()), float(values.max())
     air = 0.05 * (high - low) or 0.1 * abs(high) or 0.1
     axes.set_ylim(low - air, high + air)
