@@ -1,5 +1,7 @@
 """`train(recipe)` from beginning to end on a real 260K-parameter model, and the ways it must refuse to begin."""
 
+import dataclasses
+import html
 import io
 import json
 import pathlib
@@ -227,3 +229,38 @@ def test_what_cannot_be_fails_before_anything_is_written(tmp_path, stories260k, 
     with pytest.raises(UserError, match=message):
         train(recipe(stories260k, lesson, output, override), console=screen()[0])
     assert not output.exists()
+
+
+def test_a_notebook_shows_the_run_its_curves_samples_and_report(finished_run):
+    result, _ = finished_run
+    shown = result._repr_html_()
+    assert f"<td style='text-align: left'>{result.steps} of {result.total}</td>" in shown
+    assert "data:image/png;base64," in shown
+    figure = result.plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    training, smoothed, validation = figure.axes[0].lines
+    rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert list(training.get_ydata()) == losses
+    assert smoothed.get_ydata()[-1] == pytest.approx(result.smoothed_loss)
+    assert list(validation.get_ydata()) == [row["loss"] for row in rows if row["kind"] == "eval"]
+    assert list(result.plot("learning_rate").axes[0].lines[1].get_ydata()) == [
+        row["learning_rate"] for row in rows if row["kind"] == "train"
+    ]
+    with pytest.raises(UserError, match="no metric 'reward'") as refusal:
+        result.plot("reward")
+    assert "grad_norm" in refusal.value.fix
+    assert result.samples[0]["prompt"] == "Tom had"
+    assert "Tom had" in result.samples._repr_html_()
+    page = html.unescape(result.report._repr_html_())
+    assert page.startswith('<iframe srcdoc="<!doctype html>')
+    assert (result.output / "report.html").read_text() in page
+
+
+def test_a_run_loads_its_model_once_and_an_interrupted_one_says_how_to_go_on(finished_run):
+    result, _ = finished_run
+    assert result.model is result.model
+    assert result.model.generate("Tom had", max_tokens=4)
+    with pytest.raises(UserError, match="interrupted") as refusal:
+        dataclasses.replace(result, path=None).chat()
+    assert "resume=true" in refusal.value.fix

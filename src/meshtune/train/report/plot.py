@@ -16,7 +16,8 @@ from meshtune.train.report.events import Evaluated, Event, Stepped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from meshtune.train.report.figure import NotebookFigure
 
 MAX_SPAN = 50.0  # updates
 SHARE_OF_RUN = 1 / 20
@@ -125,7 +126,7 @@ def draw(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here since it takes a second
 
-    drawn = figure_of(train, curve, validation, title=title, unit=unit)
+    drawn = figure_of(train, curve, validation, title=title, label=loss_label(unit))
     draft = path.with_name(f".{path.name}.partial")
     FigureCanvasAgg(drawn).print_png(draft)
     os.replace(draft, path)
@@ -137,19 +138,20 @@ def figure_of(
     validation: Sequence[tuple[int, float]],
     *,
     title: str,
-    unit: str,
-) -> Figure:
-    """The figure that `draw` writes, with the arguments of `draw`."""
-    from matplotlib.figure import Figure
+    label: str,
+) -> NotebookFigure:
+    """The figure that `draw` writes, with the arguments of `draw`; `label` is that of the vertical axis."""
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained", facecolor="white")
+    from meshtune.train.report.figure import NotebookFigure
+
+    figure = NotebookFigure(figsize=(8, 4.5), dpi=140, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     steps, losses = _columns(train)
     thin = max(1, len(steps) // POINTS)
     axes.plot(steps[::thin], losses[::thin], color=TRAIN, alpha=0.25, linewidth=1)
-    label = f"training, smoothed: {curve[-1]:.4f}"
-    axes.plot(steps[::thin], curve[::thin], color=TRAIN, linewidth=2, label=label)
+    last = f"training, smoothed: {curve[-1]:.4f}"
+    axes.plot(steps[::thin], curve[::thin], color=TRAIN, linewidth=2, label=last)
     visible = [losses]
     if validation:
         at, values = _columns(validation)
@@ -170,7 +172,7 @@ def figure_of(
     _limits(axes, np.concatenate(visible))
     axes.set_title(title, loc="left", color=INK, fontsize=11, pad=26)
     axes.set_xlabel("update", color=INK)
-    axes.set_ylabel(f"loss per {unit} (nats)" if unit == "token" else f"loss per {unit}", color=INK)
+    axes.set_ylabel(label, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -181,6 +183,11 @@ def figure_of(
     # Between the title and the axes: any place inside may overlap the curves.
     axes.legend(frameon=False, labelcolor=INK, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
     return figure
+
+
+def loss_label(unit: str) -> str:
+    """The label of a loss that is averaged over `unit`."""
+    return f"loss per {unit} (nats)" if unit == "token" else f"loss per {unit}"
 
 
 def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
