@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import (
@@ -55,15 +55,20 @@ def expand_path(text: str) -> str:
 
 
 def beside_recipe(
-    raw: Mapping[str, object], recipe: pathlib.Path, overridden: Callable[[Path], bool], notify: Callable[[str], None]
+    raw: Mapping[str, object],
+    recipe: pathlib.Path,
+    overridden: Callable[[Path], bool],
+    notify: Callable[[str], None],
+    paths: Sequence[Path] | None = None,
 ) -> None:
     """Replaces, in place, each relative path of `raw` that exists only next to `recipe`.
 
     Paths for which `overridden` is true came from the command line and count only from the current directory. `notify`
-    receives one sentence that names all the paths that were replaced.
+    receives one sentence that names all the paths that were replaced. `paths` are their places in `raw`; None: those of a
+    recipe of training.
     """
     replaced: list[str] = []
-    for path in _paths(raw):
+    for path in _paths(raw) if paths is None else paths:
         container = value_at(raw, path[:-1])
         value = container[path[-1]]
         if not isinstance(value, str) or not value.strip() or value.startswith("~") or overridden(path):
