@@ -137,8 +137,8 @@ def evaluate(
     from meshtune.evaluate.predict import PredictOptions, read_records
     from meshtune.evaluate.report import HTML, MARKDOWN
     from meshtune.evaluate.run import Subject, default_output, evaluate_model, make_evaluation, run_data
-    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
+    from meshtune.setup.program_cache import keep_programs
 
     names, files = parse_tasks(tasks or [])
     records, trained_on = run_data(model)
@@ -164,7 +164,7 @@ def evaluate(
     options = {k: v for k, v in vars(loading).items() if k != "adapter"}
     subject = Subject(model, loading.adapter, compare, options, parse_mesh(mesh, loading.adapter or model))
     with start() as job:
-        keep_programs()
+        keep_programs(job.process_count)
         outcomes = evaluate_model(
             subject,
             evaluation,
