@@ -158,6 +158,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
     if run.teacher is not None:
         run.teacher.check_tokenizer(tokenizer)
+        run.teacher.check_pictures(recipe, tokenizer)
     elif recipe.teacher is not None:
         teacher_server(recipe.teacher, tokenizer, run.spec.vocab, job).check()
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
