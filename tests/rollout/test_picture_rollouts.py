@@ -179,6 +179,17 @@ def test_loss_and_gradients_of_rows_equal_trls(sections, tmp_path, form):
     assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient["vision"]))
 
 
+def test_the_reference_of_an_adapter_has_the_projector_that_the_run_started_with(sections, tmp_path):
+    changes = {"method": {"kind": "lora", "rank": 4}, "vision": {"train": ["projector"]}}
+    source, run, state = opened(sections, tmp_path, **changes)
+    source.close()
+    start = merge(state.trainable, run.model.frozen)
+    changed = merge(jax.tree.map(lambda leaf: leaf + 1, state.trainable), run.model.frozen)
+    assert source.model.reference is not None
+    reference = source.model.reference(changed)
+    jax.tree.map(np.testing.assert_array_equal, reference["projector"], start["projector"])
+
+
 def test_equal_rewards_leave_every_weight_as_it_was(sections, tmp_path):
     stage = sections["stage"] | {"beta": 0.0}
     nothing = [str(sections["rewards"][0]).replace(":letters", ":nothing")]
