@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 prompt_loader = LazyFunction("meshtune.data.prompts:PromptLoader")
 rollout_row_length = LazyFunction("meshtune.data.prompts:rollout_row_length")
+prompts_in_row = LazyFunction("meshtune.data.prompts:prompts_in_row")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 picture_files = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
@@ -195,8 +196,9 @@ class _Preparation:
         if stage.unit_segments == 1 and rollout.environment is None and not answered and recipe.data.packing:
             longest, cp = int(store.lengths.max()), getattr(recipe.mesh, "cp", 1)
             row_length = rollout_row_length(longest, rollout, row_length, cp=cp)
+        records = AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store
         return prompt_loader(
-            AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
+            records,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
             row_length=row_length,
@@ -204,6 +206,11 @@ class _Preparation:
             accumulation=recipe.train.accumulation,
             shuffle=recipe.data.shuffle and is_train,
             seed=recipe.seed,
+            reader=self.pictures,
+            copies=prompts_in_row(int(records.lengths.max()), rollout, row_length, stage.unit_segments)
+            if recipe.data.packing
+            else stage.unit_segments,
+            max_patches=recipe.vision.max_patches if recipe.vision else None,
         )
 
     def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

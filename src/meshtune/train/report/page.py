@@ -397,7 +397,9 @@ def samples_html(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     for sample in samples:
         step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
         pictures = sample.get("pictures")
-        prompt = (str(sample.get("prompt")), *map(str, pictures if isinstance(pictures, list) else ()))
+        shown = map(str, pictures if isinstance(pictures, list) else ())
+        # A page that is opened anywhere asks no server for a picture.
+        prompt = (str(sample.get("prompt")), *(address for address in shown if address.startswith("data:image/")))
         answers.setdefault(prompt, []).append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
     parts = []
     for (words, *pictures), texts in answers.items():
