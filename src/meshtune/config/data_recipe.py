@@ -196,19 +196,26 @@ class DataRecipe(Section):
         return self
 
 
-class MessageTemplate(Section):
-    """A message of a record, or with `for_each` messages for each entry of a list of the answer."""
+class Turn(Section):
+    """A message of a record."""
 
     role: Literal["system", "user", "assistant", "tool"] | None = Field(default=None, description="Of the message.")
     content: str = Field(default="", description="Jinja; the variables are the answer's, and those of the prompt.")
     tool_calls: str | None = Field(default=None, description="Variable with a list of {name, arguments}.")
+
+
+class MessageTemplate(Turn):
+    """A message of a record, or with `for_each` messages for each entry of a list of the answer."""
+
     for_each: str | None = Field(default=None, description="Variable with a list; `item` is its entry.")
-    messages: list[MessageTemplate] = Field(default=[], description="Messages for each entry.")
+    messages: list[Turn] = Field(default=[], description="Messages for each entry.")
 
     @model_validator(mode="after")
     def _one_form(self) -> MessageTemplate:
         if (self.role is None) != (self.for_each is not None and bool(self.messages)):
             raise ValueError("a message needs role and content, or for_each and messages")
+        if any(turn.role is None for turn in self.messages):
+            raise ValueError("a message of for_each needs a role")
         return self
 
 

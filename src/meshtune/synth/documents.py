@@ -218,7 +218,8 @@ def _pieces(text: str, words: int) -> Iterator[tuple[int, int]]:
     """(start, end) of paragraphs; of sentences, or runs of words, of one that is too long."""
     start = 0
     for gap in GAP.finditer(text):
-        block, start = (start, gap.start()), gap.end()
+        text_end = start + len(text[start : gap.start()].rstrip())
+        block, start = (start, text_end), gap.end()
         size = count_words(text[slice(*block)])
         if size <= words:
             if size:

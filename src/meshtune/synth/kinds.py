@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from meshtune.config.data_recipe import KindSection, MessageTemplate, Template, load_template
+from meshtune.config.data_recipe import KindSection, MessageTemplate, Template, Turn, load_template
 from meshtune.errors import UserError, nearest, pip_install
 
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -102,10 +102,10 @@ class Kind:
         self._check_messages(template.messages, after, schema, "messages")
 
     def _check_messages(
-        self, messages: Sequence[MessageTemplate], known: Sequence[str], schema: Mapping[str, Any], where: str
+        self, messages: Sequence[Turn], known: Sequence[str], schema: Mapping[str, Any], where: str
     ) -> None:
         for number, message in enumerate(messages):
-            if message.for_each is not None:
+            if isinstance(message, MessageTemplate) and message.for_each is not None:
                 entries = self._entries(schema, message.for_each, f"{where}.{number}.for_each")
                 self._check_messages(message.messages, known, entries, f"{where}.{number}.messages")
             if message.tool_calls is not None:
@@ -186,11 +186,9 @@ class Kind:
         for item in items:
             yield list(self._messages(template.messages, {**variables, "item": item}, item))
 
-    def _messages(
-        self, messages: Sequence[MessageTemplate], variables: Mapping[str, Any], item: Any
-    ) -> Iterator[dict[str, Any]]:
+    def _messages(self, messages: Sequence[Turn], variables: Mapping[str, Any], item: Any) -> Iterator[dict[str, Any]]:
         for message in messages:
-            if message.for_each is not None:
+            if isinstance(message, MessageTemplate) and message.for_each is not None:
                 for entry in item[message.for_each]:
                     yield from self._messages(message.messages, {**variables, "item": entry}, entry)
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import pathlib
 import re
 import threading
 from collections.abc import Mapping
@@ -215,7 +216,7 @@ class Maker:
         if subject.tools:
             fields["tools"] = [{"type": "function", "function": tool} for tool in subject.tools]
         if subject.pictures:
-            fields["images"] = list(subject.pictures)
+            fields["images"] = [picture_copy(picture, subject.sha256) for picture in subject.pictures]
         fields["provenance"] = {
             "source": subject.source,
             "place": subject.place,
@@ -305,6 +306,11 @@ def keeps(rule: Rule, text: str) -> bool:
         and (rule.matches is None or re.search(rule.matches, text) is not None)
         and (rule.lacks is None or re.search(rule.lacks, text) is None)
     )
+
+
+def picture_copy(picture: str, sha256: str) -> str:
+    """The path, from the output's folder, of the copy of a picture."""
+    return f"pictures/{sha256[:16]}{pathlib.Path(picture).suffix.lower()}"
 
 
 def load_rubrics(recipe: DataRecipe) -> dict[str, Rubric]:

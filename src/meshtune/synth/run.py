@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pathlib
 import queue
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from meshtune.synth.documents import Library, describe_library, read_library
 from meshtune.synth.filters import Dropped, check_filters, drop_duplicates, drop_evaluation
 from meshtune.synth.journal import Journal
 from meshtune.synth.kinds import Kind, Subject, Task, make_tasks
-from meshtune.synth.maker import Maker, Spent, TaskResult
+from meshtune.synth.maker import Maker, Spent, TaskResult, picture_copy
 from meshtune.synth.subjects import all_subjects, read_conversations, source_digests
 from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, closing, open_teacher
 
@@ -259,6 +260,11 @@ def _write(
         )
         files[name].append(record.fields)
     files[RECORDS] += general
+    for subject in plan.subjects:
+        for picture in subject.pictures:
+            copy = output / picture_copy(picture, subject.sha256)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(picture, copy)
     for name, rows in files.items():
         if rows:
             write_lines(output / name, rows)
