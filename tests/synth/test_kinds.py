@@ -157,7 +157,7 @@ def test_options_of_a_list_are_drawn_by_the_seed():
 
 def test_tasks_depend_on_the_seed_and_not_on_the_order_of_subjects():
     kinds = [Kind(KindSection(template="qa", repeat=2)), Kind(KindSection(template="summary", share=0.5))]
-    subjects = [Subject("passage", f"{n}", "p", "", {"passage": "text", "heading": ""}) for n in range(100)]
+    subjects = [Subject("passage", f"{n}", "p", f"{n}", {"passage": "text", "heading": ""}) for n in range(100)]
 
     def names(subjects: list[Subject], seed: int) -> list[tuple[str, int, bool]]:
         tasks = make_tasks(kinds, subjects, seed=seed, held_out=0.1, limit=None)

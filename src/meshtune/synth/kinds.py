@@ -51,8 +51,8 @@ class Subject:
 
     @functools.cached_property
     def id(self) -> str:
-        """A hash of its content and place, by which draws are made."""
-        content = json.dumps([self.of, self.source, self.place, self.sha256, self.variables], sort_keys=True)
+        """A hash of its content and place, by which draws are made: the folder that it lies in may be moved."""
+        content = json.dumps([self.of, self.place, self.sha256, self.variables], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
