@@ -1,6 +1,6 @@
 """Records of a local teacher by `meshtune data generate` beside the same prompts sent to `meshtune serve` one by one.
 
-    python benchmarks/synth/run.py MODEL_DIR [--prompts 16] [--new 48] [--rounds 2] [--json benchmarks/synth/result.json]
+    python benchmarks/synth/run.py MODEL_DIR [--prompts 16] [--new 48] [--rounds 2] [--json FILE]
 
 Both get the same requests with the same seeds: summaries of made passages, `new` tokens at most. The engine has all at
 once, 16 rows; the server gets one, waits for its answer, and gets the next. A first round of other seeds warms both up
@@ -33,7 +33,9 @@ from meshtune.synth.maker import Maker
 from meshtune.synth.run import make_plan, run_tasks
 from meshtune.synth.teachers import Teacher, open_teacher
 
-WORDS = "mill ferry orchard bridge library tower river granite bell harvest sluice wheel spelt rye maps fog noon".split()
+WORDS = (
+    "mill ferry orchard bridge library tower river granite bell harvest sluice wheel spelt rye maps fog noon".split()
+)
 
 
 def write_passages(folder: pathlib.Path, count: int) -> None:

@@ -96,7 +96,7 @@ def docx(file: pathlib.Path, paragraphs: list[tuple[str, str]]) -> None:
 
 
 def html(title: str, sentences: str) -> str:
-    """A page of HTML with what is no text."""
+    """A page of HTML with scripts and styles."""
     return (
         f"<!doctype html><html><head><title>{title}</title><style>p {{color: red}}</style></head><body>"
         f"<script>alert(1)</script><h1>{title}</h1><p>{sentences}</p><ul><li>Open every day.</li></ul></body></html>"

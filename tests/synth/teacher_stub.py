@@ -30,7 +30,7 @@ class TeacherStub:
 
 
 def answer(body: dict[str, Any]) -> str:
-    """What a teacher might write: JSON where the request has a schema, other words for another seed."""
+    """An answer as of a teacher: JSON where the request has a schema, other words for another seed."""
     prompt = body["messages"][-1]["content"]
     if isinstance(prompt, list):
         prompt = prompt[-1]["text"]

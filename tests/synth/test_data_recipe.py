@@ -1,4 +1,4 @@
-"""What is wrong with a recipe of data is said at once, by the names of its keys."""
+"""Mistakes in a recipe of data are reported at once, by the names of its keys."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-
 from made_documents import write_documents
+
 from meshtune.config.data_recipe import load_data_recipe
 from meshtune.synth.run import generate_data
 

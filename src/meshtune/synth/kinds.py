@@ -51,7 +51,7 @@ class Subject:
 
     @functools.cached_property
     def id(self) -> str:
-        """A hash of its content and place, by which draws are made: the folder that it lies in may be moved."""
+        """A hash of its content and place, on which draws depend. Its folder may be moved."""
         content = json.dumps([self.of, self.place, self.sha256, self.variables], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -64,9 +64,9 @@ def draw(seed: int, *names: object) -> int:
 
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment of templates: an unknown variable is an error."""
-    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False, indent=1)
-    return made
+    templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    templates.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False, indent=1)
+    return templates
 
 
 ENVIRONMENT = environment()
@@ -151,7 +151,7 @@ class Kind:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def variables(self, subject: Subject, seed: int) -> dict[str, Any]:
-        """The variables of a prompt: the subject's, and options, of which a list gives an entry that is drawn."""
+        """The variables of a prompt: the subject's, and options. Of an option with a list one entry is drawn."""
         drawn = {
             name: value[draw(seed, name) % len(value)] if isinstance(value, list) and value else value
             for name, value in self.options.items()
