@@ -201,8 +201,8 @@ class ServerTeacher:
         return Answer(text, reason != "length", prompt, count)
 
     def _post(self, path: str, body: object, read: Any) -> Any:
-        """`read` of the JSON that the server answers to a POST, or a GET where `body` is None. `read` raises ValueError for
-        JSON of another form."""
+        """`read` of the JSON that the server answers to a POST, or a GET where `body` is None. It raises ValueError
+        for JSON of another form."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
