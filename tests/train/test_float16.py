@@ -42,11 +42,11 @@ def batches(vocab: int) -> list[np.ndarray]:
     return [rng.choice(common, (2, LENGTH + 1)) for _ in range(STEPS)]
 
 
-def torch_run(model, rows, scale: float, interval: int = INTERVAL) -> tuple[list[float], list[float]]:
-    """The losses and the scales after each of torch's updates."""
+def torch_run(model, rows, scale: float, rate: float = RATE, **rules) -> tuple[list[float], list[float]]:
+    """The losses and the scales after each of torch's updates. `rules` are GradScaler's."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, **rules)
     losses, scales = [], []
     for row in rows:
         ids = torch.tensor(row)
@@ -64,8 +64,10 @@ def torch_run(model, rows, scale: float, interval: int = INTERVAL) -> tuple[list
     return losses, scales
 
 
-def our_run(spec, trainable, frozen, rows, scale: float) -> tuple[list[float], list[dict[str, float]]]:
-    config = OptimizerConfig(learning_rate=RATE, weight_decay=0.0, schedule="constant", warmup_steps=0)
+def our_run(
+    spec, trainable, frozen, rows, scale: float, rate: float = RATE
+) -> tuple[list[float], list[dict[str, float]]]:
+    config = OptimizerConfig(learning_rate=rate, weight_decay=0.0, schedule="constant", warmup_steps=0)
     optimizer, _ = make_optimizer(config, STEPS, abstract_of(trainable))
     compute = Compute(dtype="float16", loss_chunk=64)
     step = make_train_step(sft_objective, spec, compute, optimizer, max_grad_norm=1.0)
@@ -115,19 +117,20 @@ def test_a_scale_that_is_too_large_is_halved_as_torch_halves_it():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_lora_on_smollm2_follows_torch_while_its_scale_rises_and_falls(smollm2, shared, tmp_path, monkeypatch):
-    """A scale that is doubled every two updates overflows within thirty, in both.
+def test_lora_on_smollm2_follows_torch_through_overflows(smollm2, shared, tmp_path, monkeypatch):
+    """Losses within 5e-3: thirty layers add up what one rounds elsewhere, and more with every update.
 
-    Losses agree as on the small model. Gradients of 30 layers of products that are rounded elsewhere differ by a few
-    percent, so the largest of them may overflow at a scale at which the other's does not: scales agree exactly until
-    the first overflow, and within one halving afterwards.
+    For the same reason the largest gradient, near the border, overflows in one at a scale at which it does not in the
+    other. So the scale jumps over the border (2^14 to 2^17 here) by a factor of 4096 after five good updates, and back
+    by as much, instead of creeping up to it: then scales and skipped updates are exactly torch's.
     """
-    interval = 2
-    monkeypatch.setattr("meshtune.train.step.loss_scale.INTERVAL", interval)
+    low, factor, interval, rate = 2.0**10, 4096.0, 5, 3e-4
+    for name, value in {"GROWTH": factor, "BACKOFF": 1 / factor, "INTERVAL": interval}.items():
+        monkeypatch.setattr(f"meshtune.train.step.loss_scale.{name}", value)
     records = json.loads((shared / "assets/data/llamafactory/alpaca_en_demo.json").read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    ids = np.array(tokenizer("\n".join(record["output"] for record in records[:100]))["input_ids"])
-    rows = [ids[: 6 * 33].reshape(6, 1, 33)[number % 6] for number in range(STEPS)]  # torch is slow: seconds a row
+    ids = np.array(tokenizer("\n".join(record["output"] for record in records[:10]))["input_ids"])
+    rows = [ids[: 6 * 25].reshape(6, 1, 25)[number % 6] for number in range(STEPS)]  # torch takes seconds a row
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float16)
     torch.manual_seed(1)
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
@@ -135,15 +138,14 @@ def test_lora_on_smollm2_follows_torch_while_its_scale_rises_and_falls(smollm2, 
     spec, _ = load_spec(smollm2, "float16")
     spec, params = attach(load_params(smollm2, spec), spec, load_adapter(tmp_path, spec))
     trainable, frozen = split(params, lambda path: path.endswith("/adapter"))
-    ours, after = our_run(spec, trainable, frozen, rows, 2.0**16)
-    theirs, scales = torch_run(model, rows, 2.0**16, interval)
-    print([entry["loss_scale"] for entry in after], scales, ours, theirs)
-    first = next(number for number, scale in enumerate(scales) if number and scale < scales[number - 1])
-    assert [entry["loss_scale"] for entry in after[:first]] == scales[:first]
-    assert after[-1]["skipped_updates"] > 0
-    assert np.abs(np.log2([entry["loss_scale"] for entry in after]) - np.log2(scales)).max() <= 1
-    assert np.mean(theirs[-6:]) < 0.8 * np.mean(theirs[:6])
-    np.testing.assert_allclose(ours, theirs, rtol=3e-3)
+    ours, after = our_run(spec, trainable, frozen, rows, low * factor, rate)
+    theirs, scales = torch_run(
+        model, rows, low * factor, rate, growth_factor=factor, backoff_factor=1 / factor, growth_interval=interval
+    )
+    assert [entry["loss_scale"] for entry in after] == scales
+    assert after[-1]["skipped_updates"] == scales.count(low) / interval == STEPS / (interval + 1)
+    assert np.mean(theirs[-6:]) < 0.9 * np.mean(theirs[:6])
+    np.testing.assert_allclose(ours, theirs, rtol=5e-3)
 
 
 def test_the_scale_is_doubled_after_the_interval_and_halved_at_an_overflow():
