@@ -17,6 +17,7 @@ from meshtune.errors import UserError
 COORDINATOR, PROCESSES, PROCESS = "MESHTUNE_COORDINATOR", "MESHTUNE_PROCESSES", "MESHTUNE_PROCESS"
 LOCAL_PROCESS, LOCAL_PROCESSES = "MESHTUNE_LOCAL_PROCESS", "MESHTUNE_LOCAL_PROCESSES"
 JAX_PROCESSES, JAX_PROCESS = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+SLICE, SLICES = "MESHTUNE_SLICE", "MESHTUNE_SLICES"  # of pods, whose index counts from 0 in each slice
 LOCAL_DEVICES, JOB, SECRET = "MESHTUNE_LOCAL_DEVICES", "MESHTUNE_JOB", "MESHTUNE_SECRET"
 PORT = 61400  # the default: above the ephemeral ports that operating systems assign
 FIRST_PORT, PORTS = 61440, 4096  # for jobs that share nodes: the port is chosen by the job's number
@@ -91,7 +92,8 @@ def _from_meshtune(env: Environment) -> ProcessInfo | None:
     if count <= 1 and PROCESS not in env:
         return ProcessInfo(launcher="Meshtune", local_devices=devices)
     if PROCESS not in env and "JOB_COMPLETION_INDEX" in env:
-        index = _integer(env, "JOB_COMPLETION_INDEX")
+        per_slice = max(1, count // _integer(env, SLICES, 1))
+        index = _integer(env, SLICE, 0) * per_slice + _integer(env, "JOB_COMPLETION_INDEX")
     else:
         index = _integer(env, PROCESS)
     if count > 1:
