@@ -100,8 +100,8 @@ class SlurmOptions:
 
 @dataclasses.dataclass(frozen=True)
 class JobSetOptions:
-    """The resources requested from Kubernetes: `nodes` pods in each of `slices`, with `devices` accelerators of `vendor`
-    (0: CPU pods).
+    """The resources requested from Kubernetes: `nodes` pods in each of `slices`, each with `devices` accelerators of
+    `vendor` (0: CPU pods).
 
     A slice is what has a fast network of its own: a TPU slice, or a rack. `exclusive_topology` is the label of nodes
     whose values are given to one slice each. `restart_agent` is an image of JobSet's in-place-restart-agent, with which
