@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import shlex
@@ -12,14 +13,23 @@ from rich.console import Console
 
 INK, GRID = "#1f2933", "#e4e7eb"  # colours of text and grid lines in pictures
 WIDE = 200  # columns where there is no terminal: a file or a pipe has no edge at which to cut
+CELL = 120  # columns of the text under a notebook's cell
 
 
 def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
-    """A console that guesses no highlights. Tables of a pipe or a file are not squeezed into 80 columns."""
-    opened = Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap)
+    """A console that guesses no highlights. Tables of a pipe or a file are not squeezed into 80 columns.
+
+    In a notebook it prints plain text: rich's own output there needs ipywidgets.
+    """
+    opened = Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, force_jupyter=False)
     if not opened.is_terminal and "COLUMNS" not in os.environ:
-        opened.width = WIDE
+        opened.width = CELL if in_notebook() else WIDE
     return opened
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: Jupyter, Colab, Kaggle or Databricks."""
+    return Console(file=io.StringIO()).is_jupyter
 
 
 def command(*arguments: str) -> str:

@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 PARTS = (
@@ -86,6 +86,13 @@ MODELS = {
         ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *LFM2_TILES],
         PARTS.replace("PICTURE", "<image>"),
     ),
+    "paligemma": (
+        {"model_type": "paligemma", "vision_config": {"patch_size": 14}},
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 56, "width": 56}, "resample": 3,
+         "image_seq_length": 16},
+        ["<image>", "<loc0000>"],
+        None,  # that which ships with Meshtune
+    ),
     "mistral3": (
         {"model_type": "mistral3", "spatial_merge_size": 2, "vision_config": {"patch_size": 14}},
         {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 150}},
@@ -122,7 +129,8 @@ def make_model(directory: pathlib.Path, family: str) -> pathlib.Path:
             vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    core.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)

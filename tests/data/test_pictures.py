@@ -49,10 +49,15 @@ def reader_of(directory, **vision):
     return picture_reader(directory, VisionSection(**vision), load_tokenizer(directory))
 
 
-def processed(reader, image):
-    """What transformers' image processor returns for a picture, with the settings of the model's processor."""
+def processed_by(reader):
+    """transformers' image processor, with the settings of the model's processor."""
     module, _, name = reader.processor.partition(":")
-    return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))([image], return_tensors="np")
+    return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))
+
+
+def processed(reader, image):
+    """What that returns for a picture."""
+    return processed_by(reader)([image], return_tensors="np")
 
 
 # Modules that LFM2-VL's processors import, and which scale pictures; the rules of their sizes do without.
@@ -106,6 +111,7 @@ def written(family, tokenizer, output, image):
     from transformers.models.internvl.processing_internvl import InternVLProcessor
     from transformers.models.llava.processing_llava import LlavaProcessor
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+    from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
     from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -123,6 +129,9 @@ def written(family, tokenizer, output, image):
         case "gemma3":
             whole = f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"
             return Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), output, 0)
+        case "paligemma":
+            fields = SimpleNamespace(image_token="<image>", image_seq_length=16)
+            return PaliGemmaProcessor.replace_image_token(fields, output, 0)
         case "gemma4":
             names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
             return Gemma4Processor.replace_image_token(SimpleNamespace(**names), output, 0)
@@ -250,7 +259,7 @@ def test_positions_are_those_of_get_rope_index(model):
 
 
 def test_tokens_of_a_picture_reach_its_last(model):
-    assert reach_positions(np.array([0, 1, 2, 3, 0, 0, 4, 5, 0])).tolist() == [0, 3, 3, 3, 4, 5, 7, 7, 8]
+    assert reach_positions(np.array([0, 1, 2, 3, 0, 0, 4, 5, 0])).tolist() == [0, 3, 3, 3, 0, 0, 7, 7, 0]
 
 
 def recipe_of(directory, file, **vision):
@@ -280,7 +289,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen3_vl", "gemma3", "llava_next"])
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen3_vl", "gemma3", "paligemma", "llava_next"])
 def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
     directory = model(family)
     reader, tokenizer = reader_of(directory), load_tokenizer(directory)
@@ -316,7 +325,51 @@ def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
             assert arrays["mrope_positions"][own][0].tolist() == [0, 0, 0]
         text = arrays["segment_ids"] == 2
         assert (arrays["mrope_positions"][text] == arrays["positions"][text][:, None]).all()
-    assert ("mrope_positions" in arrays, "reach" in arrays) == (reader.mrope, reader.reach)
+    assert ("mrope_positions" in arrays, "reach" in arrays) == (reader.mrope, reader.reach or reader.prefix)
+
+
+def test_prompts_see_each_other_as_paligemmas_processor_says(model, folder):
+    """Tokens, the two types of them and labels are those of PaliGemmaProcessor, with pictures and without."""
+    from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
+
+    directory = model("paligemma")
+    pixels = processed_by(reader_of(directory))
+    pixels.image_seq_length = 16
+    with mock.patch.object(PaliGemmaProcessor, "check_argument_for_proper_class"):  # it asks for torchvision's class
+        processor = PaliGemmaProcessor(pixels, load_tokenizer(directory))
+    records = [chat("a.png", "b.png", answer="\n a"), chat(text="what?\n"), chat("c.png", text="which\n\ncolour?")]
+    data = prepare(directory, records, folder, max_length=2048, data={"shuffle": False})
+    arrays = {name: array[0, 0] for name, array in data.train.batch(0).arrays.items()}
+    for segment, record in enumerate(records, 1):
+        prompt, answer = (turn["content"] for turn in record["messages"])
+        images = [Image.open(folder / name) for name in record.get("images", ())]
+        if images:
+            inputs = processor(images=images, text=prompt, suffix=answer)
+        else:  # the processor wants a picture
+            inputs = processor.tokenizer(f"<s>{prompt}\n", answer + "</s>", return_token_type_ids=True)
+        ids, types = (np.asarray(inputs[name]).ravel() for name in ("input_ids", "token_type_ids"))
+        own = arrays["segment_ids"] == segment
+        assert arrays["tokens"][own].tolist() == ids[:-1].tolist()
+        assert arrays["targets"][own].tolist() == ids[1:].tolist()
+        assert arrays["weights"][own].tolist() == types[1:].tolist()
+        sees = (types == 0)[:, None] & (types == 0) | (np.arange(len(ids))[:, None] >= np.arange(len(ids)))
+        reach = np.maximum(arrays["reach"][own], arrays["positions"][own])
+        assert np.array_equal(arrays["positions"][own] <= reach[:, None], sees[:-1, :-1])
+
+
+@pytest.mark.parametrize(
+    ("turns", "options", "problem"),
+    [
+        ([("user", "what?"), ("assistant", "a"), ("user", "why?"), ("assistant", "b")], {}, "one question"),
+        ([("system", "be"), ("user", "what?"), ("assistant", "a")], {}, "one question"),
+        ([("user", "what?"), ("assistant", "a")], {"train_on_prompt": True}, "would teach nothing"),
+        ([("user", "what?", 1), ("assistant", "a")], {}, "a turn of the prompt has a weight"),
+    ],
+)
+def test_what_a_prompt_that_sees_itself_cannot_have_is_refused(model, folder, turns, options, problem):
+    record = {"messages": [dict(zip(("role", "content", "weight"), turn, strict=False)) for turn in turns]}
+    with pytest.raises(UserError, match=problem):
+        prepare(model("paligemma"), [record], folder, data=options)
 
 
 def test_rows_without_pictures_have_no_arrays_of_them(model, folder):

@@ -35,7 +35,7 @@ def collective_step():
 def work(job: Job) -> None:
     """Runs collective steps until the job ends; the arguments decide which process raises, idles or returns."""
     step, ones = collective_step()
-    job.exchange("ready", None)
+    job.barrier("ready")
     record(devices=jax.device_count(), local=jax.local_device_count())
     if job.process_index == 1 and "late" in sys.argv:
         time.sleep(1000)
@@ -57,7 +57,7 @@ def run_until_signal(job: Job) -> int:
     """Runs updates until the stop flag says that a process received a signal."""
     step, ones = collective_step()
     flag, updates = StopFlag(), 0
-    job.exchange("ready", None)
+    job.barrier("ready")
     with interruptible() as interrupt:
         record(pid=os.getpid())
         while True:

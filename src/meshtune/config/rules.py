@@ -68,6 +68,8 @@ def _check_evaluation(recipe: Recipe) -> None:
             )
         if not recipe.checkpoint.keep_best:
             raise ValueError("checkpoint.result: best needs checkpoint.keep_best: true, which keeps that state")
+    if recipe.checkpoint.mtbf is not None and recipe.checkpoint.every != "auto":
+        raise ValueError("checkpoint.mtbf is for checkpoint.every: auto: set that, or leave mtbf out")
     if recipe.sample.every is not None and not recipe.sample.prompts:
         raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
     if recipe.vision is None and not all(isinstance(prompt, str) for prompt in recipe.sample.prompts):

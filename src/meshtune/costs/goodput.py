@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783, section 3.3.4).
+# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783, 3.3.4).
 FAILURES_PER_CHIP_DAY = 419 / (54 * 16384)
 
 

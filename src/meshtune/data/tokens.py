@@ -200,6 +200,12 @@ class Tokenize:
         self, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, pictures: PictureReader | None = None
     ):
         self.tokenizer, self.options, self.counts, self.pictures = tokenizer, options, TokenCounts(), pictures
+        if pictures is not None and pictures.prefix and options.policy.train_on_prompt:
+            raise UserError(
+                "this model reads its prompt both ways, so that predicting its tokens would teach nothing",
+                where="data.train_on_prompt",
+                fix="leave it out",
+            )
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()

@@ -70,7 +70,7 @@ class Driver:
         with self._lock:
             if self._job.process_count > 1:
                 ended = [self._ended.pop() for _ in range(len(self._ended))]
-                self._job.exchange(TAG, {**message, "arguments": encode(arguments), "ended": ended}, FOREVER)
+                self._job.broadcast(TAG, {**message, "arguments": encode(arguments), "ended": ended}, timeout=FOREVER)
             yield
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ def follow(job: Job, models: Sequence[Replica]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     batches: dict[int, BatchCaches] = {}
-    while "end" not in (message := job.exchange(TAG, None, FOREVER)[0]):
+    while "end" not in (message := job.broadcast(TAG, None, timeout=FOREVER)):
         for number in message["ended"]:
             batches.pop(number, None)
         if "new batch" in message:

@@ -45,12 +45,11 @@ def join(
         )
     jax_port = _free_port() if coordinator is not None else None
     hello = {"host": client.host, "jax": jax.__version__, "port": jax_port, "gpus": gpus}
-    hellos = _gather_hellos(coordinator, client, hello, timeout - (time.monotonic() - started))
-    _check_same_environment(hellos)
+    port = _start(coordinator, client, hello, timeout - (time.monotonic() - started))
     exit_on_job_end(client, _wait_for_others(coordinator))
     bound = coordinator.bound_host if coordinator is not None else None
     bind_address = bound and (f"[{bound}]:{jax_port}" if ":" in bound else f"{bound}:{jax_port}")
-    _initialize_jax(info, f"{host}:{hellos[0]['port']}", device_ids, timeout, bind_address)
+    _initialize_jax(info, f"{host}:{port}", device_ids, timeout, bind_address)
     return client, coordinator
 
 
@@ -58,14 +57,15 @@ def _wait_for_others(coordinator: Coordinator | None) -> Callable[[], None]:
     return coordinator.close if coordinator is not None else lambda: None
 
 
-def _gather_hellos(
-    coordinator: Coordinator | None, client: Client, hello: Mapping[str, object], timeout: float
-) -> list[dict[str, object]]:
+def _start(coordinator: Coordinator | None, client: Client, hello: Mapping[str, object], timeout: float) -> int:
+    """Waits for all processes, and returns the port of JAX's own service. Process 0 compares the hellos."""
     if coordinator is None:
         # Longer than the coordinator's own timeout, so that it can first report which processes are missing.
-        return client.exchange("start", hello, timeout + 10)
+        client.reduce("gather", "start", hello, timeout + 10)
+        return client.reduce("first", "port", None, timeout + 10)[1]
     try:
-        return client.exchange("start", hello, timeout)
+        _check_same_environment(client.reduce("gather", "start", hello, timeout))
+        return client.reduce("first", "port", hello["port"], timeout)[1]
     except UserError as error:
         reason = _missing_processes(coordinator, client, timeout) or error
     coordinator.end(job_end_of(client, reason, cause="start"))

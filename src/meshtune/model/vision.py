@@ -233,8 +233,8 @@ class VisionSpec:
     tapped layers, which are added to what leaves the first layers of the decoder (DeepStack,
     https://arxiv.org/abs/2406.04334). In windowed layers patches see those of their window, `window` x `window` patches
     of a picture. `mutual`: the tokens of a picture see each other both ways in all layers of the decoder, or in those
-    with a sliding window, by Inputs.reach. `centred`: pixels from 0 to 1 are brought to -1 to 1. `partial`: its files
-    have more layers, which are not computed.
+    with a sliding window, by Inputs.reach; `prefix`: so do all tokens up to the answer. `centred`: pixels from 0 to 1
+    are brought to -1 to 1. `partial`: its files have more layers, which are not computed.
     """
 
     kind: str
@@ -255,7 +255,7 @@ class VisionSpec:
     newline: bool = False
     taps: tuple[ProjectorSpec, ...] = ()
     window: int | None = None
-    mutual: Literal["all", "windows"] | None = None
+    mutual: Literal["all", "windows", "prefix"] | None = None
     centred: bool = False
     partial: bool = False
 

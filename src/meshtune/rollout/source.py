@@ -166,7 +166,7 @@ class RolloutSource:
         """Process 0 reads the rollout's file, for all."""
         content = read_rollout(self._folder, number) if self._job.is_main_process else None
         text = None if content is None else content.hex()
-        text = self._job.exchange(f"saved rollout {number}", text)[0]
+        text = self._job.broadcast(f"saved rollout {number}", text)
         if text is not None:
             return decode_rollout(bytes.fromhex(text))
         if part:
@@ -178,7 +178,7 @@ class RolloutSource:
         content = encode_rollout(self.generate(number, self._params_of(state)))
         if self._job.is_main_process:
             write_rollout(self._folder, number, content)
-        self._job.exchange(f"rollout {number}", None)
+        self._job.barrier(f"rollout {number}")
         rollout = decode_rollout(content)
         assert rollout is not None
         return rollout
@@ -276,7 +276,7 @@ class RolloutSource:
         result = None
         if self._rewards is not None:
             result = self._rewards.score(self._completions(records, groups, number)).to_json()
-        return Scores.from_json(self._job.exchange(f"rewards of rollout {number}", result)[0])
+        return Scores.from_json(self._job.broadcast(f"rewards of rollout {number}", result))
 
     def _completions(
         self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int

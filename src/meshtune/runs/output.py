@@ -285,9 +285,7 @@ def find_damage_collectively(
     `local` is what `find_local_damage` has already found.
     """
     damage = find_local_damage(directory, job, required=required) if local is None else local
-    for process_damage in job.exchange(f"digests of {directory.name}", damage):
-        damage |= process_damage
-    return damage
+    return job.merge(f"digests of {directory.name}", damage)
 
 
 def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:

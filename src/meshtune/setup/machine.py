@@ -176,9 +176,9 @@ def local_devices(index: int = 0, host: str = "") -> ProcessDevices:
 
 
 def gather_devices(job: Job) -> list[ProcessDevices]:
-    """Exchanges device descriptions between all processes of the job; returns them in order of process."""
+    """The devices of every process of the job, in order, on process 0; an empty list on the others."""
     local = dataclasses.asdict(local_devices(job.process_index, job.host))
-    return [ProcessDevices(**fields) for fields in job.exchange("devices", local)]
+    return [ProcessDevices(**fields) for fields in job.gather("devices", local)]
 
 
 def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:

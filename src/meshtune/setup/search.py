@@ -375,7 +375,7 @@ def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple
     best = ranked[0]
     local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
     chosen = dict(best.overrides) | ({ROWS: best.rollout.rows} if best.rollout and ROWS in keys else {})
-    overrides, decisions = job.exchange("autotuned keys", [chosen, local])[0]
+    overrides, decisions = job.broadcast("autotuned keys", [chosen, local])
     return apply_overrides(recipe, overrides), [Decision(*fields) for fields in decisions]
 
 

@@ -109,8 +109,9 @@ def batch_arrays(
 
 def picture_arrays(spec: ModelSpec) -> list[str]:
     """The arrays that a batch with pictures has in addition."""
-    sections = any(rope.sections for rope in spec.ropes)
-    return ["patches", "patch_segments", "patch_grid", "visual", *(["mrope_positions"] if sections else [])]
+    assert spec.vision is not None
+    further = {"mrope_positions": any(rope.sections for rope in spec.ropes), "reach": spec.vision.mutual is not None}
+    return ["patches", "patch_segments", "patch_grid", "visual", *(name for name, reads in further.items() if reads)]
 
 
 def scoring_passes(recipe: Recipe) -> int:

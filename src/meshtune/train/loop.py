@@ -27,6 +27,7 @@ from meshtune.mesh.agreement import StopFlag
 from meshtune.model.gather import to_device
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
+from meshtune.train.checkpoint.save_timer import SaveTimer
 from meshtune.train.evaluation.evaluate import Cadence, EarlyStopping, Evaluation
 from meshtune.train.report.events import (
     Evaluated,
@@ -233,7 +234,8 @@ class Task:
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns
     (prompt, text, pictures) triples, are optional, as is `lost_updates`, which warns of updates that are rounded away.
-    Each of `saved` is called with (trainable, step) after each save. `announce(done)` says what makes the next update
+    Each of `saved` is called with (trainable, step) after each save. `save_timer` asks for saves besides those of the
+    cadence; that of process 0 decides for all. `announce(done)` says what makes the next update
     slower than others, if so.
     """
 
@@ -252,6 +254,7 @@ class Task:
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str, tuple[str, ...]]]] | None = None
     saved: Sequence[Callable[[Tree, int], None]] = ()
+    save_timer: SaveTimer = dataclasses.field(default_factory=SaveTimer)
     lost_updates: LostUpdates | None = None
     announce: Callable[[int], str | None] = lambda done: None
 
@@ -288,6 +291,7 @@ class _Loop:
         self.stop = 0  # the signal that all processes have agreed to stop on
         self.seconds = 0.0
         self.saved: int | None = None
+        self.save_due = False  # by the clock, as all processes have agreed
         self.last_loss: float | None = None
         self.last_evaluation: float | None = None
         self.clock = time.perf_counter()
@@ -325,7 +329,8 @@ class _Loop:
                     self.task.lost_updates.before(self.state.trainable, done)
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
-                self.stop_flag.submit(self.interrupt.received, self.seconds)
+                save = self.task.save_timer.request(lambda: self.checkpoints.writing)
+                self.stop_flag.submit(self.interrupt.received, self.seconds, save)
                 if pending is not None:
                     self._report(*pending)
                 pending = (batch, metrics, announcement is not None)
@@ -362,7 +367,7 @@ class _Loop:
 
     def _something_due(self, done: int) -> bool:
         due = self.task.cadence
-        return due.evaluate(done) or due.sample(done) or due.save(done)
+        return due.evaluate(done) or due.sample(done) or due.save(done) or self.save_due
 
     def _whatever_is_due(self, done: int) -> None:
         due = self.task.cadence
@@ -371,13 +376,14 @@ class _Loop:
             best = self._evaluate(done, counts=True)
         if due.sample(done):
             self._sample(done)
-        if due.save(done) or (best and self.task.keep_best):
+        if due.save(done) or self.save_due or (best and self.task.keep_best):
             self._save(done)
 
     def _report(self, batch: TrainBatch, metrics: Metrics, slow: bool) -> None:
         values = jax.device_get(metrics)
         decision = self.stop_flag.decision()
         self.stop = self.stop or decision.signal
+        self.save_due = self.save_due or decision.save
         if not bool(values["finite"]) and values.get("loss_scale", 0.0) < 1:
             raise _not_finite(self.task, batch, values, self.checkpoints)
         finished = time.perf_counter()
@@ -430,8 +436,10 @@ class _Loop:
         record = dataclasses.replace(
             self.task.record, step=done, best=best, stale=stale, kl_coef=self.task.batches.kl_coef
         )
+        started = time.monotonic()
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
-        self.saved = done
+        self.task.save_timer.saved(time.monotonic() - started)
+        self.saved, self.save_due = done, False
         self._emit(Saved(done, self.checkpoints.path(done)))
         for saved in self.task.saved:
             saved(self.task.shown(self.state), done)
@@ -454,8 +462,10 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
     loss, norm = float(values["loss"]), float(values["grad_norm"])
     value = f"the loss is {loss}" if not np.isfinite(loss) else f"the gradient's norm is {norm}"
+    other = "compute.precision=float32"
     if "loss_scale" in values:
         value = f"float16 overflows at any scale of the loss down to 1: {value}"
+        other += " (mixed where the device has bfloat16)"
     which = ", ".join(str(number + 1) for number in bad)
     named = list(dict.fromkeys(str(origin) for number in bad for row in batch.origins[number] for origin in row))
     unnamed = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""
@@ -467,5 +477,5 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     return UserError(
         f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {status}",
         where="; ".join(named[:MOST_RECORDS]) + unnamed,
-        fix=f"look at these records; {again} and a lower rate ({lower}) or compute.precision=float32",
+        fix=f"look at these records; {again} and a lower rate ({lower}) or {other}",
     )

@@ -159,14 +159,14 @@ def _train_or_shrink(run: PreparedRun, checkpoints: Checkpoints) -> Result | Pre
 def _claim_output(run: PreparedRun) -> Iterator[None]:
     """Holds the output directory for this job, on process 0 for all, and opens the log of the console in it."""
     if not run.job.is_main_process:
-        run.job.exchange("output", None)
+        run.job.barrier("output")
         yield
         return
     with claim_output(run.output, overwrite=run.recipe.overwrite) as aside:
         if aside is not None:
             run.console.print(f"the old run is now in {aside}", soft_wrap=True)
         run.log.open(run.output)
-        run.job.exchange("output", None)
+        run.job.barrier("output")
         yield
 
 

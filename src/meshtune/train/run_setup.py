@@ -34,7 +34,7 @@ from meshtune.model.gather import check_batch
 from meshtune.runs.output import RECIPE, check_output, check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
 from meshtune.setup.fit import MemoryCheck
-from meshtune.setup.machine import device_table, gather_devices, hosts, local_target, this_machine
+from meshtune.setup.machine import device_table, gather_devices, local_target, this_machine
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.search import MICRO, NAMES, ROWS, apply_overrides, autotune, merge_decisions
@@ -144,11 +144,11 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     require_agreement(job, "the code", code_version(), fix="run the same image or environment on every host")
     require_agreement(job, "the recipe", fields, fix="give every process the same recipe and overrides")
     processes = gather_devices(job)
-    console.print(device_table(processes))
     if job.is_main_process:
+        console.print(device_table(processes))
         check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
         events.check_installed(list(recipe.log.trackers))
-    machine, host_count = this_machine(), len(hosts(processes))
+    machine, host_count = this_machine(), job.rank("hosts", job.host)[1]
     target = local_target(machine, host_count)
     requested = with_saved_choices(recipe, output, job)
     recipe, autotuned = autotune(requested, target, job)
@@ -188,7 +188,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         compute=compute,
         base=base,
         adapter=adapter,
-        processes_per_host=max(1, len(processes) // host_count),
+        processes_per_host=max(1, job.process_count // host_count),
         free=free_memory(job, target.per_host),
         started=started,
     )
@@ -226,7 +226,7 @@ def with_saved_choices(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe
         with contextlib.suppress(UserError, ValueError):
             saved = load_recipe(output / RECIPE, notify=silent)
             micro_batch, rows = saved.train.micro_batch, None if saved.rollout is None else saved.rollout.rows
-    micro_batch, rows = job.exchange("saved choices", [micro_batch, rows])[0]
+    micro_batch, rows = job.broadcast("saved choices", [micro_batch, rows])
     choices = {}
     if (
         recipe.train.micro_batch == "auto"
@@ -249,7 +249,7 @@ def _fitting(run: PreparedRun) -> PreparedRun:
     shrinks = shortage is not None and run.halves and run.recipe.compute.memory_check
     rows = run.memory.micro_batch() if shrinks else None
     fields = None if shortage is None else [shortage.what, shortage.where, shortage.fix, rows]
-    fields = run.job.exchange("memory check", fields)[0]
+    fields = run.job.broadcast("memory check", fields)
     if fields is None:
         return run
     problem, where, fix, rows = fields
@@ -267,7 +267,7 @@ def _with_rollout_rows(run: PreparedRun) -> PreparedRun:
     rollout = run.recipe.rollout
     if rollout is None or run.requested.rollout is None or run.requested.rollout.rows is not None:
         return run
-    rows = run.job.exchange("rows of a rollout", run.memory.rollout_rows())[0]
+    rows = run.job.broadcast("rows of a rollout", run.memory.rollout_rows())
     if rows is None or (rollout.rows is not None and rows >= rollout.rows):
         return run
     chosen = Decision(NAMES[ROWS], f"{amount(rows, 'completion')} at once", "auto: the most that fit the free memory")
@@ -331,12 +331,11 @@ def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job
     """Raises CompiledShortage, on all processes alike, for a step whose temporary arrays exceed the free memory of
     a device. Its arguments are there already, but for what a CPU's estimate counts of the host."""
     free = free_memory(job, memory.target.per_host).device
-    figures = job.exchange("compiled memory", [arguments, temporary])
-    arguments, temporary = max(figures, key=sum)
+    arguments, temporary = job.maximum("compiled memory", [arguments, temporary])
     if temporary <= free:
         return
     rows, fix = memory.micro_batch(arguments + temporary), memory.fix(arguments + temporary)
-    rows, fix = job.exchange("compiled memory: fix", [rows, fix])[0]
+    rows, fix = job.broadcast("compiled memory: fix", [rows, fix])
     error = CompiledShortage(
         f"the compiled step needs {size_in_words(arguments + temporary)} of memory on each device, "
         f"{size_in_words(temporary)} of them beside what is loaded, and {size_in_words(free)} are free",

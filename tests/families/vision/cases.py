@@ -23,9 +23,11 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from families.case import Case, Randomise
+from families.cases.gemma2 import CASES as GEMMA2
 from families.cases.gemma4 import CASES as GEMMA4_TEXT
 from families.cases.lfm2 import CASES as LFM2
 from families.cases.ministral import CASES as MINISTRAL
@@ -297,6 +299,24 @@ GEMMA3 = VisionCase(
     merge=2,
 )
 
+PALI_PIXELS = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def read_paligemma(image: Image.Image) -> Sight:
+    pixels = np.stack(PALI_PIXELS(image)["pixel_values"])
+    return sight_of_tiles(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)})
+
+
+def paligemma(name: str, text: str, **config: Any) -> VisionCase:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False} | ENCODER
+    outside = {"vision_config": vision, "projection_dim": 32, "image_token_index": IMAGE}
+    case = Case(name, "paligemma", {"head_dim": 8, **config}, text=text, outside=outside, auto_class=SEES)
+    return VisionCase(dataclasses.replace(case, variant=text == "gemma"), read_paligemma, prefix=True)
+
+
+PALIGEMMA = paligemma("paligemma", "gemma")
+PALIGEMMA2 = paligemma("paligemma2", "gemma2", **GEMMA2[0].config)
+
 LLAVA_PIXELS = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
 NEXT_PIXELS = LlavaNextImageProcessorPil(
     size={"shortest_edge": 28},
@@ -488,6 +508,8 @@ CASES = (
     QWEN3_VL,
     QWEN3_VL_MOE,
     GEMMA3,
+    PALIGEMMA,
+    PALIGEMMA2,
     LLAVA,
     LLAVA_NEXT,
     MISTRAL3,

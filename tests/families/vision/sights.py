@@ -49,12 +49,14 @@ class Sight:
 @dataclasses.dataclass(frozen=True, eq=False)
 class VisionCase:
     """A tiny model that sees, and how it reads a picture. `merge` patches of a side are one feature. `rounding` is the
-    share of a gradient that float32 loses where sums are made in another order."""
+    share of a gradient that float32 loses where sums are made in another order. With `prefix` all tokens of a prompt
+    see each other."""
 
     case: Case
     read: Callable[[Image.Image], Sight]
     merge: int = 1
     rounding: float = 1e-5
+    prefix: bool = False
 
     @property
     def name(self) -> str:
@@ -87,12 +89,21 @@ def cut_tiles(tiles: Sequence[np.ndarray], side: int, merge: int) -> tuple[np.nd
     return np.concatenate([p for p, _ in parts]), numbers, np.concatenate([grid for _, grid in parts])
 
 
+class Answer(list[int]):
+    """The token ids at the end of a document, whose tokens before see each other."""
+
+
 # A document: runs of token ids, and pictures.
 Document = Sequence[list[int] | Sight]
 
 
 def ids_of(document: Document) -> list[int]:
     return [token for part in document for token in (part.tokens if isinstance(part, Sight) else part)]
+
+
+def prompt_length(document: Document) -> int | None:
+    """The number of tokens before a document's answer; None where it has none."""
+    return len(ids_of(document)) - len(document[-1]) if isinstance(document[-1], Answer) else None
 
 
 def turns_of(document: Document) -> np.ndarray:
@@ -148,10 +159,13 @@ def batch_of(rows: Sequence[Sequence[Document]], length: int, patches: int) -> d
             arrays["reach"][number, span] = reach
             arrays["targets"][number, at : at + len(ids) - 1] = ids[1:]
             arrays["weights"][number, at : at + len(ids) - 1] = np.asarray(visual[1:]) == 0
+            if (prompt := prompt_length(document)) is not None:
+                arrays["reach"][number, span] = np.where(np.arange(len(ids)) < prompt, prompt - 1, 0)
+                arrays["weights"][number, at : at + prompt - 1] = 0
             if has_turns:
                 arrays["mrope_positions"][number, span] = turns_of(document)
             at = span.stop
-    if not any(sight.mutual for sight in sights):
+    if not any(sight.mutual for sight in sights) and prompt_length(rows[0][0]) is None:
         del arrays["reach"]
     if not has_turns:
         del arrays["mrope_positions"]
@@ -189,6 +203,8 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     kinds = (inputs["input_ids"] == IMAGE).int()
     if sights and sights[0].kinds is not None:
         inputs[sights[0].kinds] = kinds
+    if (prompt := prompt_length(document)) is not None:
+        inputs["token_type_ids"] = (torch.arange(kinds.shape[1]) >= prompt).int()[None]
     return inputs
 
 

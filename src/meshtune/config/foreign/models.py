@@ -20,10 +20,10 @@ VISION = "it is a model of images, video or sound of a family that is not read h
 # Families whose pictures are read, by the names of their models, and by model_type.
 SEES = (
     r"Qwen2-VL|Qwen2\.5-VL|Qwen3-VL|InternVL\d.*-hf|SmolVLM-|SmolVLM2|Idefics3|llava-1\.5|llava-v1\.6|GLM-4\.[156]V"
-    r"|LFM2-VL"
+    r"|LFM2-VL|paligemma"
 )
 SEEING = """internvl idefics3 smolvlm qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe llava llava_next glm4v glm46v
-    glm4v_moe lfm2_vl""".split()
+    glm4v_moe lfm2_vl paligemma""".split()
 OWN_CODE = "its code is in its repository, which is never run here"
 PIXELS = refused("pictures are scaled by the model's own rules", "leave it out; or write vision: {max_pixels: ...}")
 # Models of other tools' examples, by what their names contain.

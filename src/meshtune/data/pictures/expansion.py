@@ -103,6 +103,12 @@ def check_placeholders(reader: PictureReader, document: Document) -> None:
                 where=str(document.origin),
                 fix="remove it: give the picture under images or as a part; or write the word in another way",
             )
+    if reader.prefix and is_chat and any(m.role != "assistant" and m.weight for m in document.messages):
+        raise UserError(
+            "a turn of the prompt has a weight, and this model reads its prompt both ways: there is nothing to predict",
+            where=str(document.origin),
+            fix="leave the weight out",
+        )
     for picture in document.pictures if isinstance(document, Conversation) else ():
         try:
             reader.layout(*picture.size)

@@ -38,6 +38,7 @@ LFM2 = "meshtune.data.pictures.lfm2:Lfm2Pixels"  # transformers' own needs torch
 GLM4V = f"{_MODELS}.glm4v.image_processing_pil_glm4v"
 GLM46V = f"{_MODELS}.glm46v.image_processing_pil_glm46v"
 GEMMA4 = f"{_MODELS}.gemma4.image_processing_pil_gemma4"
+SIGLIP = f"{_MODELS}.siglip.image_processing_pil_siglip"
 PIXTRAL = f"{_MODELS}.pixtral.image_processing_pil_pixtral"
 
 
@@ -370,7 +371,7 @@ def _pixtral(files: ModelFiles, vision: VisionSection) -> PictureReader:
 @dataclasses.dataclass(frozen=True)
 class OneTile:
     """Whole pictures scaled to one size, whose tokens stand between `before` and `after` (Gemma3Processor,
-    LlavaProcessor)."""
+    LlavaProcessor, PaliGemmaProcessor)."""
 
     patch: int
     merge: int
@@ -406,6 +407,14 @@ def _gemma3(files: ModelFiles, vision: VisionSection) -> PictureReader:
     merge = side // files.patch // math.isqrt(count)
     family = OneTile(files.patch, merge, side, files.id(image), (files.id(begin),), (files.id(end),))
     return PictureReader(family, begin, files.id(begin), (begin, image, end), surroundings=("\n\n", "\n\n"), reach=True)
+
+
+def _paligemma(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    refuse_crops(vision, "PaliGemma")
+    side = _side(files.settings.get("size", {"height": 224, "width": 224}), str(files.directory))
+    image = files.token("image_token", "<image>")
+    family = OneTile(files.patch, 1, side, files.id(image))
+    return PictureReader(family, image, files.id(image), (image,), prefix=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -539,6 +548,7 @@ FAMILIES: dict[str, tuple[Callable[[ModelFiles, VisionSection], PictureReader], 
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM),
     "mistral3": (_pixtral, {"PixtralImageProcessor": PIXTRAL}),
     "gemma3": (_gemma3, {"Gemma3ImageProcessor": GEMMA3}),
+    "paligemma": (_paligemma, {"SiglipImageProcessor": SIGLIP}),
     "lfm2_vl": (read_lfm2, {"Lfm2VlImageProcessor": LFM2}),
     "gemma4": (_gemma4, {"Gemma4ImageProcessor": GEMMA4}),
     "llava": (_llava, {"CLIPImageProcessor": CLIP, "LlavaImageProcessor": LLAVA}),

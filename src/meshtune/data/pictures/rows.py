@@ -12,7 +12,7 @@ import numpy as np
 from meshtune.arrays.batch import empty_arrays
 from meshtune.data.pictures.expansion import DocumentPicture, read_pictures
 from meshtune.data.pictures.files import load_picture
-from meshtune.data.pictures.positions import mrope_positions, reach_positions
+from meshtune.data.pictures.positions import mrope_positions, prefix_reach, reach_positions
 from meshtune.data.pictures.reader import PictureReader
 from meshtune.errors import UserError
 
@@ -99,6 +99,19 @@ class RowPictures:
                 if reader.reach:
                     arrays["reach"][row, span] = reach_positions(visual[row, span])
         return arrays
+
+
+def prompt_reach(rows: Sequence[Sequence[Example]], length: int) -> np.ndarray:
+    """The array `reach`, int32 [rows, length], where tokens of a prompt, those before the first one with a weight, see
+    each other."""
+    reach = np.zeros((len(rows), length), np.int32)
+    for row, examples in enumerate(rows):
+        begin = 0
+        for example in examples:
+            count, weighted = len(example.ids) - 1, np.flatnonzero(example.weights)
+            reach[row, begin : begin + count] = prefix_reach(count, int(weighted[0]) if len(weighted) else count)
+            begin += count
+    return reach
 
 
 def _pictures_of(examples: Sequence[Example]) -> Iterator[tuple[Example, int, DocumentPicture]]:

@@ -245,7 +245,7 @@ def report_html(output: pathlib.Path) -> str:
     title = html.escape(output.absolute().name)
     parts = [f"<h1>{title}</h1>", _table(_facts(run, rows)), *_prediction_table(run.get("prediction"))]
     parts += ["<h2>Curves</h2>", *_curves(rows, run.get("total"))] if rows else []
-    parts += ["<h2>Samples</h2>", *_samples(samples)] if samples else []
+    parts += ["<h2>Samples</h2>", *samples_html(samples)] if samples else []
     parts += _completions(output) if (output / ROLLOUTS).is_file() else []
     parts += _recipe(recipe)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -298,7 +298,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], total: object) -> list[str]:
     validation = [row for row in rows if row.get("kind") == "eval"]
     updates = total if isinstance(total, int) else len(train)
     keys = dict.fromkeys(key for row in rows for key in row)
-    plots = [_plot("loss", train, validation, updates, _loss_unit(keys), LARGE)]
+    plots = [_plot("loss", train, validation, updates, loss_unit(keys), LARGE)]
     plots += [_plot(name, train, validation, updates, "", SMALL) for name in keys if name not in NO_CURVES]
     return ['<div class="plots">', *plots, "</div>"]
 
@@ -312,13 +312,13 @@ def _plot(
     size: tuple[int, int],
 ) -> str:
     """A figure under its name, with a key that has the last value of each curve; "" where there is no number."""
-    sides = {"training": _column(train, name), "validation": _column(validation, name)}
+    sides = {"training": column(train, name), "validation": column(validation, name)}
     if name == "memory":
         largest = max((value for values in sides.values() for value in values if value is not None), default=0)
         power = min(len(UNITS) - 1, int(math.log2(max(1, largest)) // 10))
         unit = UNITS[power]
         sides = {side: [None if value is None else value / 1024**power for value in sides[side]] for side in sides}
-    steps = {"training": _column(train, "step"), "validation": _column(validation, "step")}
+    steps = {"training": column(train, "step"), "validation": column(validation, "step")}
     curves, smoothed = [], SmoothedLoss(total)
     if name not in EXACT and smoothed.final_span > 1:
         curves.append(Curve("", steps["training"], sides["training"], "raw"))
@@ -327,7 +327,7 @@ def _plot(
     else:
         label = "training" if any(value is not None for value in sides["validation"]) else "last"
     curves += [Curve(side, steps[side], values, side) for side, values in sides.items()]
-    title = METRIC_NAMES.get(name) or re.sub(r"^rewards/(.+)/(mean|std)$", _reward_title, name)
+    title = metric_title(name)
     plot = svg_plot(title, curves, unit=unit, size=size)
     last = {
         side: next((value for value in reversed(values) if value is not None), None) for side, values in sides.items()
@@ -342,11 +342,16 @@ def _plot(
     return f'<div><h3>{html.escape(title)}</h3><p class="key">{key}</p>{plot}</div>' if plot else ""
 
 
+def metric_title(name: str) -> str:
+    """The title of a metric of metrics.jsonl."""
+    return METRIC_NAMES.get(name) or re.sub(r"^rewards/(.+)/(mean|std)$", _reward_title, name)
+
+
 def _reward_title(match: re.Match[str]) -> str:
     return f"Reward {match[1]}" if match[2] == "mean" else f"Spread of reward {match[1]}"
 
 
-def _loss_unit(keys: Collection[str]) -> str:
+def loss_unit(keys: Collection[str]) -> str:
     """Returns the unit that a loss is averaged over, from the other metrics."""
     if "reward" in keys:
         return "of the policy"
@@ -373,12 +378,13 @@ def _recipe(text: str) -> list[str]:
     return ["<h2>Recipe</h2>", f"<pre>{html.escape(short)}</pre>", folded]
 
 
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """The numbers of a metric in `rows`, None where a row has none."""
     values = [row.get(name) for row in rows]
     return [value if isinstance(value, int | float) and not isinstance(value, bool) else None for value in values]
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+def samples_html(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     """Renders each prompt, with its pictures, and its answers in order of updates."""
     answers: dict[tuple[str, ...], list[str]] = {}
     for sample in samples:
