@@ -80,12 +80,12 @@ def slurm(
 @app.command()
 @expand_options()
 def k8s(arguments: Arguments, options: JobSetOptions, out: Out = None) -> None:
-    """Write a JobSet for Kubernetes that contains the recipe."""
+    """Write a JobSet or a TrainJob for Kubernetes that contains the recipe."""
     from meshtune.launch import kubernetes as writer
     from meshtune.launch.train_command import parse_restartable_command
 
     command = parse_restartable_command(arguments, output_is_visible=False)
-    path = _write(writer.manifest(command, options), out, f"{command.name}.jobset.yaml")
+    path = _write(writer.manifest(command, options), out, f"{command.name}.{options.kind}.yaml")
     if path is not None:
         print(f"start it with: kubectl apply -f {path}")
 

@@ -448,7 +448,9 @@ def load_documents(
     return _documents(_mix_sources(train, data.mixing, seed), validation, skipped)
 
 
-def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
+def open_documents(
+    data: DataSection, *, seed: int, dataset_type: DatasetType = "documents", pictures: PictureFiles | None = None
+) -> Documents:
     """The data of a recipe, of whose training records only the first few are read: for data too large to be read twice.
 
     Sources are mixed, and records held out, as by `load_documents`; validation records are all checked. Reading a
@@ -457,7 +459,7 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     registry = load_registry(data.registry) if data.registry else None
     skipped: list[SkippedRecord] = []
     train = [
-        open_unchecked(_data_source(section, registry, dataset_type), data.on_bad, seed, dataset_type)
+        open_unchecked(_data_source(section, registry, dataset_type), data.on_bad, seed, dataset_type, pictures)
         for section in data.train
     ]
     validation = None
@@ -465,7 +467,7 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         _check_unweighted(data.validation)
         sources = [_data_source(section, registry, dataset_type) for section in data.validation]
         validation = _concatenate(
-            [check_source(source, data.on_bad, seed, skipped, dataset_type) for source in sources]
+            [check_source(source, data.on_bad, seed, skipped, dataset_type, pictures=pictures) for source in sources]
         )
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)

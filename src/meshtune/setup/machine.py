@@ -17,6 +17,7 @@ from rich.table import Table
 
 from meshtune.costs.hardware import Device, Target, find_device, known_devices
 from meshtune.errors import UserError
+from meshtune.mesh.layout import count_slices
 from meshtune.mesh.processes import Job
 from meshtune.setup.shortage import host_memory
 
@@ -96,7 +97,7 @@ ROUNDS = 4  # of each measurement; the fastest counts
 def local_target(machine: Machine, hosts: int = 1) -> Target:
     """The devices of this job, spread evenly over `hosts`, as a target."""
     per_host = max(1, len(machine.devices) // hosts)
-    return Target(hosts, per_host, local_device(machine, per_host))
+    return Target(hosts, per_host, local_device(machine, per_host), count_slices(machine.devices))
 
 
 def local_device(machine: Machine, per_host: int = 1) -> Device:
