@@ -134,7 +134,7 @@ def written(family, tokenizer, output, image):
         case "paligemma":
             fields = SimpleNamespace(image_token="<image>", image_seq_length=16)
             return PaliGemmaProcessor.replace_image_token(fields, output, 0)
-        case "gemma4":
+        case "gemma4" | "gemma4_unified":
             names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
             return Gemma4Processor.replace_image_token(SimpleNamespace(**names), output, 0)
         case "lfm2_vl":
@@ -221,6 +221,16 @@ def test_pixels_are_those_of_transformers(model, family):
                     box = tile[:, row * side : row * side + side, column * side : column * side + side]
                     levels = (patch.reshape(3, -1) * deviation + mean) * 255
                     assert np.abs(levels - box.reshape(3, -1)).max() < 1.001  # torch rounds some bytes otherwise
+        elif family == "gemma4_unified":
+            torch = pytest.importorskip("torch")
+            with mock.patch.dict(sys.modules, TORCHVISION):
+                module = importlib.import_module("transformers.models.gemma4_unified.image_processing_gemma4_unified")
+            (squares,), (places,) = (torch.tensor(output[name]) for name in ("pixel_values", "image_position_ids"))
+            real = (places >= 0).all(-1)
+            expected, places = module.patches_merge(squares[real][None], places[real][None], len(patches))
+            assert places[0].tolist() == grid[:, [1, 0]].tolist()
+            own = patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+            assert np.array_equal(own.reshape(len(patches), -1), expected[0])
         elif family == "gemma4":
             count, (rows, columns) = len(patches), layout.tiles[0]
             expected = output["pixel_values"][0][:count].reshape(rows * columns, side * side, 3).swapaxes(1, 2)
