@@ -27,11 +27,9 @@ _LANES = 128  # a row's patches are a multiple of this where pictures have no ti
 def patch_counts(reader: PictureReader, store: Store) -> np.ndarray:
     """The patches of each document of a store, int64 [documents]."""
     counts = np.zeros(len(store), np.int64)
-    if store.extras is not None and store.extra_offsets is not None:
-        data, edges = store.extras.tobytes(), store.extra_offsets
-        for document in np.flatnonzero(np.diff(edges)):
-            pictures = read_pictures(data[edges[document] : edges[document + 1]])
-            counts[document] = sum(reader.layout(*item.picture.size).patches for item in pictures)
+    for document in np.flatnonzero(store.column("extra_lengths")).tolist():
+        pictures = read_pictures(store[document].extra)
+        counts[document] = sum(reader.layout(*item.picture.size).patches for item in pictures)
     return counts
 
 
