@@ -22,6 +22,7 @@ import mmap
 import os
 import pathlib
 import shutil
+import struct
 import tempfile
 import time
 import zlib
@@ -64,6 +65,7 @@ _COLUMNS = {
     "values": np.float32,
     "checks": np.int64,
 }
+_FACTS = struct.Struct("<4qQ2qf")  # all columns but the checksum
 
 
 def sample_digest(sample: object) -> bytes:
@@ -162,7 +164,7 @@ def _encode(example: Example, source: int, begin: int) -> tuple[bytes, list[int 
 
 
 def _checksum(data: bytes, facts: Sequence[int | float]) -> int:
-    return zlib.crc32(repr(facts).encode(), zlib.crc32(data))
+    return zlib.crc32(_FACTS.pack(*facts), zlib.crc32(data))
 
 
 class Shard(Sequence[Example]):
@@ -182,13 +184,14 @@ class Shard(Sequence[Example]):
                 raise ValueError("its metadata do not match their checksum")
             metadata = json.loads(text)
             self._start, self._end = (start + offset for offset in header.pop("documents")["data_offsets"])
-            self._columns = {
+            columns = {
                 name: np.frombuffer(
                     self._map, _DTYPES[item["dtype"]], item["shape"][0], start + item["data_offsets"][0]
                 )
                 for name, item in header.items()
             }
-            self._size, self._least = metadata["size"], metadata["least"]
+            self._size = metadata["size"]
+            self._table = [(columns.get(name), metadata["least"][name]) for name in _COLUMNS]
             self.names, self.notes, self.layout = metadata["names"], metadata["notes"], metadata["layout"]
         except (ValueError, LookupError, TypeError) as problem:
             raise damage_error(file, problem) from problem
@@ -204,7 +207,7 @@ class Shard(Sequence[Example]):
         if not 0 <= index < self._size:
             raise IndexError(index)
         try:
-            *facts, check = (self.value(name, index) for name in _COLUMNS)
+            *facts, check = [least if column is None else column.item(index) + least for column, least in self._table]
             begin, length, scaled, extra_length, _, record, source, value = facts
             stop = 4 * length + (4 * length if scaled else (length + 7) // 8)
             data = self._map[self._start + begin : self._start + begin + stop + extra_length]
@@ -216,21 +219,17 @@ class Shard(Sequence[Example]):
             else:
                 bits = np.frombuffer(data, np.uint8, stop - 4 * length, 4 * length)
                 weights = np.unpackbits(bits, count=length).astype(np.float32)
-        except (ValueError, LookupError, TypeError) as problem:
+        except (ValueError, LookupError, TypeError, struct.error) as problem:
             with contextlib.suppress(OSError):
                 self.file.unlink()  # the next start finds it missing, and writes it again
             raise damage_error(self.file, problem) from problem
         return Example(ids, weights, origin, value, data[stop:])
 
-    def value(self, name: str, index: int) -> Any:
-        """The value of a column (see _COLUMNS) for a document."""
-        column = self._columns.get(name)
-        return self._least[name] + (column[index].item() if column is not None else _COLUMNS[name](0).item())
-
     def column(self, name: str) -> np.ndarray:
-        """The values of a column for all documents."""
-        column = np.full(self._size, self._least[name], _COLUMNS[name])
-        return column + self._columns[name].astype(column.dtype) if name in self._columns else column
+        """The values of a column (see _COLUMNS) for all documents."""
+        values, least = self._table[list(_COLUMNS).index(name)]
+        column = np.full(self._size, least, _COLUMNS[name])
+        return column if values is None else column + values.astype(column.dtype)
 
 
 @functools.lru_cache(maxsize=_OPEN)
@@ -268,8 +267,7 @@ class Store(Sequence[Example]):
 
     def origin(self, index: int) -> Origin:
         """The record that document `index` was made from."""
-        shard, place = self._locate(index)
-        return Origin(shard.names[shard.value("sources", place)], shard.value("records", place))
+        return self[index].origin
 
     def column(self, name: str) -> np.ndarray:
         """A column (see _COLUMNS) of all documents."""
