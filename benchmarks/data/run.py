@@ -94,7 +94,7 @@ def write(folder: pathlib.Path, count: int, tokens: int) -> None:
 
 def measure_open(folder: pathlib.Path, model: str, gigabytes: float, tokens: int) -> dict[str, object]:
     """Copies a prepared shard until the set has so many bytes, and opens it in 1, 2, 4 and 8 processes at once."""
-    from meshtune.data.store import SHARD, SHARD_NAME, Shard, open_store, publish_store
+    from meshtune.data.store import SHARD, SHARD_NAME, open_store, publish_store
 
     write(folder, SHARD, tokens)
     environment = os.environ | {"MESHTUNE_CACHE": str(folder)}
@@ -107,7 +107,7 @@ def measure_open(folder: pathlib.Path, model: str, gigabytes: float, tokens: int
         shutil.copy(first, path / SHARD_NAME.format(number))
     store, _ = open_store(path)
     assert store is not None
-    store = publish_store(path, [Shard(path / SHARD_NAME.format(number)) for number in range(count)], store.meta)
+    store = publish_store(path, [path / SHARD_NAME.format(number) for number in range(count)], store.meta)
     size = sum(file.stat().st_size for file in path.iterdir())
     result: dict[str, object] = {"bytes": size, "bytes_a_token": size / int(store.lengths.sum()), "shards": count}
     digests = set()

@@ -16,7 +16,6 @@ from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.store import (
     SHARD_NAME,
     DamagedStore,
-    Shard,
     cache_directory,
     fingerprint,
     open_store,
@@ -54,7 +53,7 @@ def store_of_two(path):
     shards = []
     for number, examples in enumerate((list(examples_of())[:3], list(examples_of())[3:])):
         write_shard(path / SHARD_NAME.format(number), examples, lambda: {"part": 1})
-        shards.append(Shard(path / SHARD_NAME.format(number)))
+        shards.append(path / SHARD_NAME.format(number))
     return publish_store(path, shards, {"n": 5})
 
 

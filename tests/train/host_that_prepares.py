@@ -12,8 +12,8 @@ import socket
 import sys
 import time
 
-from meshtune.data.store import Shard
 from meshtune.data.tokenise import ShardTask
+from meshtune.data.tokens import Tokenize
 
 SHARE = 2
 host, log, peer_log, *sys.argv[1:] = sys.argv[1:]
@@ -28,7 +28,7 @@ def count_written(file: str) -> int:
 make = ShardTask.make
 
 
-def make_and_log(task, tokenize) -> Shard:
+def make_and_log(task: ShardTask, tokenize: Tokenize) -> pathlib.Path:
     shard = make(task, tokenize)
     with open(log, "a") as lines:
         lines.write(f"{task.file.stem.removeprefix('shard-')}\n")

@@ -196,9 +196,6 @@ class Shard(Sequence[Example]):
         except (ValueError, LookupError, TypeError) as problem:
             raise damage_error(file, problem) from problem
 
-    def __reduce__(self):
-        return Shard, (self.file,)
-
     def __len__(self) -> int:
         return self._size
 
@@ -289,24 +286,20 @@ class Store(Sequence[Example]):
         return sorted(firsts.values())
 
 
-def publish_store(path: pathlib.Path, shards: Sequence[Shard], notes: Mapping[str, object]) -> Store:
+def publish_store(path: pathlib.Path, shards: Sequence[pathlib.Path], notes: Mapping[str, object]) -> Store:
     """Writes the manifest of a folder with all its shards, and opens it. Hosts that prepare the same data may do so at
     once: they write the same. Raises UserError if the cache cannot be written."""
-    lengths = np.concatenate([np.zeros(0, np.int64), *(shard.column("lengths") for shard in shards)])
-    data = lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))).tobytes()
-    content = {
-        "layout": LAYOUT,
-        "lengths": zlib.crc32(data),
-        "shards": [
-            {"documents": len(shard), "tokens": int(shard.column("lengths").sum()), "bytes": shard.bytes}
-            for shard in shards
-        ],
-        "notes": notes,
-    }
+    recorded, lengths = list[dict[str, int]](), [np.zeros(0, np.int64)]
+    for shard in map(Shard, shards):  # each takes a file descriptor
+        lengths.append(shard.column("lengths"))
+        recorded.append({"documents": len(shard), "tokens": int(lengths[-1].sum()), "bytes": shard.bytes})
+    complete = np.concatenate(lengths)
+    data = complete.astype(np.min_scalar_type(int(complete.max(initial=0)))).tobytes()
+    content = {"layout": LAYOUT, "lengths": zlib.crc32(data), "shards": recorded, "notes": notes}
     with _cache_errors(path.parent):
         write_file(path / LENGTHS, data)
         write_json(path / MANIFEST, content)
-        for file in {*path.iterdir()} - {path / MANIFEST, path / LENGTHS, *(shard.file for shard in shards)}:
+        for file in {*path.iterdir()} - {path / MANIFEST, path / LENGTHS, *shards}:
             if not file.name.startswith(_DRAFT):  # another host may be writing it
                 file.unlink(missing_ok=True)  # of an earlier layout, or the lock of a shard
     _open_shard.cache_clear()
@@ -319,7 +312,7 @@ def publish_store(path: pathlib.Path, shards: Sequence[Shard], notes: Mapping[st
 def write_store(path: pathlib.Path, examples: Iterable[Example], notes: Callable[[], Mapping[str, object]]) -> Store:
     """Writes and opens a store of one shard. Raises UserError as `write_shard`."""
     write_shard(path / SHARD_NAME.format(0), examples, dict)
-    return publish_store(path, [Shard(path / SHARD_NAME.format(0))], notes())
+    return publish_store(path, [path / SHARD_NAME.format(0)], notes())
 
 
 def open_store(path: pathlib.Path) -> tuple[Store | None, str | None]:

@@ -95,7 +95,7 @@ def run_tasks(
         else:
             makers = [stack.enter_context(TaskProcess(task)) for _ in range(min(processes, len(tasks)))]
             threads = [threading.Thread(target=board.work, args=(tasks, make, done)) for make in makers]
-            stack.callback(board.stop.set)  # before the processes are killed, which threads would report
+            stack.callback(board.close)  # before the processes are killed, which threads would report
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -115,7 +115,12 @@ class _Board:
 
     def __init__(self, remaining: collections.deque[int]):
         self.remaining, self.results = remaining, dict[int, Any]()
-        self.errors, self.stop = dict[int, BaseException](), threading.Event()
+        self.errors, self.stop, self.is_closed = dict[int, BaseException](), threading.Event(), False
+
+    def close(self) -> None:
+        """Begins no more tasks, and records no more errors."""
+        self.is_closed = True
+        self.stop.set()
 
     def work(self, tasks: Sequence[Task], make: Callable[[Task], Any], done: Callable[[int], None]) -> None:
         """Makes tasks until none is open, or one has failed."""
@@ -128,7 +133,7 @@ class _Board:
             try:
                 result = make(tasks[number])
             except BaseException as problem:
-                if not self.stop.is_set():
+                if not self.is_closed:
                     self.errors[number] = problem
                 self.stop.set()
                 return

@@ -128,16 +128,21 @@ class Preparer:
         store.damage = damage and f"the tokenised data in {path} are damaged ({damage})"
         return store
 
-    def _notes(self, shards: Sequence[Shard]) -> dict[str, object]:
-        total, template = TokenCounts(), None
-        for shard in shards:
+    def _notes(self, shards: Sequence[pathlib.Path]) -> dict[str, object]:
+        total, template, digests, values = TokenCounts(), None, list[np.ndarray](), list[np.ndarray]()
+        for shard in map(Shard, shards):  # each takes a file descriptor
             add_counts(total, read_counts(shard.notes["counts"]))
-        if any(shard.notes["conversation"] for shard in shards):
-            template = dataclasses.asdict(template_info(ChatTemplate(self.task.tokenizer)))
-        digests, values = (np.concatenate([shard.column(name) for shard in shards]) for name in ("digests", "values"))
-        limits = [float(values.min()), float(values.max())] if len(values) else None
-        copies = count_copies(digests, values, self.task.convert.dataset_type)
-        return {"counts": dataclasses.asdict(total), "template": template, "copies": copies, "values": limits}
+            if template is None and shard.notes["conversation"]:
+                template = dataclasses.asdict(template_info(ChatTemplate(self.task.tokenizer)))
+            digests.append(shard.column("digests"))
+            values.append(shard.column("values"))
+        value = np.concatenate(values)
+        return {
+            "counts": dataclasses.asdict(total),
+            "template": template,
+            "copies": count_copies(np.concatenate(digests), value, self.task.convert.dataset_type),
+            "values": [float(value.min()), float(value.max())] if len(value) else None,
+        }
 
 
 def discard_changed(samples: DocumentList, path: pathlib.Path) -> None:
@@ -170,9 +175,9 @@ class ShardTask:
     convert: StageExamples
     options: TokenOptions
 
-    def make(self, tokenize: Tokenize) -> Shard:
-        """Writes the shard. Raises UserError as `convert` does, where the file cannot be written, and if a source has
-        changed."""
+    def make(self, tokenize: Tokenize) -> pathlib.Path:
+        """Writes the shard; returns its file. Raises UserError as `convert` does, where the file cannot be written,
+        and if a source has changed."""
         tokenize.start_counts()
         examples = self.convert(tokenize, self.samples)
         if self.convert.dataset_type == "labelled":
@@ -182,12 +187,12 @@ class ShardTask:
             return {"counts": dataclasses.asdict(tokenize.counts), "conversation": tokenize.saw_conversation}
 
         write_shard(self.file, examples, notes, self.samples.check_unchanged)
-        return Shard(self.file)
+        return self.file
 
-    def load(self) -> Shard | None:
-        """The shard that was written; None if it is not there, or damaged."""
+    def load(self) -> pathlib.Path | None:
+        """The file of the shard; None if it is not there, or damaged."""
         try:
-            return Shard(self.file)
+            return Shard(self.file).file
         except (OSError, UserError):
             return None
 
