@@ -212,6 +212,7 @@ class Tokenize:
         self._backend.no_padding()
         self._token_bytes = TokenBytes(tokenizer)
         self._chat: ChatTemplate | None = None
+        self.saw_conversation = False
         self._prompt_ends: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
         self._is_special = np.zeros(len(tokenizer) + 1, bool)
@@ -226,14 +227,14 @@ class Tokenize:
     @property
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template. Raises UserError if it has none."""
+        self.saw_conversation = True
         if self._chat is None:
             self._chat = ChatTemplate(self.tokenizer, self.pictures)
         return self._chat
 
-    @property
-    def saw_conversation(self) -> bool:
-        """Whether any document so far was a conversation."""
-        return self._chat is not None
+    def start_counts(self) -> None:
+        """Counts from 0. `saw_conversation` says whether any document since was a conversation."""
+        self.counts, self.saw_conversation = TokenCounts(), False
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Example]:
         """Examples of the documents that have something to train on, in order.

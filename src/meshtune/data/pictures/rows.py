@@ -30,7 +30,7 @@ def patch_counts(reader: PictureReader, store: Store | AnsweredPrompts) -> np.nd
     """The patches of each document or prompt of a store, int64 [documents]."""
     counts, documents = np.zeros(len(store), np.int64), np.arange(len(store))
     if isinstance(store, Store):
-        documents = documents[:0] if store.extra_offsets is None else np.flatnonzero(np.diff(store.extra_offsets))
+        documents = np.flatnonzero(store.column("extra_lengths"))
     for document in documents.tolist():
         pictures = read_pictures(store[document].extra)
         counts[document] = sum(reader.layout(*item.picture.size).patches for item in pictures)
