@@ -302,7 +302,7 @@ def report_for(
 
 
 def _kernel_decisions(device: Device) -> list[Decision]:
-    """What a plan for a chip without kernels counts, and what it does not; nothing for other chips."""
+    """Describes the operations of a chip without kernels, and which of their costs the plan counts; [] for others."""
     chip = chip_of(device.backend, device.arch)
     reason = None if device.platform in ("tpu", "cpu") else without_triton(chip)
     if reason is None:
