@@ -29,6 +29,7 @@ GOALS = {
 
 # The least memory that others published for tuning the same model in the same way, as they state it, and where.
 UNSLOTH_TABLE, UNSLOTH_EXPERTS = "unsloth.ai/docs, requirements", "unsloth.ai/docs/basics/faster-moe"
+UNSLOTH_QWEN35, FACTORY = "unsloth.ai/docs/models/qwen3.5/fine-tune", "LLaMA-Factory's README, hardware requirement"
 VERL_DEVICES = "verl docs/perf/device_tuning.rst"
 PUBLISHED = {
     "405b-qlora-8xH100": ("Unsloth 237 GB", UNSLOTH_TABLE),
@@ -65,6 +66,27 @@ PUBLISHED = {
     "70b-grpo-qlora-8xH100": (
         "verl 32 x H800 at least, TRL with vLLM 8 x H100 (72B, all weights trained)",
         f"{VERL_DEVICES}; huggingface.co/blog/vllm-colocate",
+    ),
+    "qwen2-vl-2b-full-24gb": (
+        "LLaMA-Factory 18 GB (8 GB a billion weights, its rule for bfloat16), Unsloth 20 GB (Qwen3.5 2B, four times "
+        "its LoRA), ms-swift none found",
+        f"{FACTORY}; {UNSLOTH_QWEN35}",
+    ),
+    "qwen2-vl-2b-full-40gb": (
+        "LLaMA-Factory 40 GB (18 GB a billion weights, its rule), Unsloth and ms-swift none found",
+        FACTORY,
+    ),
+    "qwen2.5-vl-7b-qlora-16gb": (
+        "LLaMA-Factory 6 GB, Unsloth 5 GB (any 7B, without pictures), ms-swift none found",
+        f"{FACTORY}; {UNSLOTH_TABLE}",
+    ),
+    "qwen3-vl-30b-a3b-lora": (
+        "ms-swift 2 x 70 GiB (16 rows each), LLaMA-Factory 64 GB (any 30B), Unsloth 74 GB (Qwen3.5 35B-A3B)",
+        f"ms-swift examples/models/qwen3_vl/zero2.sh; {FACTORY}; {UNSLOTH_QWEN35}",
+    ),
+    "internvl3-78b-lora-8xMI300X": (
+        "LLaMA-Factory 160 GB (any 70B), Unsloth 192 GB (any 81B), ms-swift 2 x 75 GB (QVQ 72B, a row of 2,048)",
+        f"{FACTORY}; {UNSLOTH_TABLE}; ms-swift examples/train/multimodal/ocr.sh of 2025",
     ),
     "deepseek-v3-lora-8xH200": ("Colossal-AI 24 x H100, over bfloat16", "Colossal-AI's announcement of February 2025"),
 }  # fmt: skip

@@ -80,6 +80,17 @@ def test_persistent_arrays_are_counted_exactly(tmp_path, model, changes):
     assert breakdown["optimizer"] == pytest.approx(exact.nbytes("optimizer"), abs=16)
 
 
+@pytest.mark.parametrize(("precision", "bytes_of_micro_batch"), [("bfloat16", 2), ("mixed", 4)])
+def test_gradients_of_several_micro_batches_are_a_float32_sum_and_one_more_in_the_weights_dtype(
+    tmp_path, precision, bytes_of_micro_batch
+):
+    changes = ["method=full", "mesh.fsdp=1", f"compute.precision={precision}", "train.batch_size=4", LONG, FULL]
+    whole, parts = (
+        scored(tmp_path, "1B", "H100", *changes, f"train.micro_batch={rows}")[2].estimate.breakdown for rows in (4, 1)
+    )
+    assert parts["gradients"] / whole["gradients"] == pytest.approx((4 + bytes_of_micro_batch) / 4)
+
+
 def test_residual_and_optimizer_state_move_to_the_host(tmp_path):
     on_device = scored(tmp_path, "8B", "8xH100", FSDP, FULL, LONG)[2].estimate
     offloaded = scored(tmp_path, "8B", "8xH100", FSDP, FULL, LONG, "compute.offload=[residual, optimizer]")[2].estimate

@@ -13,7 +13,7 @@ import dataclasses
 
 from meshtune.costs.collectives import Collective
 from meshtune.costs.roofline import residual_bytes
-from meshtune.costs.workload import Candidate, LayerCost
+from meshtune.costs.workload import Candidate, LayerCost, bytes_per_element
 from meshtune.mesh.layout import SHARDS
 from meshtune.model.block import HEADROOM
 from meshtune.objectives.answers import CRITIC
@@ -90,7 +90,8 @@ def estimate(candidate: Candidate) -> Estimate:
     if candidate.streams_trained_weights:
         device["activations"] += STREAMED * candidate.local_bytes("full", "optimizer") / candidate.workload.spec.layers
     if candidate.accumulation > 1:
-        device["gradients"] *= 2  # the accumulated sum, and those of the current micro-batch
+        # The accumulated sum in float32, and those of the current micro-batch in the dtype of what is trained.
+        device["gradients"] *= 1 + bytes_per_element(candidate.workload.precision.trainable) / 4
     return Estimate(
         {role: int(device.get(role, 0)) for role in ROLES}, {role: int(size) for role, size in host.items()}
     )

@@ -72,7 +72,7 @@ def plain(name: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
-def unified(name: str) -> str:
+def in_memory(name: str) -> str:
     """The name in memory, for one in published files of Gemma 4 12B."""
     name = name.replace("embed_vision.embedding_projection", "embed_vision.multimodal_embedder.embedding_projection")
     return name.replace("vision_embedder.", "embed_vision.")
@@ -86,7 +86,7 @@ def unified(name: str) -> str:
         (GEMMA3, with_vision_model),
         (PALIGEMMA2, since),
         (PALIGEMMA2, with_vision_model),
-        (GEMMA4_UNIFIED, unified),
+        (GEMMA4_UNIFIED, in_memory),
         (LLAVA, with_vision_model),
         (QWEN2_VL, plain),
         (MISTRAL3, since),

@@ -26,8 +26,8 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
     width, side = fields.integer("mm_embed_dim", 3840), fields.integer("patch_size", 16)
     side *= fields.integer("pooling_kernel_size", 3)
     for field, value in (("output_proj_dims", width), ("model_patch_size", side)):
-        if (given := fields.integer(field, value)) != value:
-            raise fields.error(field, f"{field} is {given}, and other fields make it {value}")
+        if (size := fields.integer(field, value)) != value:
+            raise fields.error(field, f"{field} is {size}, and other fields make it {value}")
     entries, norm = fields.integer("mm_posemb_size", 1120), NormSpec(1e-5, "layer")
     spec = VisionSpec(
         "gemma4_unified",
