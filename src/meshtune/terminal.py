@@ -8,6 +8,7 @@ import pathlib
 import shlex
 import shutil
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -19,11 +20,14 @@ CELL = 120  # columns of the text under a notebook's cell
 def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
     """A console that guesses no highlights. Tables of a pipe or a file are not squeezed into 80 columns.
 
-    In a notebook it prints plain text: rich's own output there needs ipywidgets.
+    In a notebook it prints coloured text and moves no cursor: rich's own output there needs ipywidgets.
     """
-    opened = Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, force_jupyter=False)
+    options: dict[str, Any] = {"stderr": stderr, "quiet": quiet, "highlight": False, "soft_wrap": soft_wrap}
+    if in_notebook():
+        return Console(**options, force_jupyter=False, force_terminal=False, color_system="standard", width=CELL)
+    opened = Console(**options)
     if not opened.is_terminal and "COLUMNS" not in os.environ:
-        opened.width = CELL if in_notebook() else WIDE
+        opened.width = WIDE
     return opened
 
 

@@ -73,6 +73,13 @@ MODELS = {
         ["<|image>", "<|image|>", "<image|>"],
         PARTS.replace("PICTURE", "<|image|>"),
     ),
+    "gemma4_unified": (
+        {"model_type": "gemma4_unified", "vision_config": {"patch_size": 4, "pooling_kernel_size": 2}},
+        {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 4, "pooling_kernel_size": 2,
+         "max_soft_tokens": 70},
+        ["<|image>", "<|image|>", "<image|>"],
+        PARTS.replace("PICTURE", "<|image|>"),
+    ),
     "glm4v": (
         {"model_type": "glm4v", "vision_config": {"in_channels": 3}},
         {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 6272, "longest_edge": 40000}},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from meshtune.arrays.batch import BATCH_ARRAYS, batch_axes
 from meshtune.data.conversation import Origin
 from meshtune.data.loader import Loader, Units, row_sizes
-from meshtune.data.store import group_examples, open_or_build
+from meshtune.data.store import write_store
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
@@ -33,7 +33,7 @@ def store_of(lengths, cache):
         for index, n in enumerate(lengths)
     ]
     key = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
-    return open_or_build(key, lambda: (group_examples(examples), dict), cache)
+    return write_store(cache / key, examples, dict)
 
 
 @pytest.fixture(scope="session")

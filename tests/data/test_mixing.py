@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtune.data.documents import apportion, draw, mix
+from meshtune.data.mixing import apportion, draw, mix
 from meshtune.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=4)

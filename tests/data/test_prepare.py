@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pathlib
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from meshtune.cli.data import app
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import prepare_data
-from meshtune.data.store import META
+from meshtune.data.store import MANIFEST
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
@@ -168,8 +167,8 @@ def test_a_record_that_changed_is_tokenised_again(smol, tmp_path):
 
 @pytest.mark.parametrize("while_it_is", ["reading", "tokenising"])
 def test_a_file_that_is_written_to_meanwhile_leaves_nothing_behind(smol, tmp_path, monkeypatch, while_it_is):
-    monkeypatch.setattr("meshtune.data.store.PART", 32)
-    monkeypatch.setattr("meshtune.data.tokenise.PART", 32)
+    monkeypatch.setattr("meshtune.data.store.SHARD", 32)
+    monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "1")
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(320)])
 
     def progress(activity, done, of):
@@ -180,8 +179,8 @@ def test_a_file_that_is_written_to_meanwhile_leaves_nothing_behind(smol, tmp_pat
     with pytest.raises(UserError, match="the file was changed while it was read") as caught:
         prepare_data(recipe(file), smol, cache=tmp_path / "cache", progress=progress)
     assert caught.value.where == file
-    assert not list((tmp_path / "cache").rglob("*.npz"))
-    assert not list((tmp_path / "cache").rglob("meta.json"))
+    assert not list((tmp_path / "cache").rglob("shard-*"))
+    assert not list((tmp_path / "cache").rglob(MANIFEST))
 
 
 def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(smol, tmp_path):
@@ -233,15 +232,3 @@ def test_the_first_batch_has_the_contents_of_its_records(smol, alpaca, tmp_path)
         assert row["tokens"][span].tolist() == ids[:-1]
         assert row["targets"][span].tolist() == ids[1:]
         assert np.array_equal(row["positions"][span], np.arange(len(ids) - 1))
-
-
-def test_a_store_of_a_version_that_did_not_look_for_lost_words_is_made_again(smol, tmp_path):
-    section = recipe(write(tmp_path / "a.jsonl", [pair()]))
-    store = prepare_data(section, smol, cache=tmp_path).train.store
-    content = json.loads((store.path / META).read_text())
-    del content["digest"], content["notes"]["counts"]["first"]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (store.path / META).write_text(json.dumps({**content, "digest": digest}))
-    again = prepare_data(section, smol, cache=tmp_path).train.store
-    assert again.path == store.path
-    assert "first" in again.meta["counts"]

@@ -20,7 +20,8 @@ from meshtune.data.inspection import coloured_tokens, render
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.report import TemplateInfo, histogram, make_report
-from meshtune.data.store import add_counts, group_examples, open_or_build
+from meshtune.data.store import write_store
+from meshtune.data.tokenise import add_counts, count_copies
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.errors import UserError
@@ -30,7 +31,8 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
     examples = [
         Example(np.arange(n, dtype=np.int32), np.ones(n, np.float32), Origin("f", i)) for i, n in enumerate(lengths)
     ]
-    store = open_or_build(repr((lengths, loader)).replace("/", ""), lambda: (group_examples(examples), dict), tmp_path)
+    store = write_store(tmp_path / "store", examples, dict)
+    store.meta = {"copies": count_copies(store.digests, store.column("values"), "documents")}
     prepared = Loader(store, max_length=64, batch_size=batch_size, **loader)
     total = sum(lengths)
     counts = counts or TokenCounts(
@@ -183,7 +185,7 @@ def test_without_colours_tokens_are_separated_within_lines_alone(shared):
 
 def test_a_replaced_damaged_store_is_reported(tmp_path):
     report = dataclasses.replace(report_of(tmp_path), cache_damage="the tokenised data in X are damaged")
-    assert report.warnings[0] == "the tokenised data in X are damaged; they were made anew"
+    assert report.warnings[0] == "the tokenised data in X are damaged; they were prepared again"
 
 
 def test_pairs_are_counted_as_pairs(tmp_path):

@@ -9,11 +9,15 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -151,11 +155,18 @@ def test_a_record_of_10_mb_is_read_whole(tmp_path, suffix):
     assert open_path(path, "large")[0]["text"] == answer
 
 
+def pack(path, data):
+    """Writes `data`, packed as the name of the file says."""
+    packed = gzip.compress(data) if path.suffix == ".gz" else pyarrow.compress(data, codec="zstd", asbytes=True)
+    path.write_bytes(packed)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "txt"])
-def test_gzipped_files_read_like_plain_ones(tmp_path, kind):
-    plain, packed = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}.gz"
+def test_packed_files_read_like_plain_ones(tmp_path, kind, suffix):
+    plain, packed = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}.{suffix}"
     plain.write_text({"json": '[{"a": "1"}]', "jsonl": '{"a": "1"}', "csv": "a\n1\n", "txt": "one\ntwo"}[kind])
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    pack(packed, plain.read_bytes())
     assert read(packed) == read(plain)
     packed.write_bytes(packed.read_bytes()[:-5])
     assert "damaged or truncated" in fails(packed).what
@@ -234,7 +245,7 @@ def test_an_unsupported_extension_lists_the_supported_ones(tmp_path):
         assert ".parquet" in error.fix
 
 
-def test_a_folder_of_one_file_type_is_read_in_order(tmp_path):
+def test_a_folder_is_read_in_the_order_of_its_files_whatever_their_types(tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     (folder / "b.jsonl").write_text('{"n": 2}\n{"n": 3}\n')
@@ -245,7 +256,11 @@ def test_a_folder_of_one_file_type_is_read_in_order(tmp_path):
     assert list(records.sweep()) == [records[index] for index in range(3)] == [{"n": 1}, {"n": 2}, {"n": 3}]
     assert str(records.origin(2)) == "parts/b.jsonl, record 1"
     (folder / "c.csv").write_text("n\n4\n")
-    assert "mixes types: .csv (1, e.g. c.csv), .jsonl (2, e.g. a.jsonl)" in fails(folder).what
+    records = open_path(folder, "parts/")
+    assert [records[index]["n"] for index in range(4)] == [1, 2, 3, "4"]
+    selected = pickle.loads(pickle.dumps(records.select(np.array([1, 3]))))
+    assert [dict(record) for record in selected.sweep()] == [{"n": 2}, {"n": "4"}]
+    assert [str(selected.origin(index)) for index in range(2)] == ["parts/b.jsonl, record 0", "parts/c.csv, record 0"]
     (folder / "c.csv").rename(folder / "c.bin")
     assert "c.bin" in fails(folder).what
 
@@ -420,7 +435,7 @@ def test_fields_that_other_records_have_are_not_read_as_null_from_parquet(tmp_pa
     assert read(path) == [records[0], {**records[1], "note": None}]
 
 
-@pytest.mark.parametrize(("suffix", "command"), [(".zst", "zstd -d"), (".bz2", "bzip2"), (".zip", "unzip")])
+@pytest.mark.parametrize(("suffix", "command"), [(".bz2", "bzip2"), (".zip", "unzip")])
 def test_a_file_packed_in_another_way_is_to_be_unpacked(tmp_path, suffix, command):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(b"packed")
@@ -468,15 +483,19 @@ def test_pipes_and_devices_are_no_data(tmp_path, kind, suffix):
     assert "no data files" in fails(tmp_path).what, "in a folder they are not read either"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
-def test_a_small_gzip_file_that_holds_gigabytes_is_refused(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("name", ["jsonl.gz", "json.gz", "csv.gz", "tsv.gz", "txt.gz", "jsonl.zst"])
+def test_a_small_packed_file_that_holds_gigabytes_is_refused(tmp_path, monkeypatch, name):
     """Here with lower limits. The fix is to unpack it oneself."""
     monkeypatch.setattr("meshtune.data.readers.textfiles.UNPACKED", 100_000)
-    path = tmp_path / f"bomb.{kind}.gz"
+    path = tmp_path / f"bomb.{name}"
+    kind, suffix = name.split(".")
     plain = RECORD * 300_000
-    path.write_bytes(gzip.compress(plain, mtime=0))
+    pack(path, plain)
     error = fails(path)
     assert "no text is packed so tightly" in error.what
+    if suffix == "zst" and shutil.which("zstd") is None:
+        assert "zstd -d " in error.fix
+        return
     subprocess.run(error.fix.rpartition("unpack it yourself: ")[2], shell=True, check=True)
     assert (tmp_path / f"bomb.{kind}").stat().st_size == len(plain)
 
@@ -579,3 +598,23 @@ def test_the_line_of_a_csv_record_is_named_once(tmp_path):
     skipped = []
     check_source(DataSource(path=str(file)), "skip", 0, skipped, "documents")
     assert skipped[0].reason == "the record has 1 field, but the header has 2: text, id"
+
+
+@pytest.mark.parametrize("kind", ["ipc", "stream", "parquet", "csv"])
+def test_selected_records_are_read_in_another_process(tmp_path, hf_home, kind):
+    """They are pickled for it, and keep their numbers."""
+    table = pyarrow.table({"text": [f"text {number}" for number in range(50)]})
+    path = tmp_path / f"a.{'arrow' if kind in ('ipc', 'stream') else kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif kind == "csv":
+        path.write_text("text\n" + "".join(f"text {number}\n" for number in range(50)))
+    else:
+        with (pyarrow.ipc.new_file if kind == "ipc" else pyarrow.ipc.new_stream)(str(path), table.schema) as sink:
+            sink.write_table(table)
+    records = open_path(path, "a")
+    assert list(records.files) == [path]
+    selected = pickle.loads(pickle.dumps(records.select(np.array([3, 20, 49]))))
+    assert [record["text"] for record in selected.sweep()] == ["text 3", "text 20", "text 49"]
+    assert [selected.origin(index).record for index in range(3)] == [3, 20, 49]
+    assert selected[1]["text"] == "text 20"

@@ -18,6 +18,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.agreement import StopFlag, code_version, require_agreement
 from meshtune.mesh.processes import Job, start
 from meshtune.train.loop import interruptible
+from meshtune.train.watchdog import Watchdog
 
 
 def record(**fields: object) -> None:
@@ -71,6 +72,21 @@ def run_until_signal(job: Job) -> int:
     return 128 + decision.signal
 
 
+def stall(job: Job) -> None:
+    """Runs updates under a watchdog, until the main thread of process 1 sleeps before one of them."""
+    step, ones = collective_step()
+    job.barrier("ready")
+    with Watchdog(job, factor=2.0, seconds=8.0) as watchdog:
+        for index in range(10**6):
+            if index == 5 and job.process_index == 1:
+                time.sleep(1000)
+            watchdog.step()
+            value = step(ones)
+            watchdog.step()
+            value.block_until_ready()
+            watchdog.update()
+
+
 def main() -> int:
     with start(timeout=float(os.environ.get("TIMEOUT", "30"))) as job:
         fields = {"seed": 0, "train": {"batch_size": 16 if "differ" not in sys.argv else 16 + job.process_index}}
@@ -78,6 +94,8 @@ def main() -> int:
         require_agreement(job, "the recipe", fields, fix="give every process the same recipe")
         if "stop" in sys.argv:
             return run_until_signal(job)
+        if "stall" in sys.argv:
+            stall(job)
         work(job)
     return 0
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshtune.data.conversation import Origin
 from meshtune.data.loader import Loader, Units
-from meshtune.data.store import group_examples, open_or_build
+from meshtune.data.store import cache_directory, write_store
 from meshtune.data.tokens import Example
 
 
@@ -19,9 +19,8 @@ def store_of(documents, cache):
         for number, (ids, learned, value) in enumerate(documents)
     ]
     content = repr([(example.ids.tolist(), example.weights.tolist(), example.value) for example in examples])
-    return open_or_build(
-        hashlib.sha256(content.encode()).hexdigest()[:24], lambda: (group_examples(examples), dict), cache
-    )
+    key = hashlib.sha256(content.encode()).hexdigest()[:24]
+    return write_store(cache_directory(cache) / key, examples, dict)
 
 
 def loader_of(documents, cache, *, packing=False, rows=None, max_length=48, accumulation=1, **units):

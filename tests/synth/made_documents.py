@@ -7,10 +7,10 @@ import zipfile
 import zlib
 
 TOPICS = {
-    "The mill": "The mill of Brandow grinds rye and spelt. Its wheel turns twelve times a minute when the sluice is open.",
+    "The mill": "The mill of Brandow grinds rye and spelt. Its wheel turns twelve times a minute while water runs.",
     "The ferry": "The ferry crosses the river every twenty minutes. It carries nine cars, and it does not run in fog.",
-    "The orchard": "The orchard has ninety apple trees and four pear trees. The harvest begins in the second week of September.",
-    "The bridge": "The bridge was built of granite in 1871. Lorries above seven tonnes must use the road by the quarry.",
+    "The orchard": "The orchard has ninety apple trees and four pear trees. The harvest begins in September.",
+    "The bridge": "The bridge was built of granite in 1871. Lorries above seven tonnes use the road by the quarry.",
     "The library": "The library lends books for four weeks. Maps and newspapers may be read there, but are not lent.",
     "The tower": "The tower has two hundred and six steps. Its bell weighs three tonnes and rings at noon and at six.",
 }
@@ -18,7 +18,9 @@ TOPICS = {
 
 def page(title: str, sentences: str, number: int) -> str:
     """A page of Markdown with a heading."""
-    more = f"This is page {number} about {title.lower()}, which visitors ask about often, in summer more than in winter."
+    more = (
+        f"This is page {number} about {title.lower()}, which visitors ask about often, in summer more than in winter."
+    )
     return f"# {title}\n\n{sentences}\n\n{more}\n"
 
 
@@ -94,7 +96,7 @@ def docx(file: pathlib.Path, paragraphs: list[tuple[str, str]]) -> None:
 
 
 def html(title: str, sentences: str) -> str:
-    """A page of HTML with what is no text."""
+    """A page of HTML with scripts and styles."""
     return (
         f"<!doctype html><html><head><title>{title}</title><style>p {{color: red}}</style></head><body>"
         f"<script>alert(1)</script><h1>{title}</h1><p>{sentences}</p><ul><li>Open every day.</li></ul></body></html>"
@@ -113,8 +115,9 @@ def epub(file: pathlib.Path, title: str, sentences: str) -> None:
         archive.writestr(
             "book.opf",
             '<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata '
-            f'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></metadata><manifest><item id="c" '
-            'href="c.xhtml" media-type="application/xhtml+xml"/></manifest><spine><itemref idref="c"/></spine></package>',
+            f'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></metadata><manifest>'
+            '<item id="c" href="c.xhtml" media-type="application/xhtml+xml"/></manifest>'
+            '<spine><itemref idref="c"/></spine></package>',
         )
         archive.writestr("c.xhtml", html(title, sentences))
 

@@ -30,7 +30,7 @@ class TeacherStub:
 
 
 def answer(body: dict[str, Any]) -> str:
-    """What a teacher might write: JSON where the request has a schema, other words for another seed."""
+    """An answer as of a teacher: JSON where the request has a schema, other words for another seed."""
     prompt = body["messages"][-1]["content"]
     if isinstance(prompt, list):
         prompt = prompt[-1]["text"]
@@ -52,7 +52,9 @@ def answer(body: dict[str, Any]) -> str:
         return json.dumps({"turns": turns})
     if names == {"request", "calls"}:
         call = schema["$defs"]["call"]["anyOf"][0]["properties"]
-        return json.dumps({"request": f"Do {picked}", "calls": [{"name": call["name"]["const"], "arguments": {"city": "Oslo"}}]})
+        return json.dumps(
+            {"request": f"Do {picked}", "calls": [{"name": call["name"]["const"], "arguments": {"city": "Oslo"}}]}
+        )
     if names == {"caption", "pairs"}:
         return json.dumps({"caption": f"A {picked}.", "pairs": [{"question": "Which?", "answer": "Red."}]})
     count = int(re.search(r"Write (\d+) different", prompt)[1])  # pyright: ignore[reportOptionalSubscript]

@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from mesh.job import free_port
-from meshtune.data.store import PART
+from meshtune.data.store import SHARD
 
 PROGRAM = pathlib.Path(__file__).with_name("host_that_prepares.py")
 MODEL = pathlib.Path(__file__).parents[2] / "src/meshtune/quickstart/model"
-PARTS = 4
+SHARDS = 4
 
 
 def namespaces_are_allowed() -> bool:
@@ -26,7 +26,7 @@ def namespaces_are_allowed() -> bool:
 
 
 def prepare(folder: pathlib.Path, caches: list[str]) -> tuple[list[list[int]], list[dict[str, bytes]], list[float]]:
-    """The parts that each host made, the files of its store, and the losses of the run."""
+    """The shards that each host made, the files of its store, and the losses of the run."""
     folder.mkdir()
     recipe = folder / "recipe.yaml"
     fields = {
@@ -42,6 +42,7 @@ def prepare(folder: pathlib.Path, caches: list[str]) -> tuple[list[list[int]], l
         "JAX_PLATFORMS": "cpu",
         "MESHTUNE_COORDINATOR": f"localhost:{free_port()}",
         "MESHTUNE_PROCESSES": "2",
+        "MESHTUNE_DATA_PROCESSES": "1",  # those of tasks do not write the log
         "PYTHONPATH": str(pathlib.Path(__file__).parents[2] / "src"),
     }
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -55,10 +56,10 @@ def prepare(folder: pathlib.Path, caches: list[str]) -> tuple[list[list[int]], l
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
-    parts = [sorted(int(line) // PART for line in log.read_text().split()) for log in logs]
+    parts = [sorted(int(line) for line in log.read_text().split()) for log in logs]
     stores = []
     for cache in caches:
-        (store,) = (folder / cache / "tokens").glob("[!.]*")
+        (store,) = (folder / cache / "tokens").glob("[!.m]*")
         stores.append({file.name: file.read_bytes() for file in store.iterdir()})
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return parts, stores, [row["loss"] for row in rows if row["kind"] == "train"]
@@ -68,7 +69,7 @@ def prepare(folder: pathlib.Path, caches: list[str]) -> tuple[list[list[int]], l
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not namespaces_are_allowed(), reason="a host's name needs a namespace of its own")
 def test_two_hosts_prepare_their_shares_of_a_common_cache_and_everything_without_one(tmp_path: pathlib.Path):
-    records = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(PARTS * PART - 100)]
+    records = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(SHARDS * SHARD - 100)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
     shared, shared_stores, losses = prepare(tmp_path / "shared", ["cache", "cache"])
     apart, stores, losses_apart = prepare(tmp_path / "apart", ["cache-0", "cache-1"])

@@ -140,8 +140,8 @@ def evaluate(
     from meshtune.evaluate.predict import PredictOptions, read_records
     from meshtune.evaluate.report import HTML, MARKDOWN
     from meshtune.evaluate.run import Subject, default_output, evaluate_model, make_evaluation, run_data
-    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
+    from meshtune.setup.program_cache import keep_programs
 
     names, files = parse_tasks(tasks or [])
     output = pathlib.Path(writing.output or default_output(model, "evaluation", compare or "alone")).expanduser()
@@ -173,7 +173,7 @@ def evaluate(
     options = {k: v for k, v in vars(loading).items() if k != "adapter"}
     subject = Subject(model, loading.adapter, compare, options, parse_mesh(mesh, loading.adapter or model))
     with start() as job:
-        keep_programs()
+        keep_programs(job.process_count)
         outcomes = evaluate_model(
             subject,
             evaluation,

@@ -196,19 +196,26 @@ class DataRecipe(Section):
         return self
 
 
-class MessageTemplate(Section):
-    """A message of a record, or with `for_each` messages for each entry of a list of the answer."""
+class Turn(Section):
+    """A message of a record."""
 
     role: Literal["system", "user", "assistant", "tool"] | None = Field(default=None, description="Of the message.")
     content: str = Field(default="", description="Jinja; the variables are the answer's, and those of the prompt.")
     tool_calls: str | None = Field(default=None, description="Variable with a list of {name, arguments}.")
+
+
+class MessageTemplate(Turn):
+    """A message of a record, or with `for_each` messages for each entry of a list of the answer."""
+
     for_each: str | None = Field(default=None, description="Variable with a list; `item` is its entry.")
-    messages: list[MessageTemplate] = Field(default=[], description="Messages for each entry.")
+    messages: list[Turn] = Field(default=[], description="Messages for each entry.")
 
     @model_validator(mode="after")
     def _one_form(self) -> MessageTemplate:
         if (self.role is None) != (self.for_each is not None and bool(self.messages)):
             raise ValueError("a message needs role and content, or for_each and messages")
+        if any(turn.role is None for turn in self.messages):
+            raise ValueError("a message of for_each needs a role")
         return self
 
 
@@ -231,7 +238,7 @@ class Rule(Section):
 
 
 class Template(Section):
-    """A kind of records: what the teacher is asked, and what is made of its answer."""
+    """A kind of records: the teacher's prompt, and the form of the records."""
 
     about: str = Field(description="One line.")
     of: Literal["passage", "example", "tool", "picture"] = Field(description="What one request is about.")
@@ -275,7 +282,7 @@ def template_names() -> list[str]:
 
 
 def load_template(name: str) -> Template:
-    """A template that ships with Meshtune, or that of a YAML file. Raises UserError for what is none."""
+    """Loads a template that ships with Meshtune, or a YAML file. Raises UserError for anything else."""
     shipped = TEMPLATES / f"{name}.yaml"
     if name in template_names():
         return _read(shipped, Template, name)
@@ -288,7 +295,7 @@ def load_template(name: str) -> Template:
 
 
 def load_rubric(section: JudgedFilter, default: str) -> Rubric:
-    """The rubric of a filter. Raises UserError for what is none."""
+    """Loads the rubric of a filter. Raises UserError for anything else."""
     file = RUBRICS / f"{default}.yaml" if section.rubric is None else pathlib.Path(section.rubric)
     return _read(file, Rubric, str(section.rubric or default))
 
@@ -348,7 +355,7 @@ def _written_out(raw: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _paths(raw: Mapping[str, Any]) -> list[yaml_text.Path]:
-    """Every path of a raw recipe at which a path is written that may be beside it."""
+    """The keys of a raw recipe whose paths may be relative to its file."""
     paths: list[yaml_text.Path] = [("teacher", "path"), ("judge", "path"), ("tools",)]
     paths += [("filters", name, "rubric") for name in ("grounded", "quality")]
     lists: list[tuple[yaml_text.Path, tuple[str, ...]]] = [(("documents",), ()), (("pictures",), ())]

@@ -46,6 +46,13 @@ class TrainSection(Section):
         description="Rows computed at once; batch_size must divide by it. Default: the whole batch; "
         "auto: what is fastest and fits, made smaller if it turns out not to fit.",
     )
+    hang_seconds: float | None = Field(
+        default=600.0,
+        ge=10,
+        description="Without an update for so long, and hang_factor times the median, every process writes its stacks "
+        "and ends with 75. null: never.",
+    )
+    hang_factor: float = Field(default=20.0, ge=1, description="See hang_seconds.")
 
     @model_validator(mode="after")
     def _check_batch(self) -> TrainSection:

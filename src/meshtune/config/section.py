@@ -64,7 +64,7 @@ def beside_recipe(
     """Replaces, in place, each relative path of `raw` that exists only next to `recipe`.
 
     Paths for which `overridden` is true came from the command line and count only from the current directory. `notify`
-    receives one sentence that names all the paths that were replaced. `paths` are their places in `raw`; None: those of a
+    receives one sentence that names all the paths that were replaced. `paths` are their keys in `raw`; None: those of a
     recipe of training.
     """
     replaced: list[str] = []

@@ -1,25 +1,21 @@
 """The documents of a recipe: every record of every source is checked once and mixed with the others, then read again on
 access.
-
-- concat: every source once, in sequence. With weights the total stays the same and each source gets its share of it: a
-  source smaller than its share is repeated (whole passes, then a random part), a larger one is subsampled (without
-  replacement, in its own order).
-- interleave_under: the source of each document is drawn by weight (equal weights by default) and gives its next record,
-  until the first source is exhausted. No record appears twice.
-- interleave_over: the same until every source is exhausted; one that ends early restarts from its first record.
-
-Weights are relative to each other. Caps apply first: they limit the records of a source, not its share.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+import json
+import pathlib
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -36,11 +32,12 @@ from meshtune.data.formats.record import (
     read_record,
     unread_fields,
 )
+from meshtune.data.mixing import apportion, draw, mix
 from meshtune.data.progress import Progress
 from meshtune.data.readers.textfiles import Records
 from meshtune.data.sources import DataSource, open_source
-from meshtune.data.store import DIGEST_BYTES, sample_digest
-from meshtune.errors import UserError, amount, nearest
+from meshtune.data.store import DIGEST_BYTES, fingerprint, sample_digest, write_file
+from meshtune.errors import UserError, amount
 from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
@@ -51,94 +48,11 @@ if TYPE_CHECKING:
 open_pictures = LazyFunction("meshtune.data.pictures.files:open_pictures")
 place_pictures = LazyFunction("meshtune.data.formats.pictures:place_pictures")
 load_registry = LazyFunction("meshtune.data.registry:load_registry")
-STRATEGIES = ("concat", "interleave_under", "interleave_over")
-STREAM = 0x6D6978  # makes draws independent of others with the same seed
-BLOCK = 1 << 16  # draws at a time
-
-
-def mix(
-    lengths: Sequence[int], weights: Sequence[float | None], strategy: str, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The source int32 [n] and the position in that source int64 [n] of every document of the mixture.
-
-    A pure function of its arguments. Raises UserError for an unknown strategy, and where some sources have a weight and
-    others do not; ValueError for a source without records.
-    """
-    set_weights = [weight for weight in weights if weight is not None]
-    _check_mixture(lengths, weights, strategy)
-    if strategy == "concat" and not set_weights:
-        source = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return source, np.concatenate([np.arange(length) for length in lengths])
-    rng = np.random.default_rng([seed, STREAM])
-    share = np.array(set_weights or [1.0] * len(lengths), np.float64)
-    share /= share.sum()
-    if strategy == "concat":
-        return _concat(np.array(lengths), share, rng)
-    return _interleave(np.array(lengths), share, rng, until_all=strategy == "interleave_over")
-
-
-def _check_mixture(lengths: Sequence[int], weights: Sequence[float | None], strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        fix = f"{nearest(strategy, STRATEGIES)}{', '.join(STRATEGIES)}"
-        raise UserError(f"unknown mixing '{strategy}'", where="data.mixing", fix=fix)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"sources to mix need at least one record each, got lengths {list(lengths)}")
-    if None in weights and any(weight is not None for weight in weights):
-        problem, where = "some sources have a weight and others do not", f"data.train[{weights.index(None)}].weight"
-        raise UserError(problem, where=where, fix="give every source a weight, or none of them")
-
-
-def _concat(lengths: np.ndarray, share: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    counts = np.maximum(apportion(int(lengths.sum()), share), 1)
-    parts = [draw(int(length), int(count), rng) for length, count in zip(lengths, counts, strict=True)]
-    return np.repeat(np.arange(len(parts), dtype=np.int32), counts), np.concatenate(parts)
-
-
-def draw(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` indices below `length`, int64: whole passes, then some drawn without replacement, each in order."""
-    passes, remainder = divmod(count, length)
-    drawn = np.sort(rng.permutation(length)[:remainder])
-    return np.concatenate([np.tile(np.arange(length), passes), drawn]).astype(np.int64)
-
-
-def apportion(total: int, share: np.ndarray) -> np.ndarray:
-    """Integers that sum to `total`, in proportion to `share` (which sums to 1), by largest remainders (Hamilton)."""
-    exact = total * share
-    counts = np.floor(exact).astype(np.int64)
-    largest = np.argsort(-(exact - counts), kind="stable")
-    counts[largest[: total - int(counts.sum())]] += 1
-    return counts
-
-
-def _interleave(
-    lengths: np.ndarray, share: np.ndarray, rng: np.random.Generator, *, until_all: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    blocks: list[np.ndarray] = []
-    used = np.zeros(len(lengths), np.int64)
-    records: list[np.ndarray] = []
-    while True:
-        drawn = rng.choice(len(lengths), size=BLOCK, p=share).astype(np.int32)
-        record = np.empty(BLOCK, np.int64)
-        ends = np.full(len(lengths), BLOCK + 1)  # draws of this block after which each source is exhausted
-        for source, length in enumerate(lengths):
-            turns = np.flatnonzero(drawn == source)
-            record[turns] = (used[source] + np.arange(len(turns))) % length
-            remaining = length - used[source]
-            if remaining <= 0:
-                ends[source] = 0
-            elif remaining <= len(turns):
-                ends[source] = turns[remaining - 1] + 1
-            used[source] += len(turns)
-        stop = int(ends.max() if until_all else ends.min())
-        blocks.append(drawn[:stop])
-        records.append(record[:stop])
-        if stop <= BLOCK:
-            return np.concatenate(blocks), np.concatenate(records)
-
-
 DETECTION_RECORDS = 20  # readable records that a format is detected from
 DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones
 SAMPLE_STREAM = 0x736D70  # makes draws independent of others with the same seed
+RANGE = 1 << 16  # records that are checked as one task
+_LEAST_RANGE = 1024  # records
 _NO_DIGESTS = np.empty((0, DIGEST_BYTES), np.uint8)
 
 
@@ -201,6 +115,102 @@ def open_unchecked(
     return dataclasses.replace(checked, usable=_sample(indices, source.sample, seed), unread=unread)
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckedRange:
+    """What was read of consecutive records: `usable` int64 [n] are the numbers of those to train on, `digests` uint8
+    [records, DIGEST_BYTES] those of samples, and `names` those of fields that the format passes over."""
+
+    usable: np.ndarray
+    digests: np.ndarray
+    skipped: list[SkippedRecord]
+    names: set[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckTask:
+    """Reads and converts the records of `checked`, of which the first has the number `start`, until `limit` are usable.
+    The result is in `file`, if that is not None, for a preparation that is interrupted and for other hosts."""
+
+    checked: CheckedSource
+    start: int
+    limit: int
+    on_bad: str
+    file: pathlib.Path | None = None
+
+    def make(self, _: object = None, report: Callable[[int], None] = lambda _: None) -> CheckedRange:
+        """Reads the records. Raises UserError for the first that cannot be used, as `on_bad` says, and for a file that
+        was changed meanwhile."""
+        records, usable, digests = self.checked.records, array.array("q"), bytearray()
+        names, skipped = set[str](), list[SkippedRecord]()
+        for index, record in enumerate(records.sweep()):
+            if len(usable) == self.limit:
+                break
+            if index % 256 == 0:
+                report(index)
+            try:
+                if isinstance(record, UserError):
+                    raise record
+                digests += sample_digest(_convert(record, self.checked, records.origin(index)))
+                names |= passed_over(record, self.checked.source.tags)  # pyright: ignore[reportArgumentType] - an object, since it was converted
+                usable.append(self.start + index)
+            except UserError as error:
+                _refuse_or_skip(error, self.on_bad, skipped, self.checked, index)
+                digests += bytes(DIGEST_BYTES)
+        records.check_unchanged()
+        rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        result = CheckedRange(np.array(usable, np.int64), rows, skipped, names)
+        if self.file is not None:
+            _save_range(self.file, result)
+        return result
+
+    def load(self) -> CheckedRange | None:
+        """The result of an earlier call; None if there is none, or if it is damaged."""
+        assert self.file is not None
+        try:
+            with np.load(self.file, allow_pickle=False) as stored:
+                facts = json.loads(stored["facts"].tobytes())
+                skipped = [SkippedRecord(*item) for item in facts["skipped"]]
+                return CheckedRange(stored["usable"], stored["digests"], skipped, set(facts["names"]))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+
+
+def _save_range(file: pathlib.Path, result: CheckedRange) -> None:
+    facts = {"skipped": [dataclasses.astuple(item) for item in result.skipped], "names": sorted(result.names)}
+    arrays, buffer = {"usable": result.usable, "digests": result.digests}, io.BytesIO()
+    np.savez(buffer, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)
+    with contextlib.suppress(OSError):  # then it is read again where it is needed
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, buffer.getvalue())
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskList(Sequence[Any]):
+    """`size` tasks, of which each is made by `task(number)` when it is read."""
+
+    size: int
+    task: Callable[[int], Any]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= number < self.size:
+            raise IndexError(number)
+        return self.task(number)
+
+
+def run_here(tasks: Sequence[Any], done: Callable[[int], None]) -> Iterator[Any]:
+    """The results of tasks in order. `done` is told how many there are."""
+    for number, task in enumerate(tasks, start=1):
+        yield task.make()
+        done(number)
+
+
+RunTasks = Callable[[Sequence[Any], Callable[[int], None]], Iterable[Any]]
+"""Runs tasks here or elsewhere, as run_here does."""
+
+
 def check_source(
     source: DataSource,
     on_bad: str,
@@ -209,40 +219,62 @@ def check_source(
     dataset_type: DatasetType,
     progress: Progress | None = None,
     pictures: PictureFiles | None = None,
+    run: RunTasks = run_here,
+    folder: pathlib.Path | None = None,
 ) -> CheckedSource:
     """Reads and converts all records of a source, up to its cap, keeping the indices of the usable ones.
 
-    Adds the others to `skipped`, or raises UserError for the first of them, as `on_bad` says; raises it for a source
-    without a usable record, and for a file that changed meanwhile.
+    Many records are read in tasks that `run` runs, whose results are in `folder`. Adds records that are not usable to
+    `skipped`, or raises UserError for the first of them, as `on_bad` says; raises it for a source without a usable
+    record, and for a file that changed meanwhile.
     """
     checked = _open(source, on_bad, dataset_type, pictures)
-    records, total = checked.records, min(len(checked.records), source.cap or len(checked.records))
+    size = len(checked.records)
+    limit = min(size, source.cap or size)
     report = functools.partial(progress or (lambda *_: None), f"reading {source.path}")
-    usable, digests, names, skipped_before = array.array("q"), bytearray(), set[str](), len(skipped)
-    for index, record in enumerate(records.sweep()):
-        if len(usable) == source.cap:
-            break
-        if index % 256 == 0:
-            report(min(index, total), total)
-        try:
-            if isinstance(record, UserError):
-                raise record
-            digests += sample_digest(_convert(record, checked, records.origin(index)))
-            names |= passed_over(record, source.tags)  # pyright: ignore[reportArgumentType] - an object, since it was converted
-            usable.append(index)
-        except UserError as error:
-            _refuse_or_skip(error, on_bad, skipped, checked, index)
-            digests += bytes(DIGEST_BYTES)
-    records.check_unchanged()
-    if not usable:
-        raise _nothing_usable_error(checked, skipped[skipped_before:])
-    report(total, total)
+
+    def advance(begin: int, step: int, done: int) -> None:
+        report(min(begin + done * step, limit), limit)
+
+    ranges, start, count = list[CheckedRange](), 0, 0
+    while start < size and count < limit:
+        stop = min(size, start + max(limit - count, _LEAST_RANGE))  # as many as may be needed, if all are usable
+        if stop - start <= RANGE:
+            task = CheckTask(_select_range(checked, start, stop), start, limit - count, on_bad)
+            ranges.append(task.make(report=functools.partial(advance, start, 1)))
+        else:
+            task = functools.partial(_check_task, checked, start, stop, on_bad, folder)
+            tasks = TaskList(-(-(stop - start) // RANGE), task)
+            ranges += run(tasks, functools.partial(advance, start, RANGE))
+        start, count = stop, sum(len(part.usable) for part in ranges)
+    unusable = [item for part in ranges for item in part.skipped]
+    skipped += unusable
+    if not count:
+        raise _nothing_usable_error(checked, unusable)
+    report(limit, limit)
     return dataclasses.replace(
         checked,
-        usable=_sample(np.array(usable, np.int64), source.sample, seed),
-        digests=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES),
-        unread=tuple(unread_fields(names, checked.fields)),
+        usable=_sample(np.concatenate([part.usable for part in ranges]), source.sample, seed),
+        digests=np.concatenate([part.digests for part in ranges]),
+        unread=tuple(unread_fields(set[str]().union(*(part.names for part in ranges)), checked.fields)),
     )
+
+
+def _select_range(checked: CheckedSource, start: int, stop: int) -> CheckedSource:
+    if start == 0 and stop == len(checked.records):
+        return checked
+    return dataclasses.replace(checked, records=checked.records.select(np.arange(start, stop)))
+
+
+def _check_task(
+    checked: CheckedSource, start: int, stop: int, on_bad: str, folder: pathlib.Path | None, number: int
+) -> CheckTask:
+    """A task for a range of the records from `start` to `stop`, whose file is named after all that its result
+    depends on."""
+    start, stop = start + number * RANGE, min(stop, start + (number + 1) * RANGE)
+    facts = (checked.source, checked.format.name, on_bad, start, stop, sorted(checked.records.files.items()))
+    file = None if folder is None else folder / f"{fingerprint(repr(facts))}.npz"
+    return CheckTask(_select_range(checked, start, stop), start, stop - start, on_bad, file)
 
 
 def _nothing_usable_error(checked: CheckedSource, skipped: list[SkippedRecord]) -> UserError:
@@ -381,6 +413,18 @@ class DocumentList(Sequence[Sample]):
         """The origin of a sample, without reading it."""
         return self.sources[self.source[index]].records.origin(int(self.record[index]))
 
+    def cut(self, start: int, stop: int) -> DocumentList:
+        """Consecutive samples with only those records that they are made from, for another process."""
+        source, record, sources = self.source[start:stop].copy(), self.record[start:stop].copy(), list[CheckedSource]()
+        for index in np.unique(source).tolist():
+            chosen = self.source[start:stop] == index
+            numbers, record[chosen] = np.unique(record[chosen], return_inverse=True)
+            source[chosen] = len(sources)
+            records = self.sources[index].records.select(numbers)
+            empty = {"usable": numbers[:0], "digests": _NO_DIGESTS}
+            sources.append(dataclasses.replace(self.sources[index], records=records, **empty))
+        return DocumentList(sources, source, record, self.system)
+
     def content_hash(self) -> str:
         """A hash of all samples in order and of the system prompt, from the digests made as records were checked."""
         digest = hashlib.sha256()
@@ -417,6 +461,8 @@ def load_documents(
     dataset_type: DatasetType = "documents",
     progress: Progress | None = None,
     pictures: PictureFiles | None = None,
+    run: RunTasks = run_here,
+    folder: pathlib.Path | None = None,
 ) -> Documents:
     """Reads and checks every record of the sources, then splits and mixes them; a pure function of files and seed.
 
@@ -424,17 +470,17 @@ def load_documents(
     mixed, from each source in proportion, so that a repeated record is never on both sides. At least one record is held
     out. Validation sources are concatenated. `dataset_type` is what the records must be converted to. `progress` is
     called as each source is read. `pictures` opens those of records; without it a record with pictures is malformed.
+    `run` and `folder` are as in `check_source`.
 
     Raises UserError at the first malformed record (with `on_bad: error`), for a source without a usable record, for a
     validation share that would leave a source nothing to train on, and as readers, formats and registry do.
     """
-    registry = load_registry(data.registry) if data.registry else None
     skipped: list[SkippedRecord] = []
 
     def check_all(sections: Sequence[SourceSection]) -> list[CheckedSource]:
-        sources = (_data_source(section, registry, dataset_type) for section in sections)
         return [
-            check_source(source, data.on_bad, seed, skipped, dataset_type, progress, pictures) for source in sources
+            check_source(source, data.on_bad, seed, skipped, dataset_type, progress, pictures, run, folder)
+            for source in data_sources(data, sections, dataset_type)
         ]
 
     train = check_all(data.train)
@@ -456,16 +502,15 @@ def open_documents(
     Sources are mixed, and records held out, as by `load_documents`; validation records are all checked. Reading a
     malformed training record raises UserError on access.
     """
-    registry = load_registry(data.registry) if data.registry else None
     skipped: list[SkippedRecord] = []
     train = [
-        open_unchecked(_data_source(section, registry, dataset_type), data.on_bad, seed, dataset_type, pictures)
-        for section in data.train
+        open_unchecked(source, data.on_bad, seed, dataset_type, pictures)
+        for source in data_sources(data, data.train, dataset_type)
     ]
     validation = None
     if isinstance(data.validation, list):
         _check_unweighted(data.validation)
-        sources = [_data_source(section, registry, dataset_type) for section in data.validation]
+        sources = data_sources(data, data.validation, dataset_type)
         validation = _concatenate(
             [check_source(source, data.on_bad, seed, skipped, dataset_type, pictures=pictures) for source in sources]
         )
@@ -492,6 +537,12 @@ def _check_unweighted(validation: Sequence[SourceSection]) -> None:
         if section.weight is not None:
             where = f"data.validation[{index}].weight"
             raise UserError("validation sources have no weights", where=where, fix="use cap instead")
+
+
+def data_sources(data: DataSection, sections: Sequence[SourceSection], dataset_type: DatasetType) -> list[DataSource]:
+    """The sources that sections of a recipe describe, by its registry too."""
+    registry = load_registry(data.registry) if data.registry else None
+    return [_data_source(section, registry, dataset_type) for section in sections]
 
 
 def _data_source(section: SourceSection, registry: Registry | None, dataset_type: DatasetType) -> DataSource:

@@ -81,7 +81,7 @@ def _first_examples(data: Loader | Stream | PromptLoader, count: int) -> Sequenc
     if not isinstance(data.store, Store):
         return [data.store[index] for index in range(min(count, len(data.store)))]
     first = range(min(count, len(data.store)))
-    of_sources = np.unique(data.store.sources, return_index=True)[1].tolist() if count else []
+    of_sources = data.store.firsts() if count else []
     return [data.store[index] for index in sorted({*first, *of_sources})]
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import functools
 import math
 import sys
 import threading
@@ -28,7 +27,7 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Conversation, Document, Labelled, Origin, Pair
-from meshtune.data.store import MakePart, Store, make_part
+from meshtune.data.store import Store
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
@@ -209,10 +208,11 @@ def nll_share(store: Store, units: Units) -> float | None:
     """Units per token that `units.nll` counts, over a whole store; None without it."""
     if units.nll is None:
         return None
-    tokens = 0
-    for document in range(0, len(store), units.segments):
-        start, end = store.offsets[document] + 1, store.offsets[document + 1]
-        tokens += int(end - start) if units.nll == "all" else int(np.count_nonzero(store.weights[start:end]))
+    if units.nll == "all":
+        tokens = int((store.lengths[:: units.segments] - 1).sum())
+    else:
+        documents = range(0, len(store), units.segments)
+        tokens = sum(int(np.count_nonzero(store[document].weights[1:])) for document in documents)
     return len(store) / units.segments / max(1, tokens)
 
 
@@ -570,17 +570,16 @@ class StageExamples:
 
 @dataclasses.dataclass(frozen=True)
 class PartTask:
-    """The tokenizer and the options that parts of a store are made with."""
+    """The tokenizer and the options that a store is made with."""
 
     tokenizer: PreTrainedTokenizerFast
     options: TokenOptions
     convert: StageExamples
     pictures: PictureReader | None = None
 
-    def maker(self) -> MakePart:
-        """Makes parts in this process; for one thread."""
-        tokenize = Tokenize(self.tokenizer, self.options, self.pictures)
-        return functools.partial(make_part, tokenize=tokenize, convert=self.convert)
+    def tokenize(self) -> Tokenize:
+        """The tokenizer with its options, for one thread."""
+        return Tokenize(self.tokenizer, self.options, self.pictures)
 
 
 def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:

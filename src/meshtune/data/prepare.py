@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from meshtune.cache import cache_folder
+from meshtune.config.data_options import GYM
 from meshtune.config.recipe import Recipe
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.documents import DocumentList, Documents, load_documents, open_documents
+from meshtune.data.documents import Documents, data_sources, load_documents, open_documents
 from meshtune.data.formats.record import MARGIN
 from meshtune.data.loader import Loader, PartTask, Units, nll_share
+from meshtune.data.manifest import Manifest, PreparedSet
 from meshtune.data.progress import Progress
-from meshtune.data.report import DataReport, make_report, prompt_report
-from meshtune.data.store import Store
+from meshtune.data.report import DataReport, TemplateInfo, make_report, prompt_report
+from meshtune.data.store import VERSION, Store
 from meshtune.data.tokenise import (
+    Preparer,
     ends_with_token,
     nothing_to_train_error,
     one_label_error,
+    read_counts,
     stage_examples,
+    task_key,
     token_options,
-    tokenised_store,
 )
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
 
 prompt_loader = LazyFunction("meshtune.data.prompts:PromptLoader")
 rollout_row_length = LazyFunction("meshtune.data.prompts:rollout_row_length")
+prompts_in_row = LazyFunction("meshtune.data.prompts:prompts_in_row")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 picture_files = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
@@ -85,13 +94,14 @@ def prepare_data(
     cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     share: tuple[int, int] = (0, 1),
+    processes: int | None = None,
 ) -> PreparedData:
-    """Reads and tokenises the data of a recipe.
+    """Opens the prepared data of a recipe, or reads and tokenises its sources.
 
     `vocab` is the size of the model's embedding, None to skip the check. `cache` is the directory of tokenised data, by
     default $MESHTUNE_CACHE or ~/.cache/meshtune. `share` is (index of this host, number of hosts) that prepare the
-    same data now: if they share the cache, each tokenises its part. Validation batches have the size of a micro-batch
-    and keep the order of the data.
+    same data now: if they share the cache, each tokenises its part, in as many `processes` (None: as there are
+    processors). Validation batches have the size of a micro-batch and keep the order of the data.
 
     Raises UserError as sources, formats and templates do, if the tokenizer has ids that the model does not have, and if
     there is nothing to train on.
@@ -101,19 +111,16 @@ def prepare_data(
     if recipe.stage.kind == "pt" and recipe.data.system:
         problem = "stage pt trains on plain text, which has no place for a system prompt"
         raise UserError(problem, where="data.system", fix="leave it out, or set stage: sft")
-    if recipe.data.streaming:
-        return _Preparation(recipe, tokenizer, cache, progress, share).stream()
     reader, files = (None, None) if recipe.vision is None else _open_pictures(recipe, tokenizer, cache)
-    preparation = _Preparation(recipe, tokenizer, cache, progress, share, reader)
-    dataset_type = STAGES[recipe.stage.kind].dataset_type
-    documents = load_documents(
-        recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress, pictures=files
-    )
-    train, report = preparation.split("train", documents.train)
-    report = preparation.add_records(report, documents)
+    preparation = _Preparation(recipe, tokenizer, cache, progress, share, processes, reader, files)
+    if recipe.data.streaming:
+        return preparation.stream()
+    prepared, changed = preparation.data_set()
+    train, report = preparation.split("train", prepared.stores["train"])
+    report = dataclasses.replace(preparation.add_records(report, prepared), changed=tuple(changed))
     validation, validation_report = None, None
-    if documents.validation is not None:
-        validation, validation_report = preparation.split("validation", documents.validation)
+    if "validation" in prepared.stores:
+        validation, validation_report = preparation.split("validation", prepared.stores["validation"])
     return PreparedData(train, validation, report, validation_report, train.store.path.name)
 
 
@@ -140,16 +147,75 @@ class _Preparation:
     cache: str | os.PathLike[str] | None
     progress: Progress | None
     share: tuple[int, int]
+    processes: int | None = None
     pictures: PictureReader | None = None
+    files: PictureFiles | None = None
 
-    def split(self, name: str, samples: DocumentList) -> tuple[Loader | PromptLoader, DataReport]:
+    @functools.cached_property
+    def preparer(self) -> Preparer:
+        """What makes the stores."""
+        stage, kind = STAGES[self.recipe.stage.kind], self.recipe.stage.kind
+        options = token_options(self.recipe.data, kind, self._room if stage.dataset_type == "prompts" else 0)
+        task = PartTask(self.tokenizer, options, stage_examples(kind), self.pictures)
+        return Preparer(task, self.cache, self.progress or (lambda *_: None), self.share, self.processes)
+
+    def data_set(self) -> tuple[PreparedSet, list[str]]:
+        """The stores of all splits, opened or made, and the files for which they were made again. Data with pictures
+        are read every time: their files may have changed."""
+        manifest = Manifest(self.preparer.folder, self._facts())
+        prepared, changed = manifest.open() if self.pictures is None else (None, [])
+        return prepared or self._read(manifest), changed
+
+    def _facts(self) -> dict[str, object]:
+        """Everything but the contents of files that the stores depend on."""
+        data, dataset_type = self.recipe.data, STAGES[self.recipe.stage.kind].dataset_type
+        lists = {"train": data_sources(data, data.train, dataset_type)}
+        if isinstance(data.validation, list):
+            lists["validation"] = data_sources(data, data.validation, dataset_type)
+        sources = {
+            split: [
+                (dataclasses.asdict(source), os.path.abspath(os.path.expanduser(source.path))) for source in several
+            ]
+            for split, several in lists.items()
+        }
+        held_out = data.validation if isinstance(data.validation, float) else None
+        options = [data.mixing, data.on_bad, data.system, held_out, self.recipe.seed, dataset_type, VERSION]
+        packages = [version("reasoning_gym") for source in lists["train"] if source.path.startswith(GYM)]
+        facts = {"sources": sources, "options": options, "packages": packages, "tokens": task_key(self.preparer.task)}
+        return json.loads(json.dumps(facts, default=dict))
+
+    def _read(self, manifest: Manifest) -> PreparedSet:
+        """Reads the sources, makes the stores, and records both."""
+        recipe, preparer, folder = self.recipe, self.preparer, manifest.folder / f".checked-{manifest.name}"
+        dataset_type = STAGES[recipe.stage.kind].dataset_type
+        documents = load_documents(
+            recipe.data,
+            seed=recipe.seed,
+            dataset_type=dataset_type,
+            progress=self.progress,
+            pictures=self.files,
+            run=preparer.run,
+            folder=folder,
+        )
+        splits = {"train": documents.train, "validation": documents.validation}
+        stores = {
+            split: preparer.store(split, samples.with_system(recipe.data.system))
+            for split, samples in splits.items()
+            if samples is not None
+        }
+        prepared = PreparedSet(stores, documents.skipped, documents.unread)
+        checked = [checked for samples in splits.values() if samples is not None for checked in samples.sources]
+        files = {path: status for source in checked for path, status in source.records.files.items()}
+        if self.pictures is None:
+            manifest.write(prepared, files)
+        shutil.rmtree(folder, ignore_errors=True)
+        return prepared
+
+    def split(self, name: str, store: Store) -> tuple[Loader | PromptLoader, DataReport]:
         """The loader of the split `name`, and the report on it."""
         data, train, stage = self.recipe.data, self.recipe.train, STAGES[self.recipe.stage.kind]
-        options = token_options(data, self.recipe.stage.kind, self._room if stage.dataset_type == "prompts" else 0)
-        task = PartTask(self.tokenizer, options, stage_examples(self.recipe.stage.kind), self.pictures)
-        store, counts, template = tokenised_store(
-            name, samples.with_system(data.system), task, self.cache, self.progress, self.share
-        )
+        counts, template = read_counts(store.meta["counts"]), store.meta["template"]
+        template = TemplateInfo(**template) if template else None
         if not len(store):
             raise nothing_to_train_error(name, counts)
         is_train = name == "train"
@@ -174,7 +240,7 @@ class _Preparation:
         report = make_report(name, loader, counts, max_length=length, template=template, dataset_type=kind)
         return loader, self._with_template_fix(report)
 
-    def add_records(self, report: DataReport, documents: Documents) -> DataReport:
+    def add_records(self, report: DataReport, documents: Documents | PreparedSet) -> DataReport:
         """The report with the records of all `documents` that were skipped, and their fields that are not read: of
         prompts none, which are columns for rewards."""
         has_unread = bool(documents.unread) and self.recipe.rollout is None
@@ -195,8 +261,9 @@ class _Preparation:
         if stage.unit_segments == 1 and rollout.environment is None and not answered and recipe.data.packing:
             longest, cp = int(store.lengths.max()), getattr(recipe.mesh, "cp", 1)
             row_length = rollout_row_length(longest, rollout, row_length, cp=cp)
+        records = AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store
         return prompt_loader(
-            AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
+            records,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
             row_length=row_length,
@@ -204,6 +271,11 @@ class _Preparation:
             accumulation=recipe.train.accumulation,
             shuffle=recipe.data.shuffle and is_train,
             seed=recipe.seed,
+            reader=self.pictures,
+            copies=prompts_in_row(int(records.lengths.max()), rollout, row_length, stage.unit_segments)
+            if recipe.data.packing
+            else stage.unit_segments,
+            max_patches=recipe.vision.max_patches if recipe.vision else None,
         )
 
     def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -254,7 +326,8 @@ class _Preparation:
         stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train, units)
         validation, validation_report = None, None
         if documents.validation is not None:
-            validation, validation_report = self.split("validation", documents.validation)
+            samples = documents.validation.with_system(self.recipe.data.system)
+            validation, validation_report = self.split("validation", self.preparer.store("validation", samples))
         report = self._with_template_fix(self.add_records(report, documents))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 
@@ -270,6 +343,6 @@ def _units(recipe: Recipe) -> Units:
 
 def _check_both_labels(store: Store) -> None:
     """Raises UserError if all labels are the same, since there would be nothing to compare."""
-    labels = store.values[::2]
-    if labels.min() == labels.max():
-        raise one_label_error(len(labels), bool(labels[0]))
+    least, largest = store.meta["values"]
+    if least == largest:
+        raise one_label_error(len(store) // 2, bool(least))

@@ -9,7 +9,6 @@ import numpy as np
 
 from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
-from meshtune.data.store import Store
 from meshtune.data.tokens import TokenCounts
 from meshtune.errors import amount
 from meshtune.lazy import LazyFunction
@@ -44,7 +43,8 @@ class DataReport:
     estimates from that many samples, as of a stream. `template` is None for plain text. `cache_damage`
     describes a damaged store that was replaced. A sample of `dataset_type` pairs is two documents. `unread` lists the
     sources with fields that their formats pass over. `template_fix` is what to do about a template that ends turns with
-    text. `pictures` are counts of pictures, where there are any.
+    text. `pictures` are counts of pictures, where there are any. `changed` are files that are not what was prepared
+    before.
     """
 
     split: str
@@ -66,7 +66,15 @@ class DataReport:
     sampled: int | None = None
     unread: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pictures: PictureCounts | None = None
+    changed: tuple[str, ...] = ()
     template_fix: str = "choose a template that writes eos_token, such as plain"
+
+    @property
+    def learned_share(self) -> float:
+        """The share of the positions of all rows that have a loss; 1 where it is not known."""
+        positions = self.rows * self.row_length
+        known = positions and self.dataset_type != "prompts" and self.sampled is None
+        return min(1.0, self.counts.trained_tokens / positions) if known else 1.0
 
     @property
     def samples(self) -> int:
@@ -107,8 +115,9 @@ class DataReport:
     @property
     def warnings(self) -> list[str]:
         """Everything that makes the result worse than it could be, each with its remedy."""
-        damage = [f"{self.cache_damage}; they were made anew"] if self.cache_damage else []
-        return [*damage, *_losses(self), *_training_problems(self), *_inefficiencies(self)]
+        again = [f"{self.cache_damage}; they were prepared again"] if self.cache_damage else []
+        again += [f"{path} has changed since it was prepared; it was read again" for path in self.changed]
+        return [*again, *_losses(self), *_training_problems(self), *_inefficiencies(self)]
 
 
 def make_report(
@@ -135,7 +144,7 @@ def make_report(
         efficiency=float((lengths - 1).sum() / (len(rows) * loader.row_length)),
         histogram=histogram(lengths),
         longest=int(lengths.max()),
-        copies=_copies(store, dataset_type),
+        copies=store.meta["copies"],
         max_length=max_length,
         template=template,
         cache_damage=store.damage,
@@ -171,17 +180,6 @@ def prompt_report(
         cache_damage=loader.store.damage,
         dataset_type="prompts",
     )
-
-
-def _copies(store: Store, dataset_type: DatasetType) -> int:
-    """The samples with the same tokens as an earlier one: of pairs both answers, of labelled answers the label too, and
-    not the companions that are made of them."""
-    if dataset_type == "documents":
-        return len(store) - len(np.unique(store.digests))
-    samples = store.digests.reshape(-1, 2)
-    if dataset_type == "labelled":
-        samples = np.stack([samples[:, 0], store.values[::2].astype(np.uint64)], axis=1)
-    return len(samples) - len(np.unique(samples, axis=0))
 
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:

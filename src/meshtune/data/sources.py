@@ -1,8 +1,8 @@
-"""Opens the data sources of a recipe: a file, a folder of files of one type, or a data set of the hub.
+"""Opens the data sources of a recipe: a file, a folder of files, here or on an object store, or a data set of the hub.
 
-Local .json, .jsonl, .csv, .tsv and .txt files (also .gz) are read lazily from an index of where each record begins;
-.parquet, .arrow and hub data sets go through `datasets`, memory-mapped from its cache (HF_HOME). Nothing is unpickled,
-and no code of a data set is run. Tasks of reasoning-gym are made by that package.
+Local .json, .jsonl, .csv, .tsv and .txt files (also .gz and .zst) are read lazily from an index of where each record
+begins; .parquet, .arrow and hub data sets go through `datasets`, memory-mapped from its cache (HF_HOME). Nothing is
+unpickled, and no code of a data set is run. Tasks of reasoning-gym are made by that package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 
 from meshtune.config.data_options import GYM, SourceOptions
-from meshtune.data.readers.textfiles import ConcatenatedRecords, Records, open_json, open_text
+from meshtune.data.readers.textfiles import PACKED, ConcatenatedRecords, Records, open_json, open_text
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 from meshtune.weights.hub import modelscope_id
@@ -24,6 +24,7 @@ open_csv = LazyFunction("meshtune.data.readers.csvfile:open_csv")
 open_gym = LazyFunction("meshtune.data.readers.reasoning_gym:open_gym")
 open_hub = LazyFunction("meshtune.data.readers.hub:open_hub")
 open_modelscope = LazyFunction("meshtune.data.readers.hub:open_modelscope")
+open_url = LazyFunction("meshtune.data.readers.remote:open_url")
 open_saved = LazyFunction("meshtune.data.readers.columnar:open_saved")
 READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".json": functools.partial(open_json, lines=False),
@@ -34,9 +35,10 @@ READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".parquet": LazyFunction("meshtune.data.readers.columnar:open_parquet"),
     ".arrow": LazyFunction("meshtune.data.readers.columnar:open_arrow"),
 }
-COMPRESSIBLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also read with .gz appended
-COMPRESSED = {".zst": "zstd -d", ".bz2": "bzip2 -dk", ".xz": "xz -dk", ".zip": "unzip", ".tar": "tar -xf"}
-SUPPORTED = f"{', '.join(READERS)}, and {', '.join(f'{suffix}.gz' for suffix in COMPRESSIBLE)}"
+COMPRESSIBLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also read with .gz or .zst appended
+COMPRESSED = {".bz2": "bzip2 -dk", ".xz": "xz -dk", ".zip": "unzip", ".tar": "tar -xf"}
+SUPPORTED = f"{', '.join(READERS)}, and {', '.join(COMPRESSIBLE)} with .gz or .zst"
+URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -57,9 +59,14 @@ class DataSource(SourceOptions):
     def pictures_folder(self) -> str | None:
         """The folder that relative paths of pictures are below, unless vision.media_dir names one: the data's own."""
         path = pathlib.Path(self.path).expanduser()
-        if self.hub or not path.exists():
+        if self.hub or is_url(self.path) or not path.exists():
             return None
         return str(path if path.is_dir() else path.parent)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is one of an object store, or another that fsspec opens."""
+    return URL.match(path) is not None
 
 
 def open_source(source: DataSource) -> Records:
@@ -72,6 +79,8 @@ def open_source(source: DataSource) -> Records:
             where=source.path,
             fix=f"leave options out, or give {GYM}TASK",
         )
+    if is_url(source.path):
+        return open_url(source.path, source.split)
     path = pathlib.Path(source.path).expanduser()
     if path.exists() and not source.hub:
         return open_path(path, source.path, split=source.split)
@@ -96,7 +105,7 @@ def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records
     """Opens a file or folder; `name` is what the user called it.
 
     Raises UserError for a path that does not exist (suggesting similar names), an unsupported type of file, an empty
-    folder or one that mixes types, and as the reader of the type does.
+    folder, and as the reader of the type does.
     """
     if path.is_dir():
         return _open_folder(path, name, split)
@@ -106,7 +115,7 @@ def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records
 def check_source_path(path: str) -> None:
     """Raises UserError, without reading a file, for a path that is neither a file of a type that is read, a folder nor
     perhaps the id of a data set on a hub."""
-    if path.startswith(GYM):
+    if path.startswith(GYM) or is_url(path):
         return
     local = pathlib.Path(path).expanduser()
     missing = not local.exists()
@@ -134,10 +143,10 @@ def _path_error(path: pathlib.Path, name: str, suffix: str) -> UserError:
 
 
 def file_type(path: pathlib.Path) -> str:
-    """The extension, in lower case, that selects the reader: the one before .gz for a type that may be compressed."""
+    """The extension, in lower case, that selects the reader: the one before .gz or .zst for a type that may have it."""
     suffix = path.suffix.lower()
     inner = pathlib.Path(path.stem).suffix.lower()
-    return inner if suffix == ".gz" and inner in COMPRESSIBLE else suffix
+    return inner if suffix in PACKED and inner in COMPRESSIBLE else suffix
 
 
 def _open_folder(path: pathlib.Path, name: str, split: str) -> Records:
@@ -165,22 +174,15 @@ def _open_folder(path: pathlib.Path, name: str, split: str) -> Records:
             where=name,
             fix=f"name the file you mean, or move the others elsewhere; supported: {SUPPORTED}",
         )
-    if len(by_type) > 1:
-        listed = ", ".join(f"{suffix} ({len(names)}, e.g. {names[0]})" for suffix, names in sorted(by_type.items()))
-        raise UserError(
-            f"expected a file or a folder of files of one type, but this folder mixes types: {listed}",
-            where=name,
-            fix="name the files one by one in data.train",
-        )
     parts = [open_path(file, f"{name.rstrip('/')}/{file.name}") for file in files]
-    return parts[0] if len(parts) == 1 else ConcatenatedRecords(parts)
+    return ConcatenatedRecords(parts, path)
 
 
 def _may_be_hub_id(name: str) -> bool:
     """Whether a missing path may be a hub id: `owner/name` or `name`, unless it has the extension of a data file, lies
     in a local folder, or resembles a local name."""
     path = pathlib.Path(name)
-    if not HUB_ID.fullmatch(name) or file_type(path) in (*READERS, ".gz"):
+    if not HUB_ID.fullmatch(name) or file_type(path) in (*READERS, *PACKED):
         return False
     if len(path.parts) == 2:
         return not pathlib.Path(path.parts[0]).is_dir()

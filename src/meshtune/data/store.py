@@ -1,151 +1,71 @@
-"""The on-disk cache of tokenised documents: flat memory-mapped arrays with checksums, made in parts that an interrupted
-preparation keeps.
+"""Tokenised documents on disk: a folder of shards and a manifest of them, of which a process opens what it reads.
 
-Every array has a checksum in meta.json, and meta.json its own digest. Both are checked when a store is opened; a
-damaged store is rebuilt, and says so.
+A shard is a safetensors file: `documents` are the bytes of each document (ids, weights, extra), one after another, and
+the other tensors are columns of what is known of each. Loss weights of 0 and 1 take a bit. A shard depends only on its
+samples and is written under another name until it is complete, so a store is the same, bit for bit, however many
+processes and hosts write it and wherever they are interrupted. `manifest.json` is written last: without it a folder is
+unfinished.
 
-A preparation that was killed reads back the parts that it had finished. A part depends only on its samples, so the
-result is the same, bit for bit, wherever it was interrupted and however many threads or processes worked on it. Memory
-is that of a few parts.
+Opening a store reads the manifest and the lengths. Files are mapped as their documents are read, and a document is
+checked against its checksum whenever it is read.
 """
 
 from __future__ import annotations
 
-import collections
+import bisect
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import pathlib
-import queue
 import shutil
+import struct
 import tempfile
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from meshtune.cache import cache_folder
-from meshtune.data.conversation import Origin, Sample
-from meshtune.data.tokens import Example, TokenCounts, Tokenize
+from meshtune.data.conversation import Origin
+from meshtune.data.tokens import Example
 from meshtune.errors import UserError
-from meshtune.weights.publish import is_locked, lock
 
 # Of everything that turns documents into tokens. It is part of every fingerprint: raising it makes earlier runs
-# impossible to resume. Stores with other metadata are recognised by their digest.
+# impossible to resume.
 VERSION = 4
+LAYOUT = 1  # of the files of a store: those of another one are written again
 DIGEST_BYTES = 16  # of a sample
-META = "meta.json"
-_GROUP = 1 << 16  # tokens written at once, at least one example
-_ABANDONED = {".building-*": 1, ".parts-*": 14}  # days after which what a killed preparation left is removed
-_ARRAYS = {
-    "ids": np.int32,  # [tokens]
-    "weights": np.float32,  # [tokens]
-    "offsets": np.int64,  # [documents + 1]
-    "sources": np.int32,  # [documents]: index into meta.json's sources
-    "records": np.int64,  # [documents]
-    "digests": np.uint64,  # [documents]: of ids and extras, to find copies
-    "values": np.float32,  # [documents]: see tokens.Example
+MANIFEST = "manifest.json"
+LENGTHS = "lengths.bin"
+SHARD_NAME = "shard-{:05}.safetensors"
+SHARD = 4096  # samples
+_MOST_SHARDS = 4096
+_OPEN = 400  # shards that a process has open at once: each takes a file descriptor
+_DRAFT = ".draft-"
+_ABANDONED = 14  # days after which what an interrupted preparation left is removed
+_DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "F32": np.float32}
+# Of each document: its first byte, its length in tokens, whether its weights are float32 instead of bits, the bytes of
+# its extra, a digest of ids and extra to find copies, its record, the index of its source among the shard's names, its
+# value (see tokens.Example), and a CRC-32 of all of these and the document.
+_COLUMNS = {
+    "begins": np.int64,
+    "lengths": np.int64,
+    "scaled": np.int64,
+    "extra_lengths": np.int64,
+    "digests": np.uint64,
+    "records": np.int64,
+    "sources": np.int64,
+    "values": np.float32,
+    "checks": np.int64,
 }
-_EXTRAS = {"extras": np.uint8, "extra_offsets": np.int64}  # [bytes], [documents + 1]; only where a document has any
-
-
-@dataclasses.dataclass(frozen=True)
-class ExampleArrays:
-    """Consecutive examples as arrays: `ids` int32 and `weights` float32 [tokens]; `lengths` and `records` int64,
-    `sources` int32, which index `names`, and `values` float64 [examples]; `extras` uint8 [bytes] and `extra_lengths`
-    int64 [examples], both empty if no example has any."""
-
-    ids: np.ndarray
-    weights: np.ndarray
-    lengths: np.ndarray
-    sources: np.ndarray
-    records: np.ndarray
-    values: np.ndarray
-    names: tuple[str, ...]
-    extras: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint8))
-    extra_lengths: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @classmethod
-    def of(cls, examples: Sequence[Example]) -> ExampleArrays:
-        """The arrays of some examples."""
-        names: dict[str, int] = {}
-        extras = [example.extra for example in examples]
-        return cls(
-            np.concatenate([np.zeros(0, np.int32), *(example.ids for example in examples)]),
-            np.concatenate([np.zeros(0, np.float32), *(example.weights for example in examples)]),
-            np.array([len(example.ids) for example in examples], np.int64),
-            np.array([names.setdefault(example.origin.source, len(names)) for example in examples], np.int32),
-            np.array([example.origin.record for example in examples], np.int64),
-            np.array([example.value for example in examples], np.float64),
-            tuple(names),
-            np.frombuffer(b"".join(extras), np.uint8),
-            np.array([len(extra) for extra in extras] if any(extras) else [], np.int64),
-        )
-
-    def __iter__(self) -> Iterator[Example]:
-        edges = np.cumsum([0, *self.lengths]).tolist()
-        extra_edges = np.cumsum([0, *(self.extra_lengths if len(self.extra_lengths) else self.lengths * 0)]).tolist()
-        for index, (source, record, value) in enumerate(zip(self.sources, self.records, self.values, strict=True)):
-            span, extra = slice(*edges[index : index + 2]), slice(*extra_edges[index : index + 2])
-            origin = Origin(self.names[source], int(record))
-            yield Example(self.ids[span], self.weights[span], origin, float(value), self.extras[extra].tobytes())
-
-
-class DamagedStore(Exception):
-    """A store whose files are not those that were written."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Store:
-    """Examples by index, from memory-mapped arrays.
-
-    `meta` is the builder's own record (counts). `damage` describes the damaged store that this one
-    replaced, if there was one.
-    """
-
-    path: pathlib.Path
-    ids: np.ndarray
-    weights: np.ndarray
-    offsets: np.ndarray
-    sources: np.ndarray
-    records: np.ndarray
-    digests: np.ndarray
-    values: np.ndarray
-    names: tuple[str, ...]
-    meta: dict[str, Any]
-    damage: str | None = None
-    extras: np.ndarray | None = None
-    extra_offsets: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> Example:
-        span, extra = slice(*self.offsets[index : index + 2]), b""
-        if self.extras is not None and self.extra_offsets is not None:
-            extra = self.extras[slice(*self.extra_offsets[index : index + 2])].tobytes()
-        return Example(self.ids[span], self.weights[span], self.origin(index), float(self.values[index]), extra)
-
-    def origin(self, index: int) -> Origin:
-        """The record that document `index` was made from."""
-        return Origin(self.names[self.sources[index]], int(self.records[index]))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
-        return np.diff(self.offsets)
-
-
-def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """The directory of tokenised data, in `override`, $MESHTUNE_CACHE or ~/.cache/meshtune."""
-    return pathlib.Path(override or cache_folder()).expanduser() / "tokens"
+_FACTS = struct.Struct("<4qQ2qf")  # all columns but the checksum
 
 
 def sample_digest(sample: object) -> bytes:
@@ -162,109 +82,311 @@ def fingerprint(*parts: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def open_or_build(
-    key: str,
-    build: Callable[[], tuple[Iterable[ExampleArrays], Callable[[], dict[str, object]]]],
-    cache: str | os.PathLike[str] | None = None,
-    is_current: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
-) -> Store:
-    """The store of `key`, built if it does not exist or is damaged, or if its metadata is not current.
-
-    `build()` returns arrays of examples and a function that is called after the last, for the metadata to record. A
-    store becomes visible only once it is complete. Raises UserError if the cache cannot be written.
-    """
-    path = cache_directory(cache) / key
-    store, damage = _open(path)
-    if store is not None and is_current(store.meta):
-        return store
-    with _cache_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path.parent)
-        draft = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=".building-"))
-    try:
-        with lock(draft):
-            _write(draft, *build())
-        with _cache_errors(path.parent):
-            if store is not None:
-                shutil.rmtree(path, ignore_errors=True)
-            _publish(draft, path)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    built, problem = _open(path)
-    if built is None:
-        raise _lost_error(path, problem)
-    return dataclasses.replace(built, damage=damage and f"the tokenised data in {path} are damaged ({damage})")
+def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.Path:
+    """The directory of tokenised data, in `override`, $MESHTUNE_CACHE or ~/.cache/meshtune."""
+    return pathlib.Path(override or cache_folder()).expanduser() / "tokens"
 
 
-def _lost_error(path: pathlib.Path, problem: str | None) -> UserError:
-    return UserError(
-        f"tokenised data cannot be read back as they were written: {problem or 'they are gone'}",
-        where=str(path),
-        fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
+def shard_size(samples: int) -> int:
+    """The samples of each shard of a store of `samples`: SHARD, or the least power of two times as many of which
+    _MOST_SHARDS are enough."""
+    size = SHARD
+    while samples > size * _MOST_SHARDS:
+        size *= 2
+    return size
+
+
+class DamagedStore(UserError):
+    """A file of a store is not what was written."""
+
+
+def damage_error(file: pathlib.Path, problem: object) -> DamagedStore:
+    """The error for a file of a store."""
+    return DamagedStore(
+        f"tokenised data are damaged: {file.name}: {problem}",
+        where=str(file.parent),
+        fix="start again, which prepares what is damaged again; check the disk, or set MESHTUNE_CACHE to another one",
     )
 
 
-def _open(path: pathlib.Path) -> tuple[Store | None, str | None]:
-    """The store in `path`, None if there is none or it is damaged, and its damage."""
-    try:
-        return open_store(path), None
-    except DamagedStore as problem:
-        return None, str(problem)
+def write_shard(
+    file: pathlib.Path,
+    examples: Iterable[Example],
+    notes: Callable[[], Mapping[str, object]],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a shard. It is held in memory, and has its name once it is complete.
 
-
-def open_store(path: pathlib.Path) -> Store | None:
-    """The store in `path`; None if it does not exist, or is of an earlier version, without a digest.
-
-    Raises DamagedStore, naming the file, if its contents are not those that were written.
+    `notes()`, for its metadata, and `check()` are called after the last example. Raises UserError if the file cannot be
+    written, and what `examples` and `check` raise.
     """
-    meta = _read_meta(path / META) if path.exists() else None
-    if meta is None:
-        return None
-    arrays = {name: _read_array(path / f"{name}.bin", name, recorded) for name, recorded in meta["files"].items()}
-    return Store(path, names=tuple(meta["sources"]), meta=meta["notes"], **arrays)  # pyright: ignore[reportArgumentType]
+    documents, rows, names = bytearray(), list[list[int | float]](), dict[str, int]()
+    for example in examples:
+        source = names.setdefault(example.origin.source, len(names))
+        data, facts = _encode(example, source, len(documents))
+        documents += data
+        rows.append([*facts, _checksum(data, facts)])
+    check()
+    # Objects, since a table of float64 would round digests.
+    columns = zip(_COLUMNS.items(), np.array(rows, object).reshape(-1, len(_COLUMNS)).T, strict=True)
+    tensors, least = {"documents": np.frombuffer(documents, np.uint8)}, dict[str, int | float]()
+    for (name, dtype), column in columns:
+        values = column.astype(dtype)
+        least[name] = values.min().item() if len(values) and values.dtype.kind != "f" else 0
+        values -= values.dtype.type(least[name])
+        if values.any():
+            is_float = values.dtype.kind == "f"
+            tensors[name] = values if is_float else values.astype(np.min_scalar_type(int(values.max())))
+    metadata = {"layout": LAYOUT, "size": len(rows), "least": least, "names": list(names), "notes": notes()}
+    text = json.dumps(metadata)  # one item with its checksum: several have no fixed order in the file
+    with _cache_errors(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, save(tensors, {"meshtune": f"{zlib.crc32(text.encode())} {text}"}))
 
 
-def _read_array(file: pathlib.Path, name: str, recorded: Mapping[str, int]) -> np.ndarray:
-    dtype = (_ARRAYS | _EXTRAS)[name]
+def _encode(example: Example, source: int, begin: int) -> tuple[bytes, list[int | float]]:
+    """The bytes of a document, and its columns but for the checksum."""
+    ids, weights = np.asarray(example.ids, np.int32).tobytes(), np.asarray(example.weights, np.float32)
+    is_mask = bool(((weights == 0) | (weights == 1)).all())
+    data = ids + (np.packbits(weights != 0) if is_mask else weights).tobytes() + example.extra
+    digest = int.from_bytes(hashlib.blake2b(ids + example.extra, digest_size=8).digest(), "little")
+    value = float(np.float32(example.value))
+    return data, [
+        begin,
+        len(weights),
+        int(not is_mask),
+        len(example.extra),
+        digest,
+        example.origin.record,
+        source,
+        value,
+    ]
+
+
+def _checksum(data: bytes, facts: Sequence[int | float]) -> int:
+    return zlib.crc32(_FACTS.pack(*facts), zlib.crc32(data))
+
+
+class Shard(Sequence[Example]):
+    """The documents of one file by index, mapped. `notes` are what its writer recorded. Raises: DamagedStore,
+    OSError."""
+
+    def __init__(self, file: pathlib.Path):
+        self.file = file
+        with file.open("rb") as stream:
+            self.bytes = os.fstat(stream.fileno()).st_size
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.bytes else b""
+        try:
+            start = 8 + int.from_bytes(self._map[:8], "little")
+            header = json.loads(self._map[8:start])
+            checksum, _, text = header.pop("__metadata__")["meshtune"].partition(" ")
+            if int(checksum) != zlib.crc32(text.encode()):
+                raise ValueError("its metadata do not match their checksum")
+            metadata = json.loads(text)
+            self._start, self._end = (start + offset for offset in header.pop("documents")["data_offsets"])
+            columns = {
+                name: np.frombuffer(
+                    self._map, _DTYPES[item["dtype"]], item["shape"][0], start + item["data_offsets"][0]
+                )
+                for name, item in header.items()
+            }
+            self._size = metadata["size"]
+            self._table = [(columns.get(name), metadata["least"][name]) for name in _COLUMNS]
+            self.names, self.notes, self.layout = metadata["names"], metadata["notes"], metadata["layout"]
+        except (ValueError, LookupError, TypeError) as problem:
+            raise damage_error(file, problem) from problem
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Example:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reads a document. Raises: DamagedStore."""
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        try:
+            *facts, check = [least if column is None else column.item(index) + least for column, least in self._table]
+            begin, length, scaled, extra_length, _, record, source, value = facts
+            stop = 4 * length + (4 * length if scaled else (length + 7) // 8)
+            data = self._map[self._start + begin : self._start + begin + stop + extra_length]
+            if _checksum(data, facts) != check:
+                raise ValueError(f"document {index} does not match its checksum")
+            ids, origin = np.frombuffer(data, np.int32, length), Origin(self.names[source], record)
+            if scaled:
+                weights = np.frombuffer(data, np.float32, length, 4 * length)
+            else:
+                bits = np.frombuffer(data, np.uint8, stop - 4 * length, 4 * length)
+                weights = np.unpackbits(bits, count=length).astype(np.float32)
+        except (ValueError, LookupError, TypeError, struct.error) as problem:
+            with contextlib.suppress(OSError):
+                self.file.unlink()  # the next start finds it missing, and writes it again
+            raise damage_error(self.file, problem) from problem
+        return Example(ids, weights, origin, value, data[stop:])
+
+    def column(self, name: str) -> np.ndarray:
+        """The values of a column (see _COLUMNS) for all documents."""
+        values, least = self._table[list(_COLUMNS).index(name)]
+        column = np.full(self._size, least, _COLUMNS[name])
+        return column if values is None else column + values.astype(column.dtype)
+
+
+@functools.lru_cache(maxsize=_OPEN)
+def _open_shard(file: pathlib.Path) -> Shard:
+    """The shard in a file of a complete store. Raises: DamagedStore."""
     try:
-        size = file.stat().st_size
-        if size != recorded["bytes"]:
-            raise DamagedStore(f"{file.name} has {size:,} bytes, not {recorded['bytes']:,}")
-        if _checksum(file) != recorded["crc32"]:
-            raise DamagedStore(f"{file.name} does not match its checksum")
-        return np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
+        return Shard(file)
     except OSError as problem:
-        raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
+        raise damage_error(file, problem.strerror) from problem
 
 
-def _read_meta(file: pathlib.Path) -> dict[str, Any] | None:
+class Store(Sequence[Example]):
+    """The documents of all shards by index. `lengths` int64 are the tokens of each, `meta` the notes of the manifest,
+    `damage` describes the damage for which it was prepared again, if there was any."""
+
+    def __init__(self, path: pathlib.Path, manifest: Mapping[str, Any], lengths: np.ndarray):
+        self.path, self.lengths, self.meta = path, lengths, manifest["notes"]
+        self.damage: str | None = None
+        self._files = [path / SHARD_NAME.format(number) for number in range(len(manifest["shards"]))]
+        self._ends = list(itertools.accumulate(shard["documents"] for shard in manifest["shards"]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Example:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reads a document. Raises: DamagedStore."""
+        shard, place = self._locate(index)
+        return shard[place]
+
+    def _locate(self, index: int) -> tuple[Shard, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect.bisect_right(self._ends, index)
+        return _open_shard(self._files[number]), index - (self._ends[number - 1] if number else 0)
+
+    def origin(self, index: int) -> Origin:
+        """The record that document `index` was made from."""
+        return self[index].origin
+
+    def column(self, name: str) -> np.ndarray:
+        """A column (see _COLUMNS) of all documents."""
+        columns = [_open_shard(file).column(name) for file in self._files]
+        return np.concatenate([np.zeros(0, _COLUMNS[name]), *columns])
+
+    @property
+    def digests(self) -> np.ndarray:
+        """A digest of the ids and extra of each document, uint64."""
+        return self.column("digests")
+
+    def firsts(self) -> list[int]:
+        """The first document of each source."""
+        firsts: dict[str, int] = {}
+        for file, end in zip(self._files, self._ends, strict=True):
+            shard = _open_shard(file)
+            for source, place in zip(*np.unique(shard.column("sources"), return_index=True), strict=True):
+                firsts.setdefault(shard.names[source], end - len(shard) + int(place))
+        return sorted(firsts.values())
+
+
+def publish_store(path: pathlib.Path, shards: Sequence[pathlib.Path], notes: Mapping[str, object]) -> Store:
+    """Writes the manifest of a folder with all its shards, and opens it. Hosts that prepare the same data may do so at
+    once: they write the same. Raises UserError if the cache cannot be written."""
+    recorded, lengths = list[dict[str, int]](), [np.zeros(0, np.int64)]
+    for shard in map(Shard, shards):  # each takes a file descriptor
+        lengths.append(shard.column("lengths"))
+        recorded.append({"documents": len(shard), "tokens": int(lengths[-1].sum()), "bytes": shard.bytes})
+    complete = np.concatenate(lengths)
+    data = complete.astype(np.min_scalar_type(int(complete.max(initial=0)))).tobytes()
+    content = {"layout": LAYOUT, "lengths": zlib.crc32(data), "shards": recorded, "notes": notes}
+    with _cache_errors(path.parent):
+        write_file(path / LENGTHS, data)
+        write_json(path / MANIFEST, content)
+        for file in {*path.iterdir()} - {path / MANIFEST, path / LENGTHS, *shards}:
+            if not file.name.startswith(_DRAFT):  # another host may be writing it
+                file.unlink(missing_ok=True)  # of an earlier layout, or the lock of a shard
+    _open_shard.cache_clear()
+    store, problem = open_store(path)
+    if store is None:
+        raise damage_error(path / MANIFEST, problem or "it is gone")
+    return store
+
+
+def write_store(path: pathlib.Path, examples: Iterable[Example], notes: Callable[[], Mapping[str, object]]) -> Store:
+    """Writes and opens a store of one shard. Raises UserError as `write_shard`."""
+    write_shard(path / SHARD_NAME.format(0), examples, dict)
+    return publish_store(path, [path / SHARD_NAME.format(0)], notes())
+
+
+def open_store(path: pathlib.Path) -> tuple[Store | None, str | None]:
+    """The store in `path`; None if there is none, if it is of another layout, or if it is damaged, and the damage.
+
+    Reads the manifest and the lengths, and no more than the sizes of the shards.
+    """
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
+        manifest = read_json(path / MANIFEST)
+        if manifest is None or manifest["layout"] != LAYOUT:
+            return None, None
+        data = (path / LENGTHS).read_bytes()
+        if zlib.crc32(data) != manifest["lengths"]:
+            return None, f"{LENGTHS} does not match its checksum"
+        for number, shard in enumerate(manifest["shards"]):
+            file = path / SHARD_NAME.format(number)
+            if file.stat().st_size != shard["bytes"]:
+                return None, f"{file.name} has {file.stat().st_size:,} bytes, not {shard['bytes']:,}"
     except OSError as problem:
-        raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
-    except (ValueError, RecursionError) as problem:
-        raise DamagedStore(f"{file.name} is not JSON") from problem
-    if not isinstance(meta, dict) or "digest" not in meta:
-        return None
-    if meta.pop("digest") != _digest(meta):
-        raise DamagedStore(f"{file.name} does not match its digest")
-    return meta
+        return None, f"{pathlib.Path(problem.filename).name}: {problem.strerror}"
+    except ValueError as problem:
+        return None, str(problem)
+    documents = sum(shard["documents"] for shard in manifest["shards"])
+    width = len(data) // max(1, documents)
+    return Store(path, manifest, np.frombuffer(data, f"u{width or 1}").astype(np.int64)), None
 
 
-def _digest(meta: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+def remove_damaged(path: pathlib.Path) -> None:
+    """Removes the manifest of a store, and those of its shards that do not match their checksums."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    for file in path.glob(SHARD_NAME.replace("{:05}", "*")):
+        try:
+            for _ in Shard(file):
+                pass
+        except UserError:
+            file.unlink(missing_ok=True)
 
 
-def _publish(draft: pathlib.Path, path: pathlib.Path) -> None:
-    """Moves a complete draft to its place, unless another process was faster: its store has the same contents."""
+def write_json(file: pathlib.Path, content: Mapping[str, object]) -> None:
+    """Writes a JSON object with a digest of its content. Raises: OSError."""
+    content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
+    write_file(file, json.dumps({**content, "digest": _digest(content)}).encode())
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any] | None:
+    """An object of `write_json`; None if there is no file. Raises ValueError, which names the file, if it is damaged,
+    and OSError."""
     try:
-        os.rename(draft, path)
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file.name} is not JSON") from None
+    if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+        raise ValueError(f"{file.name} does not match its digest")
+    return content
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_file(file: pathlib.Path, data: bytes) -> None:
+    """Writes a file under another name until it is complete and on the disk. Raises: OSError."""
+    descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=_DRAFT)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(draft, file)
     except OSError:
-        if not path.exists():
-            raise
-        if _open(path)[0] is None:
-            shutil.rmtree(path)
-            os.rename(draft, path)
+        pathlib.Path(draft).unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -277,228 +399,12 @@ def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
         raise UserError(what, where=str(directory), fix=fix) from problem
 
 
-class _ArrayFile:
-    """A file of an array that is written in pieces; its size and checksum."""
-
-    def __init__(self, path: pathlib.Path, dtype: type):
-        self.path, self.dtype, self.size, self.checksum = path, dtype, 0, 0
-        with _cache_errors(path.parent.parent):
-            self._file = path.open("wb", 1 << 20)
-
-    def append(self, values: Sequence[float] | np.ndarray) -> None:
-        data = np.asarray(values, self.dtype).tobytes()
-        with _cache_errors(self.path.parent.parent):
-            self._file.write(data)
-        self.checksum, self.size = zlib.crc32(data, self.checksum), self.size + len(data)
-
-    def synchronise(self) -> None:
-        with _cache_errors(self.path.parent.parent):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        # The contents were flushed and synchronised before; after a failed write, closing fails again on what is left.
+def remove_abandoned(directory: pathlib.Path) -> None:
+    """Removes what interrupted preparations have left in a cache for more than two weeks."""
+    for path in (*directory.glob("*/"), *directory.glob(f"*/{_DRAFT}*")):
         with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def _write(draft: pathlib.Path, groups: Iterable[ExampleArrays], meta: Callable[[], dict[str, object]]) -> None:
-    with contextlib.ExitStack() as stack:
-        files: dict[str, _ArrayFile] = {}
-        for name, dtype in (_ARRAYS | _EXTRAS).items():
-            files[name] = _ArrayFile(draft / f"{name}.bin", dtype)
-            stack.callback(files[name].close)
-        sources = _write_arrays(files, groups)
-        for file in files.values():
-            file.synchronise()
-    if not files["extras"].size:
-        for name in _EXTRAS:
-            files.pop(name).path.unlink()
-    recorded = {name: {"bytes": file.size, "crc32": file.checksum} for name, file in files.items()}
-    content = {"version": VERSION, "files": recorded, "sources": sources, "notes": meta()}
-    content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
-    with _cache_errors(draft.parent), (draft / META).open("w", encoding="utf-8") as file:
-        json.dump({**content, "digest": _digest(content)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_arrays(files: Mapping[str, _ArrayFile], groups: Iterable[ExampleArrays]) -> list[str]:
-    """Writes groups of examples; returns the names of their sources."""
-    sources, ends = dict[str, int](), {"offsets": 0, "extra_offsets": 0}
-    for name, end in ends.items():
-        files[name].append([end])
-    for arrays in groups:
-        indices = np.array([sources.setdefault(name, len(sources)) for name in arrays.names], np.int32)
-        extra_lengths = arrays.extra_lengths if len(arrays.extra_lengths) else arrays.lengths * 0
-        for name, lengths in {"offsets": arrays.lengths, "extra_offsets": extra_lengths}.items():
-            group_ends = ends[name] + np.cumsum(lengths)
-            files[name].append(group_ends)
-            ends[name] += int(lengths.sum())
-        files["sources"].append(indices[arrays.sources])
-        for name in ("ids", "weights", "records", "values", "extras"):
-            files[name].append(getattr(arrays, name))
-        documents = np.split(arrays.ids, np.cumsum(arrays.lengths)[:-1]) if len(arrays.lengths) else []
-        extras = np.split(arrays.extras, np.cumsum(extra_lengths)[:-1]) if len(documents) else []
-        contents = (ids.tobytes() + extra.tobytes() for ids, extra in zip(documents, extras, strict=True))
-        hashed = (hashlib.blake2b(content, digest_size=8).digest() for content in contents)
-        files["digests"].append(np.frombuffer(b"".join(hashed), np.uint64))
-    return list(sources)
-
-
-def group_examples(examples: Iterable[Example]) -> Iterator[ExampleArrays]:
-    """The arrays of consecutive examples, in groups of about _GROUP tokens."""
-    group: list[Example] = []
-    tokens = 0
-    for example in examples:
-        group.append(example)
-        tokens += len(example.ids)
-        if tokens >= _GROUP:
-            yield ExampleArrays.of(group)
-            group, tokens = [], 0
-    if group:
-        yield ExampleArrays.of(group)
-
-
-def _checksum(file: pathlib.Path) -> int:
-    checksum = 0
-    with file.open("rb") as stream:
-        while data := stream.read(1 << 22):
-            checksum = zlib.crc32(data, checksum)
-    return checksum
-
-
-def _remove_abandoned(directory: pathlib.Path) -> None:
-    """Removes drafts and parts of builds that were killed and not started again."""
-    for pattern, days in _ABANDONED.items():
-        for draft in directory.glob(pattern):
-            with contextlib.suppress(OSError):
-                # A clock may have jumped: a draft that is being written is none that was abandoned.
-                if time.time() - draft.stat().st_mtime > days * 86400 and not is_locked(draft):
-                    shutil.rmtree(draft, ignore_errors=True)
-
-
-PART = 2048  # samples
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The examples of consecutive samples, their counts, and whether any sample was a conversation."""
-
-    examples: ExampleArrays
-    counts: TokenCounts
-    conversation: bool
-
-
-Convert = Callable[[Tokenize, Iterable[Sample]], Iterable[Example]]
-MakePart = Callable[[Sequence[Sample]], Part]
-
-
-def make_part(samples: Iterable[Sample], tokenize: Tokenize, convert: Convert) -> Part:
-    """The part of `samples`. Raises what `convert` raises."""
-    tokenize.counts = TokenCounts()
-    examples = ExampleArrays.of(list(convert(tokenize, samples)))
-    return Part(examples, tokenize.counts, tokenize.saw_conversation)
-
-
-def tokenised_parts(
-    samples: Sequence[Sample],
-    makers: Sequence[MakePart],
-    directory: pathlib.Path | None,
-    progress: Callable[[int], None],
-    share: tuple[int, int] = (0, 1),
-) -> Iterator[Part]:
-    """The parts of `samples` in order, each made by one of `makers`; each maker serves one thread.
-
-    Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) this
-    host makes its share of the parts first, then reads those that other hosts have put into the same directory by then.
-    `progress` is told the number of samples done. Raises what `makers` raise for the first part in which one does.
-    """
-    idle: queue.SimpleQueue[MakePart] = queue.SimpleQueue()
-    for make in makers:
-        idle.put(make)
-
-    def work(start: int) -> Part:
-        file = None if directory is None else directory / f"{start:012}.npz"
-        stored = None if file is None else read_part(file)
-        if stored is not None:
-            return stored
-        make = idle.get()
-        try:
-            part = make([samples[index] for index in range(start, min(start + PART, len(samples)))])
-        finally:
-            idle.put(make)
-        if file is not None:
-            write_part(file, part)
-        return part
-
-    host, hosts = share
-    starts = range(0, len(samples), PART)
-    with ThreadPoolExecutor(len(makers), "tokenise") as pool:
-        shared = 0
-        for _ in (
-            _submit_ahead(pool, work, starts[host::hosts], len(makers)) if hosts > 1 and directory is not None else ()
-        ):
-            shared = min(shared + PART, len(samples))
-            progress(shared)
-        for index, part in enumerate(_submit_ahead(pool, work, starts, len(makers))):
-            progress(max(shared, index * PART))
-            yield part
-        progress(len(samples))
-
-
-def _submit_ahead(
-    pool: ThreadPoolExecutor, work: Callable[[int], Part], starts: Sequence[int], threads: int
-) -> Iterator[Part]:
-    """The results of `work` in order; a few are computed ahead."""
-    remaining = iter(starts)
-    pending: collections.deque[Future[Part]] = collections.deque()
-    try:
-        pending.extend(pool.submit(work, start) for start in itertools.islice(remaining, threads + 1))
-        while pending:
-            part = pending.popleft().result()
-            if (start := next(remaining, None)) is not None:
-                pending.append(pool.submit(work, start))
-            yield part
-    finally:
-        for future in pending:
-            future.cancel()
-
-
-def add_counts(total: TokenCounts, part: TokenCounts) -> None:
-    """Adds the counts of a part to `total`."""
-    for field in dataclasses.fields(TokenCounts):
-        if field.name != "first":
-            setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
-    total.first = part.first | total.first
-
-
-def write_part(file: pathlib.Path, part: Part) -> None:
-    """Writes a part, which becomes visible only once it is complete. A disk that refuses is no error: the part is then
-    tokenised again after an interruption."""
-    arrays = vars(part.examples).copy()
-    names = list(arrays.pop("names"))
-    meta = {"counts": dataclasses.asdict(part.counts), "conversation": part.conversation, "sources": names}
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=file.parent, suffix=".draft")
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                np.savez(stream, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
-            os.replace(draft, file)
-        except OSError:
-            pathlib.Path(draft).unlink(missing_ok=True)
-
-
-def read_part(file: pathlib.Path) -> Part | None:
-    """A part that was written; None if there is none, or if it does not match its checksums."""
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}  # checks the CRC-32 of each
-        meta = json.loads(arrays.pop("meta").tobytes())
-        counts = TokenCounts(**meta["counts"])
-        counts.skipped = [(origin, reason) for origin, reason in counts.skipped]
-        return Part(ExampleArrays(**arrays, names=tuple(meta["sources"])), counts, meta["conversation"])
-    except (*_UNREADABLE, TypeError, IndexError):
-        return None
+            is_old = time.time() - path.stat().st_mtime > _ABANDONED * 86400
+            if is_old and path.is_file():
+                path.unlink()
+            elif is_old and path.name != "manifests" and not (path / MANIFEST).exists():
+                shutil.rmtree(path, ignore_errors=True)

@@ -10,29 +10,30 @@ import os
 import pathlib
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.documents import DocumentList
+from meshtune.data.documents import DocumentList, TaskList
 from meshtune.data.loader import PartTask, StageExamples, with_companions
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.store import (
-    PART,
-    ExampleArrays,
-    MakePart,
-    Part,
+    SHARD_NAME,
+    Shard,
     Store,
-    add_counts,
     cache_directory,
     fingerprint,
-    group_examples,
-    make_part,
-    open_or_build,
-    tokenised_parts,
+    open_store,
+    publish_store,
+    remove_abandoned,
+    remove_damaged,
+    shard_size,
+    write_shard,
 )
 from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.errors import UserError, amount
@@ -42,11 +43,10 @@ from meshtune.objectives.stages import STAGES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.objectives.stages import DatasetType
 
-PartProcess = LazyFunction("meshtune.data.part_process:PartProcess")
-process_count = LazyFunction("meshtune.data.part_process:process_count")
-IN_PROCESS = 8192  # samples that are tokenised before other processes would have started
-_THREADS = max(2, min(4, os.cpu_count() or 1))  # more would wait for Python's lock
+run_tasks = LazyFunction("meshtune.data.tasks:run_tasks")
+process_count = LazyFunction("meshtune.data.tasks:process_count")
 
 
 def token_options(data: DataSection, stage: str = "sft", answer: int = 0) -> TokenOptions:
@@ -65,56 +65,139 @@ def token_options(data: DataSection, stage: str = "sft", answer: int = 0) -> Tok
     )
 
 
-def tokenised_store(
-    split: str,
-    samples: DocumentList,
-    task: PartTask,
-    cache: str | os.PathLike[str] | None,
-    progress: Progress | None,
-    share: tuple[int, int] = (0, 1),
-) -> tuple[Store, TokenCounts, TemplateInfo | None]:
-    """The store of the tokenised samples, the counts, and the chat template's properties (None for plain text).
+@dataclasses.dataclass(frozen=True)
+class Preparer:
+    """Runs the tasks of preparing data: one in this process, several in new ones, and with other hosts.
 
-    `share` is (index of this host, number of hosts) that tokenise the same samples into the same cache.
-
-    Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
+    `share` is (index, number) of the hosts or commands that prepare the same data into the same cache. `processes`
+    None: as many as there are processors (MESHTUNE_DATA_PROCESSES).
     """
-    key = fingerprint(samples.content_hash(), *_task_key(task))
-    directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
-    total, conversation = TokenCounts(), False
 
-    def report(done: int) -> None:
-        if progress is not None:
-            progress(f"tokenising {split} data", done, len(samples))
+    task: PartTask
+    cache: str | os.PathLike[str] | None
+    progress: Progress
+    share: tuple[int, int] = (0, 1)
+    processes: int | None = None
 
-    def parts() -> Iterator[ExampleArrays]:
-        nonlocal conversation
-        few = directory is None
-        parts = _part(task, samples, report) if few else _parts_at_once(task, samples, directory, report, share)
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of all stores."""
+        return cache_directory(self.cache)
+
+    def run(self, tasks: Sequence[Any], done: Callable[[int], None]) -> list[Any]:
+        """The results of tasks in order. Raises UserError as they do."""
+        if len(tasks) > 1:
+            remove_abandoned(self.folder)
+            return run_tasks(tasks, pickle.dumps(self.task), self.processes or process_count(), self.share, done)
+        results = [task.make(self.task.tokenize()) for task in tasks]
+        done(len(tasks))
+        return results
+
+    def store(self, split: str, samples: DocumentList) -> Store:
+        """The store of the tokenised samples, made of those shards that are not there, if it is not complete.
+
+        Its `meta` are counts, the chat template's properties (None for plain text), the number of copies, and the least
+        and the largest value. Raises UserError where a template cannot render a conversation, and where the cache
+        cannot be written.
+        """
+        parts, size = [samples.content_hash(), *task_key(self.task)], shard_size(len(samples))
+        count = -(-len(samples) // size)
+        if self.task.convert.dataset_type == "labelled" and count > 1:
+            parts.append("companions of a shard")
+        path = self.folder / fingerprint(*parts)
+        store, damage = open_store(path)
+        if store is not None:
+            return store
+        if damage is not None:
+            remove_damaged(path)
+
+        def task(number: int) -> ShardTask:
+            chosen = samples.cut(number * size, (number + 1) * size) if count > 1 else samples
+            return ShardTask(path / SHARD_NAME.format(number), chosen, self.task.convert, self.task.options)
+
+        def done(shards: int) -> None:
+            self.progress(f"tokenising {split} data", min(shards * size, len(samples)), len(samples))
+
         try:
-            for part in parts:
-                add_counts(total, part.counts)
-                conversation |= part.conversation
-                yield part.examples
-        finally:
-            if directory is None:
-                samples.check_unchanged()
-            else:
-                _check_unchanged(samples, directory)
+            shards = self.run(TaskList(count, task) if count > 1 else [task(0)], done)
+            samples.check_unchanged()
+        except UserError:
+            discard_changed(samples, path)
+            raise
+        store = publish_store(path, shards, self._notes(shards))
+        store.damage = damage and f"the tokenised data in {path} are damaged ({damage})"
+        return store
 
-    def meta() -> dict[str, object]:
-        template = dataclasses.asdict(template_info(ChatTemplate(task.tokenizer))) if conversation else None
-        return {"counts": dataclasses.asdict(total), "template": template}
+    def _notes(self, shards: Sequence[pathlib.Path]) -> dict[str, object]:
+        total, template, digests, values = TokenCounts(), None, list[np.ndarray](), list[np.ndarray]()
+        for shard in map(Shard, shards):  # each takes a file descriptor
+            add_counts(total, read_counts(shard.notes["counts"]))
+            if template is None and shard.notes["conversation"]:
+                template = dataclasses.asdict(template_info(ChatTemplate(self.task.tokenizer)))
+            digests.append(shard.column("digests"))
+            values.append(shard.column("values"))
+        value = np.concatenate(values)
+        return {
+            "counts": dataclasses.asdict(total),
+            "template": template,
+            "copies": count_copies(np.concatenate(digests), value, self.task.convert.dataset_type),
+            "values": [float(value.min()), float(value.max())] if len(value) else None,
+        }
 
-    groups = _with_companions(parts(), task.options.max_length) if task.convert.dataset_type == "labelled" else parts()
-    # Stores of versions that did not look for the words of every message have no places of what they counted.
-    store = open_or_build(key, lambda: (groups, meta), cache, is_current=lambda meta: "first" in meta["counts"])
-    if directory is not None:
-        shutil.rmtree(directory, ignore_errors=True)
-    return store, *_read_counts(store)
+
+def discard_changed(samples: DocumentList, path: pathlib.Path) -> None:
+    """Removes an unfinished store if a file has changed since its records were checked, and an empty one."""
+    try:
+        samples.check_unchanged()
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    except UserError:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _task_key(task: PartTask) -> list[str]:
+def count_copies(digests: np.ndarray, values: np.ndarray, dataset_type: DatasetType) -> int:
+    """The samples with the same tokens as an earlier one: of pairs both answers, of labelled answers the label too, and
+    not the companions that are made of them."""
+    if dataset_type in ("documents", "prompts"):
+        return len(digests) - len(np.unique(digests))
+    samples = digests.reshape(-1, 2)
+    if dataset_type == "labelled":
+        samples = np.stack([samples[:, 0], values[::2].astype(np.uint64)], axis=1)
+    return len(samples) - len(np.unique(samples, axis=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardTask:
+    """Writes a shard of the examples that `convert` makes of some samples."""
+
+    file: pathlib.Path
+    samples: DocumentList
+    convert: StageExamples
+    options: TokenOptions
+
+    def make(self, tokenize: Tokenize) -> pathlib.Path:
+        """Writes the shard; returns its file. Raises UserError as `convert` does, where the file cannot be written,
+        and if a source has changed."""
+        tokenize.start_counts()
+        examples = self.convert(tokenize, self.samples)
+        if self.convert.dataset_type == "labelled":
+            examples = with_companions(examples, self.options.max_length)
+
+        def notes() -> dict[str, object]:
+            return {"counts": dataclasses.asdict(tokenize.counts), "conversation": tokenize.saw_conversation}
+
+        write_shard(self.file, examples, notes, self.samples.check_unchanged)
+        return self.file
+
+    def load(self) -> pathlib.Path | None:
+        """The file of the shard; None if it is not there, or damaged."""
+        try:
+            return Shard(self.file).file
+        except (OSError, UserError):
+            return None
+
+
+def task_key(task: PartTask) -> list[str]:
     """The texts that identify what is made of samples. Stages that make the same examples of them share a store."""
     key = [tokenizer_hash(task.tokenizer), task.options.cache_key()]
     if task.convert.score_position:
@@ -123,50 +206,19 @@ def _task_key(task: PartTask) -> list[str]:
     return key if task.pictures is None else [*key, task.pictures.key()]
 
 
-def _with_companions(parts: Iterator[ExampleArrays], max_length: int) -> Iterator[ExampleArrays]:
-    """The examples of labelled answers with their companions, which cross the edges of parts."""
-    return group_examples(with_companions((example for part in parts for example in part), max_length))
+def add_counts(total: TokenCounts, part: TokenCounts) -> None:
+    """Adds the counts of a shard to `total`."""
+    for field in dataclasses.fields(TokenCounts):
+        if field.name != "first":
+            setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
+    total.first = part.first | total.first
 
 
-def _read_counts(store: Store) -> tuple[TokenCounts, TemplateInfo | None]:
-    stored, template = store.meta["counts"], store.meta["template"]
-    names = {field.name for field in dataclasses.fields(TokenCounts)}
-    counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
+def read_counts(stored: Mapping[str, Any]) -> TokenCounts:
+    """Counts as they were recorded."""
+    counts = TokenCounts(**stored)
     counts.skipped = [(origin, reason) for origin, reason in stored["skipped"]]
-    return counts, TemplateInfo(**template) if template else None
-
-
-def _check_unchanged(samples: DocumentList, directory: pathlib.Path) -> None:
-    """Raises UserError if a file has changed since its records were checked, and removes the parts in `directory`,
-    which may not be of the records that were checked."""
-    try:
-        samples.check_unchanged()
-    except UserError:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
-def _part(task: PartTask, samples: DocumentList, progress: Callable[[int], None]) -> Iterator[Part]:
-    """The only part of a few samples."""
-    yield make_part(samples, Tokenize(task.tokenizer, task.options, task.pictures), task.convert)
-    progress(len(samples))
-
-
-def _parts_at_once(
-    task: PartTask,
-    samples: DocumentList,
-    directory: pathlib.Path | None,
-    progress: Callable[[int], None],
-    share: tuple[int, int],
-) -> Iterator[Part]:
-    with contextlib.ExitStack() as processes:
-        makers: list[MakePart]
-        if len(samples) > IN_PROCESS and (count := process_count()) > 1:
-            pickled = pickle.dumps(task)
-            makers = [processes.enter_context(PartProcess(pickled)) for _ in range(count)]
-        else:
-            makers = [task.maker() for _ in range(_THREADS)]
-        yield from tokenised_parts(samples, makers, directory, progress, share)
+    return counts
 
 
 def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> bool
         raise UserError(
             f"the folder is not empty: it holds {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
             where=str(folder),
-            fix="--resume goes on with the same evaluation, --overwrite moves it aside; or give another --output",
+            fix="--resume continues them, --overwrite moves them aside; or give another output",
         )
     return bool(names) and not overwrite
 
@@ -101,7 +101,7 @@ def _check_same(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
             raise UserError(
                 f"these results have another {name}: {before.get(name)!r}, not {settings.get(name)!r}",
                 where=str(file),
-                fix="give the same as before, or another --output; --overwrite moves these results aside",
+                fix="give the same as before, or another output; --overwrite moves these results aside",
             )
 
 

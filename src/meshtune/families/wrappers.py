@@ -31,7 +31,8 @@ class Wrapper:
     of modules of the tower and the projector in memory are written in files, the first that is there. `fields` are
     further fields of the config that say nothing of the text model, `text_fields` those of text_config that it does not
     read. `families` are those of text models whose model_type is of the composite only. Published configs of a `flat`
-    one have the text model's fields outside. `defaults` are fields, by the text model's model_type, that published configs leave out.
+    one have the text model's fields outside. `defaults` are fields, by the text model's model_type, that published
+    configs leave out.
     """
 
     title: str
@@ -66,6 +67,11 @@ TOWER = (
     ("model.multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
 )
 VISUAL = (("model.visual.", ("visual.", "model.visual.")),)
+_PROJECTION = ("embed_vision.embedding_projection", "embed_vision.multimodal_embedder.embedding_projection")
+UNIFIED = tuple(
+    (f"model.{names[-1]}", tuple(prefix + name for name in names for prefix in ("", "model.")))
+    for names in (_PROJECTION, ("vision_embedder.", "embed_vision."))
+)
 MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
 # Of transformers' LlamaConfig and MistralConfig.
 SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -112,6 +118,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma4_unified_text",),
         {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
         optional=("audio embedder",),
+        tower=UNIFIED,
     ),
     **{
         kind: Wrapper(

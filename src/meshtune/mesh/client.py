@@ -33,6 +33,7 @@ MAX_MESSAGE_BYTES = 1 << 26
 MAX_HELLO_BYTES = 1 << 14  # of a connection that has not yet proved that it is a process of this job
 HELLO_TIMEOUT = 10.0  # seconds that it has for that
 PROTOCOL_VERSION = "meshtune-4"
+STALLED = "stalled"  # the cause of a job that lives and does not go on
 EXIT_PROCESS_LOST = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the run, the same command resumes it
 
 Message = dict[str, Any]  # JSON; "type" says which of its other keys are present
@@ -40,7 +41,8 @@ Message = dict[str, Any]  # JSON; "type" says which of its other keys are presen
 
 @dataclasses.dataclass(frozen=True)
 class JobEnd:
-    """Why a job ends. `cause` is "start" (it cannot begin), "lost" (a process is gone) or "failed" (a process raised).
+    """Why a job ends. `cause` is "start" (it cannot begin), "lost" (a process is gone), STALLED or "failed" (a process
+    raised).
 
     `process_index` and `host` name the process that caused it; `message`, `where` and `fix` are those of a UserError.
     """
@@ -134,6 +136,7 @@ class Client:
         self.job_end: JobEnd | None = None
         self.ended = threading.Event()
         self.leaving = False
+        self.steps = 0  # of its loop that the main thread has taken, for the coordinator
         self._lock, self._received = threading.Lock(), queue.Queue[Message]()
         self._waiting = False
         self._connection, self._messages = join(info, address, timeout)
@@ -200,7 +203,7 @@ class Client:
     def _send_heartbeats(self) -> None:
         while not self.leaving and not self.ended.is_set():
             time.sleep(HEARTBEAT_INTERVAL)
-            send(self._connection, self._lock, {"type": "heartbeat"})
+            send(self._connection, self._lock, {"type": "heartbeat", "steps": self.steps})
 
 
 def join(info: ProcessInfo, address: tuple[str, int], timeout: float) -> tuple[socket.socket, Iterator[Message]]:

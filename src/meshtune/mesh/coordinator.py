@@ -40,7 +40,8 @@ BACKLOG = 4096  # connections that wait to be accepted
 
 @dataclasses.dataclass
 class _Connection:
-    """An accepted client. `last_message` is the monotonic time of its latest message."""
+    """An accepted client. `last_message` is the monotonic time of its latest message, `steps` what that said of the
+    steps of its loop."""
 
     process_index: int
     host: str
@@ -48,6 +49,7 @@ class _Connection:
     socket: socket.socket
     last_message: float
     closed: bool = False
+    steps: int = 0
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
@@ -93,6 +95,12 @@ class Coordinator:
         """Indices of the processes that have not connected yet."""
         with self.lock:
             return [index for index in range(self.info.process_count) if index not in self.connections]
+
+    def least_steps(self) -> tuple[int, str, bool]:
+        """(index, host, whether others took more steps) of the process that took the fewest steps of its loop."""
+        with self.lock:
+            connections = sorted(self.connections.values(), key=lambda each: (each.steps, each.process_index))
+        return connections[0].process_index, connections[0].host, connections[-1].steps > connections[0].steps
 
     def end(self, job_end: JobEnd) -> None:
         """Broadcasts the reason the job ends; calls after the first have no effect."""
@@ -148,6 +156,8 @@ class Coordinator:
                 connection.last_message = time.monotonic()
                 if message["type"] == "put":
                     self._put(connection.process_index, message)
+                elif message["type"] == "heartbeat":
+                    connection.steps = message["steps"]
                 elif message["type"] == "failed":
                     self.end(JobEnd(**message["job_end"]))
                 elif message["type"] == "goodbye":

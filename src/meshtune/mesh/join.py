@@ -7,6 +7,7 @@ mistake of the user; 1 a defect, on this process or on the one that the message 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import re
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshtune.errors import UserError
-from meshtune.mesh.client import EXIT_PROCESS_LOST, Client, JobEnd
+from meshtune.mesh.client import EXIT_PROCESS_LOST, STALLED, Client, JobEnd
 from meshtune.mesh.coordinator import Coordinator, find_second_coordinator
 from meshtune.mesh.rendezvous import ProcessInfo
 
@@ -219,7 +220,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _exit_on_end(client: Client, job_end: JobEnd, wait_for_others: Callable[[], None]) -> None:
     # JAX aborts this process within a tenth of a second after process 0 is gone, with a message that names no process.
-    deadline = time.monotonic() + (0.0 if job_end.cause == "lost" else MAIN_THREAD_GRACE)
+    deadline = time.monotonic() + (0.0 if job_end.cause in ("lost", STALLED) else MAIN_THREAD_GRACE)
     while time.monotonic() < deadline:
         if client.leaving:
             return
@@ -233,6 +234,8 @@ def _report_and_exit(client: Client, job_end: JobEnd, wait_for_others: Callable[
     show_cursor = "\x1b[?25h\n" if sys.stderr.isatty() else "\n"  # a progress bar may have hidden the cursor
     lines = [f"error: {job_end.message}", *([f"where: {job_end.where}"] if job_end.where else [])]
     lines += [f"  fix: {job_end.fix}"] if job_end.fix else []
+    if job_end.cause == STALLED:
+        faulthandler.dump_traceback(2)
     os.write(2, (show_cursor + "\n".join(lines) + "\n").encode())
     client.close()
     wait_for_others()

@@ -16,8 +16,8 @@ def card(report: Mapping[str, Any]) -> str:
     size = next(name for limit, name in SIZES if total < limit)
     lines = ["---", "tags: [synthetic, meshtune]", f"size_categories: [{size}]", "---", "# Generated records", ""]
     lines += [
-        f"Written by **{report['teacher']}** from the sources below, seed {recipe.get('seed', 0)}. Whether you may train on "
-        "its answers, its licence says.",
+        f"Written by **{report['teacher']}** from the sources below, seed {recipe.get('seed', 0)}. Its licence says "
+        "whether its answers may be trained on.",
         "",
     ]
     lines += _table("file", files)

@@ -1,6 +1,6 @@
 """Reads documents as text, and splits them into passages whose places are known.
 
-Markdown and plain text are read as they are; markitdown reads PDF, DOCX, PPTX, HTML and EPUB.
+Markdown and plain text are decoded; markitdown reads PDF, DOCX, PPTX, HTML and EPUB.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Passage:
 
     @property
     def text(self) -> str:
-        """The words."""
+        """The text."""
         return self.document.text[self.start : self.end]
 
     @property
@@ -80,8 +80,8 @@ def read_library(paths: Sequence[str], *, skip_bad: bool = False) -> Library:
         except UserError as problem:
             if not skip_bad:
                 fix = f"{problem.fix}; or set on_bad: skip" if problem.fix else "remove it, or set on_bad: skip"
-                raise UserError(problem.what, where=problem.where, fix=fix) from problem
-            skipped.append((str(file), problem.what))
+                raise UserError(problem.message, where=problem.where, fix=fix) from problem
+            skipped.append((str(file), problem.message))
     if not documents:
         raise UserError("no document could be read", where=", ".join(paths), fix="leave on_bad out to see why")
     return Library(tuple(documents), tuple(skipped))
@@ -101,14 +101,14 @@ def document_files(paths: Sequence[str]) -> list[pathlib.Path]:
             files[path] = None
             continue
         entries = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in (*PLAIN, *CONVERTED))
-        entries = [entry for entry in entries if entry.is_file() and not hidden(entry.relative_to(path))]
+        entries = [entry for entry in entries if entry.is_file() and not is_hidden(entry.relative_to(path))]
         if not entries:
             raise UserError("the folder has no documents", where=name, fix=f"put files there: {known}")
         files |= dict.fromkeys(entries)
     return list(files)
 
 
-def hidden(path: pathlib.Path) -> bool:
+def is_hidden(path: pathlib.Path) -> bool:
     """Whether a file, or a folder that it is in, is hidden."""
     return any(part.startswith(".") for part in path.parts)
 
@@ -163,10 +163,10 @@ def _convert(file: pathlib.Path) -> str:
     except (markitdown.MarkItDownException, OSError, ValueError, RecursionError) as problem:
         reason = " ".join(str(problem).split())
         if re.search("PDFPassword|PDFEncryption|password|encrypt", reason, re.IGNORECASE):
-            what, fix = "the document is encrypted", "save a copy without a password"
+            message, fix = "the document is encrypted", "save a copy without a password"
         else:
-            what, fix = f"the document cannot be read: {reason[-200:]}", "open it, and save it again"
-        raise UserError(what, where=str(file), fix=fix) from problem
+            message, fix = f"the document cannot be read: {reason[-200:]}", "open it, and save it again"
+        raise UserError(message, where=str(file), fix=fix) from problem
 
 
 def _check_unpacked(file: pathlib.Path) -> None:
@@ -174,21 +174,21 @@ def _check_unpacked(file: pathlib.Path) -> None:
         with zipfile.ZipFile(file) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as problem:
-        what = f"the document cannot be read: it is no {file.suffix[1:].upper()} file"
+        message = f"the document cannot be read: it is no {file.suffix[1:].upper()} file"
         fix = "open it, and save it again; an encrypted one needs a copy without a password"
-        raise UserError(what, where=str(file), fix=fix) from problem
+        raise UserError(message, where=str(file), fix=fix) from problem
     if size > MOST_UNPACKED:
         problem = f"the document unpacks to {size:,} bytes, and at most {MOST_UNPACKED:,} are read"
         raise UserError(problem, where=str(file), fix="split it, for example by chapters")
 
 
 def count_words(text: str) -> int:
-    """Words, of which a Chinese, Japanese or Korean character is one."""
+    """The number of words; a Chinese, Japanese or Korean character counts as one."""
     return sum(1 for _ in WORDS.finditer(text))
 
 
-def passages(document: SourceDocument, words: int) -> list[Passage]:
-    """The passages of a document: whole paragraphs, or sentences where one is longer, of at most `words` words. A
+def passages(document: SourceDocument, size: int) -> list[Passage]:
+    """The passages of a document: whole paragraphs, or sentences where one is longer, of at most `size` words. A
     heading begins a new one. Those of fewer than FEWEST_WORDS words are left out."""
     result: list[Passage] = []
     start = end = count = 0
@@ -198,40 +198,41 @@ def passages(document: SourceDocument, words: int) -> list[Passage]:
         if count >= FEWEST_WORDS:
             result.append(Passage(document, start, end, current))
 
-    for piece_start, piece_end in _pieces(document.text, words):
+    for piece_start, piece_end in _pieces(document.text, size):
         piece = document.text[piece_start:piece_end]
-        size = count_words(piece)
+        length = count_words(piece)
         title = HEADING.match(piece)
         if title is not None:
             heading = title[1]
-        if count and (count + size > words or (title is not None and count >= FEWEST_WORDS)):
+        if count and (count + length > size or (title is not None and count >= FEWEST_WORDS)):
             finish()
             count = 0
         if not count:
             start, current = piece_start, heading
-        end, count = piece_end, count + size
+        end, count = piece_end, count + length
     finish()
     return result
 
 
-def _pieces(text: str, words: int) -> Iterator[tuple[int, int]]:
+def _pieces(text: str, size: int) -> Iterator[tuple[int, int]]:
     """(start, end) of paragraphs; of sentences, or runs of words, of one that is too long."""
     start = 0
     for gap in GAP.finditer(text):
-        block, start = (start, gap.start()), gap.end()
-        size = count_words(text[slice(*block)])
-        if size <= words:
-            if size:
+        text_end = start + len(text[start : gap.start()].rstrip())
+        block, start = (start, text_end), gap.end()
+        length = count_words(text[slice(*block)])
+        if length <= size:
+            if length:
                 yield block
             continue
         for sentence in SENTENCE.finditer(text, *block):
             tokens = list(WORDS.finditer(text, sentence.start(), sentence.end()))
-            for first in range(0, len(tokens), words):
-                part = tokens[first : first + words]
+            for first in range(0, len(tokens), size):
+                part = tokens[first : first + size]
                 yield part[0].start(), part[-1].end()
 
 
 def describe_library(library: Library, count: int) -> str:
-    """One line about what was read."""
+    """One line about the documents."""
     text = f"{amount(len(library.documents), 'document')}, {amount(count, 'passage')}"
     return f"{text}, {amount(len(library.skipped), 'document')} left out" if library.skipped else text

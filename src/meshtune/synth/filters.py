@@ -29,8 +29,8 @@ REFUSAL = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class MadeRecord:
-    """A record as it is written. `question` and `answer` are the texts that filters read, `passage` the one that the
-    answer must be grounded in; `score_source` is the task's order."""
+    """A record before it is written. `question` and `answer` are the texts that filters read, `passage` that in
+    which the answer must be grounded."""
 
     fields: Mapping[str, Any]
     question: str
@@ -53,7 +53,7 @@ class MadeRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """What a filter dropped: the text, and why."""
+    """A text that a filter dropped, and the reason."""
 
     filter: str
     reason: str
@@ -78,11 +78,11 @@ def local_filters(filters: Filters) -> Iterator[tuple[str, Callable[[MadeRecord]
         texts = [message["content"] or message.get("tool_calls") for message in record.messages]
         return None if all(texts) and record.question.strip() else "a message is empty"
 
-    def length(record: MadeRecord) -> str | None:
-        bounds, words = filters.length, count_words(record.answer)
-        if words < bounds.min_words and not any("tool_calls" in message for message in record.messages):
-            return f"{words} words"
-        return f"{words} words" if bounds.max_words is not None and words > bounds.max_words else None
+    def by_length(record: MadeRecord) -> str | None:
+        bounds, length = filters.length, count_words(record.answer)
+        if length < bounds.min_words and not any("tool_calls" in message for message in record.messages):
+            return f"{length} words"
+        return f"{length} words" if bounds.max_words is not None and length > bounds.max_words else None
 
     def refusals(record: MadeRecord) -> str | None:
         match = REFUSAL.search(record.answer)
@@ -95,7 +95,7 @@ def local_filters(filters: Filters) -> Iterator[tuple[str, Callable[[MadeRecord]
         return None if name == filters.language else f"it is '{name}'"
 
     yield "schema", empty
-    yield "length", length
+    yield "length", by_length
     if filters.refusals:
         yield "refusals", refusals
     if filters.language is not None:
@@ -136,8 +136,8 @@ def drop_duplicates(records: Sequence[MadeRecord], similarity: float) -> tuple[l
 
 
 def _shingles(text: str) -> set[str]:
-    words = [word.lower() for word in WORD.findall(text)]
-    return {" ".join(words[start : start + SHINGLE]) for start in range(max(1, len(words) - SHINGLE + 1))}
+    tokens = [word.lower() for word in WORD.findall(text)]
+    return {" ".join(tokens[start : start + SHINGLE]) for start in range(max(1, len(tokens) - SHINGLE + 1))}
 
 
 def drop_evaluation(records: Sequence[MadeRecord], filters: Filters) -> tuple[list[MadeRecord], list[Dropped]]:

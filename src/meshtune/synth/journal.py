@@ -25,7 +25,8 @@ class Journal:
             for number, line in enumerate(content[:complete].splitlines(), 1):
                 try:
                     fields = json.loads(line)
-                    self._answers[fields.pop("request")] = Answer(**fields)
+                    key = fields.pop("request")
+                    self._answers[key] = Answer(**fields)
                 except (ValueError, KeyError, TypeError, AttributeError) as problem:
                     fix = "remove the line: its request is asked again; or --overwrite"
                     raise UserError(

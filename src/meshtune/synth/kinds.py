@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from meshtune.config.data_recipe import KindSection, MessageTemplate, Template, load_template
+from meshtune.config.data_recipe import KindSection, MessageTemplate, Template, Turn, load_template
 from meshtune.errors import UserError, nearest, pip_install
 
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -51,8 +51,8 @@ class Subject:
 
     @functools.cached_property
     def id(self) -> str:
-        """A hash of its content and place, by which draws are made."""
-        content = json.dumps([self.of, self.source, self.place, self.sha256, self.variables], sort_keys=True)
+        """A hash of its content and place, on which draws depend. Its folder may be moved."""
+        content = json.dumps([self.of, self.place, self.sha256, self.variables], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -64,9 +64,9 @@ def draw(seed: int, *names: object) -> int:
 
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment of templates: an unknown variable is an error."""
-    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False, indent=1)
-    return made
+    templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    templates.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False, indent=1)
+    return templates
 
 
 ENVIRONMENT = environment()
@@ -102,10 +102,10 @@ class Kind:
         self._check_messages(template.messages, after, schema, "messages")
 
     def _check_messages(
-        self, messages: Sequence[MessageTemplate], known: Sequence[str], schema: Mapping[str, Any], where: str
+        self, messages: Sequence[Turn], known: Sequence[str], schema: Mapping[str, Any], where: str
     ) -> None:
         for number, message in enumerate(messages):
-            if message.for_each is not None:
+            if isinstance(message, MessageTemplate) and message.for_each is not None:
                 entries = self._entries(schema, message.for_each, f"{where}.{number}.for_each")
                 self._check_messages(message.messages, known, entries, f"{where}.{number}.messages")
             if message.tool_calls is not None:
@@ -151,7 +151,7 @@ class Kind:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def variables(self, subject: Subject, seed: int) -> dict[str, Any]:
-        """The variables of a prompt: the subject's, and options, of which a list gives an entry that is drawn."""
+        """The variables of a prompt: the subject's, and options. Of an option with a list one entry is drawn."""
         drawn = {
             name: value[draw(seed, name) % len(value)] if isinstance(value, list) and value else value
             for name, value in self.options.items()
@@ -186,11 +186,9 @@ class Kind:
         for item in items:
             yield list(self._messages(template.messages, {**variables, "item": item}, item))
 
-    def _messages(
-        self, messages: Sequence[MessageTemplate], variables: Mapping[str, Any], item: Any
-    ) -> Iterator[dict[str, Any]]:
+    def _messages(self, messages: Sequence[Turn], variables: Mapping[str, Any], item: Any) -> Iterator[dict[str, Any]]:
         for message in messages:
-            if message.for_each is not None:
+            if isinstance(message, MessageTemplate) and message.for_each is not None:
                 for entry in item[message.for_each]:
                     yield from self._messages(message.messages, {**variables, "item": entry}, entry)
                 continue

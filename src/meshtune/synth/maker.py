@@ -1,10 +1,11 @@
-"""Makes the records of one task: asks the teacher, checks its answers, and lets a judge score what is left."""
+"""Makes the records of one task: asks the teacher, checks its answers, and lets a judge score its records."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import pathlib
 import re
 import threading
 from collections.abc import Mapping
@@ -45,10 +46,10 @@ class Spent:
         """All of them."""
         return self.prompt + self.answer
 
-    def add_all(self, other: Spent) -> None:
+    def add_all(self, spent: Spent) -> None:
         """Adds what something else took."""
-        self.prompt, self.answer = self.prompt + other.prompt, self.answer + other.answer
-        self.dollars += other.dollars
+        self.prompt, self.answer = self.prompt + spent.prompt, self.answer + spent.answer
+        self.dollars += spent.dollars
 
     def add(self, prompt: int, answer: int, price: Price | None) -> None:
         """Adds a request."""
@@ -71,15 +72,15 @@ class _Unusable(Exception):
 
 
 class Maker:
-    """Makes the records of tasks, from several threads at once. `asked` and `replayed` count requests to the models and
-    answers that the journal had."""
+    """Makes the records of tasks, from several threads at once. `requested` and `replayed` count the answers of the
+    models and those of the journal."""
 
     def __init__(self, recipe: DataRecipe, teacher: Teacher, judge: Teacher | None, journal: Journal):
         self._recipe, self._teacher, self._judge, self._journal = recipe, teacher, judge or teacher, journal
         self._judge_price = (recipe.judge or recipe.teacher).price
         self._filters = list(local_filters(recipe.filters))
         self.rubrics = load_rubrics(recipe)
-        self.asked = self.replayed = 0
+        self.requested = self.replayed = 0
         self._lock = threading.Lock()
 
     def __call__(self, task: Task) -> TaskResult:
@@ -88,10 +89,10 @@ class Maker:
         try:
             records = self._pair(task, result) if task.kind.template.gives_pairs else self._conversations(task, result)
         except RequestRefused as problem:
-            result.dropped.append(_dropped(task, "refused request", str(problem), ""))
+            result.dropped.append(_drop_task(task, "refused request", str(problem), ""))
             return result
         except _Unusable as problem:
-            result.dropped.append(_dropped(task, *problem.args))
+            result.dropped.append(_drop_task(task, *problem.args))
             return result
         for record in records:
             dropped = self._filter(task, record, result)
@@ -132,7 +133,7 @@ class Maker:
             answer = model.ask(request)
             self._journal.append(key, answer)
             with self._lock:
-                self.asked += 1
+                self.requested += 1
         else:
             with self._lock:
                 self.replayed += 1
@@ -215,7 +216,7 @@ class Maker:
         if subject.tools:
             fields["tools"] = [{"type": "function", "function": tool} for tool in subject.tools]
         if subject.pictures:
-            fields["images"] = list(subject.pictures)
+            fields["images"] = [picture_copy(picture, subject.sha256) for picture in subject.pictures]
         fields["provenance"] = {
             "source": subject.source,
             "place": subject.place,
@@ -298,13 +299,18 @@ def most_records(kind: Kind) -> int:
 
 def keeps(rule: Rule, text: str) -> bool:
     """Whether an answer keeps a rule."""
-    words = count_words(text)
+    length = count_words(text)
     return (
-        words >= rule.min_words
-        and (rule.max_words is None or words <= rule.max_words)
+        length >= rule.min_words
+        and (rule.max_words is None or length <= rule.max_words)
         and (rule.matches is None or re.search(rule.matches, text) is not None)
         and (rule.lacks is None or re.search(rule.lacks, text) is None)
     )
+
+
+def picture_copy(picture: str, sha256: str) -> str:
+    """The path, from the output's folder, of the copy of a picture."""
+    return f"pictures/{sha256[:16]}{pathlib.Path(picture).suffix.lower()}"
 
 
 def load_rubrics(recipe: DataRecipe) -> dict[str, Rubric]:
@@ -330,5 +336,5 @@ def load_rubrics(recipe: DataRecipe) -> dict[str, Rubric]:
     return rubrics
 
 
-def _dropped(task: Task, name: str, reason: str, text: str) -> Dropped:
+def _drop_task(task: Task, name: str, reason: str, text: str) -> Dropped:
     return Dropped(name, reason, text, task.subject.source, task.subject.place)

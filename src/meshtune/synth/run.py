@@ -2,7 +2,7 @@
 
 The records are a function of the recipe and of the answers, whatever order these arrive in: every request has a seed
 that its subject and kind decide, and records are written in the order of their tasks. Answers are in the journal by the
-hash of their request, so that a run that ended early goes on without asking twice.
+hash of their request, so that a run that ended early continues without asking twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pathlib
 import queue
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,11 @@ from meshtune.data.documents import draw as draw_numbers
 from meshtune.errors import UserError, amount
 from meshtune.evaluate.folder import Report, read_json, replace, results_folder, show_progress, write_json, write_lines
 from meshtune.synth.card import CARD, REPORT, card
-from meshtune.synth.documents import Library, describe_library, read_library
+from meshtune.synth.documents import Library, describe_library, read_library, sha256_of
 from meshtune.synth.filters import Dropped, check_filters, drop_duplicates, drop_evaluation
 from meshtune.synth.journal import Journal
 from meshtune.synth.kinds import Kind, Subject, Task, make_tasks
-from meshtune.synth.maker import Maker, Spent, TaskResult
+from meshtune.synth.maker import Maker, Spent, TaskResult, picture_copy
 from meshtune.synth.subjects import all_subjects, read_conversations, source_digests
 from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, closing, open_teacher
 
@@ -41,7 +42,7 @@ PATIENCE = 4  # requests in a row that fail before nothing more is asked, and as
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a recipe asks for: its tasks, and what they are made of."""
+    """The tasks of a recipe, and their sources."""
 
     recipe: DataRecipe
     library: Library | None
@@ -127,6 +128,19 @@ def check_sources(output: pathlib.Path, digests: Mapping[str, str]) -> None:
         raise UserError("a source has changed since these records were made", where=listed, fix=fix)
 
 
+def changed_sources(digests: Mapping[str, str]) -> list[str]:
+    """The sources whose bytes are others than those of `digests`, or that are gone."""
+    changed: list[str] = []
+    for name, digest in digests.items():
+        try:
+            unchanged = sha256_of(pathlib.Path(name)) == digest
+        except UserError:
+            unchanged = False
+        if not unchanged:
+            changed.append(name)
+    return changed
+
+
 def _check_prompts(plan: Plan, maker: Maker) -> None:
     """Raises UserError for the prompts that the teacher's context has no room for, before anything is asked."""
     section = plan.recipe.teacher
@@ -181,13 +195,13 @@ def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Rep
                     problems.append(problem)
                 changed.notify_all()
 
-    def most_left(number: int) -> bool:
-        """Whether a task fits into what is left."""
+    def fits(number: int) -> bool:
+        """Whether a task fits into the rest of the budget."""
         budget, total = recipe.budget, outcome.spent
         if budget.tokens is None and budget.dollars is None:
             return True
-        most = [*running.values(), maker.most_spent(tasks[number])]
-        tokens, dollars = (sum(spent.tokens for spent in most), sum(spent.dollars for spent in most))
+        limits = [*running.values(), maker.most_spent(tasks[number])]
+        tokens, dollars = (sum(spent.tokens for spent in limits), sum(spent.dollars for spent in limits))
         return (budget.tokens is None or total.tokens + tokens <= budget.tokens) and (
             budget.dollars is None or total.dollars + dollars <= budget.dollars
         )
@@ -198,15 +212,15 @@ def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Rep
     try:
         for number in range(len(tasks)):
             with changed:
-                while not problems and (len(running) >= len(threads) or (running and not most_left(number))):
+                while not problems and (len(running) >= len(threads) or (running and not fits(number))):
                     changed.wait()
                     report(len(outcome.results) + len(outcome.failed), len(tasks))
                 if problems:
                     raise problems[0]
-                if not most_left(number):
+                if not fits(number):
                     outcome.within_budget = number
                     break
-                running[number] = maker.most_spent(tasks[number]) if _limited(recipe) else Spent()
+                running[number] = maker.most_spent(tasks[number]) if has_limits(recipe) else Spent()
             numbers.put(number)
         with changed:
             while running and not problems:
@@ -228,7 +242,7 @@ def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Rep
     return outcome
 
 
-def _limited(recipe: DataRecipe) -> bool:
+def has_limits(recipe: DataRecipe) -> bool:
     return recipe.budget.tokens is not None or recipe.budget.dollars is not None
 
 
@@ -240,7 +254,7 @@ def _write(
     results = [outcome.results[number] for number in sorted(outcome.results)]
     records = [record for result in results for record in result.records]
     dropped = [entry for result in results for entry in result.dropped]
-    made = len(records) + len(dropped)
+    total = len(records) + len(dropped)
     if recipe.filters.duplicates is not None:
         records, duplicates = drop_duplicates(records, recipe.filters.duplicates)
         dropped += duplicates
@@ -259,6 +273,11 @@ def _write(
         )
         files[name].append(record.fields)
     files[RECORDS] += general
+    for subject in plan.subjects:
+        for picture in subject.pictures:
+            copy = output / picture_copy(picture, subject.sha256)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(picture, copy)
     for name, rows in files.items():
         if rows:
             write_lines(output / name, rows)
@@ -266,21 +285,20 @@ def _write(
             (output / name).unlink(missing_ok=True)
     write_lines(output / DROPPED, [dataclasses.asdict(entry) for entry in dropped])
     spent = outcome.spent
-    now = source_digests(recipe)
     fields = {
         "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
         "teacher": teacher.name,
         "records": {name: len(rows) for name, rows in files.items() if rows},
         "kinds": dict(Counter(record.fields["provenance"]["kind"] for record in records)),
         "sources": dict(Counter(record.fields["provenance"]["source"] for record in records)),
-        "made": made,
+        "made": total,
         "dropped": dict(Counter(entry.filter for entry in dropped)),
         "examples": {name: _examples(dropped, name) for name in dict.fromkeys(entry.filter for entry in dropped)},
         "general": len(general),
         "general_share": len(general) / len(files[RECORDS]) if general else 0.0,
         "skipped_documents": [list(entry) for entry in (plan.library.skipped if plan.library is not None else ())],
-        "changed_sources": [name for name, digest in plan.digests.items() if now.get(name) != digest],
-        "requests": {"asked": maker.asked, "of the journal": maker.replayed},
+        "changed_sources": changed_sources(plan.digests),
+        "requests": {"asked": maker.requested, "of the journal": maker.replayed},
         "tokens": {"prompts": spent.prompt, "answers": spent.answer},
         "dollars": round(spent.dollars, 6),
         "tasks": len(plan.tasks),
@@ -323,7 +341,7 @@ def _summary(fields: Mapping[str, Any], output: pathlib.Path) -> list[str]:
 
 
 def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
-    """General conversations, so many that they have their share beside `count` records; all where there are fewer."""
+    """General conversations, enough for their share beside `count` records, or all if there are too few."""
     if recipe.mix is None or not count:
         return []
     conversations = read_conversations(recipe.mix.data, "mix")
@@ -358,12 +376,12 @@ def show_plan(recipe: DataRecipe, console: Console | None = None) -> None:
         for role, text in maker.first_request(task).messages:
             console.print(f"{role}: {text}", soft_wrap=True, markup=False, highlight=False)
     console.rule(style="dim")
-    most = Spent()
+    total = Spent()
     for task in plan.tasks:
-        most.add_all(maker.most_spent(task))
-    price = f", ${most.dollars:,.2f}" if most.dollars else ""
+        total.add_all(maker.most_spent(task))
+    price = f", ${total.dollars:,.2f}" if total.dollars else ""
     line = (
-        f"{amount(len(plan.tasks), 'request')} for records; at most {most.tokens:,} tokens{price}, were every answer "
+        f"{amount(len(plan.tasks), 'request')} for records; at most {total.tokens:,} tokens{price}, were every answer "
     )
     console.print(f"{line}as long as allowed and every attempt used", soft_wrap=True, markup=False)
 

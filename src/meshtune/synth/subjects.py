@@ -14,13 +14,13 @@ from meshtune.data.conversation import Conversation
 from meshtune.data.documents import load_documents
 from meshtune.errors import UserError
 from meshtune.json_text import parse_json, read_bytes
-from meshtune.synth.documents import Library, hidden, passages, sha256_of
+from meshtune.synth.documents import Library, is_hidden, passages, sha256_of
 from meshtune.synth.kinds import Subject, conversation_text
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 
 
-def passage_subjects(library: Library, words: int) -> list[Subject]:
+def passage_subjects(library: Library, size: int) -> list[Subject]:
     """The passages of all documents. Raises UserError where they are too short for one."""
     subjects = [
         Subject(
@@ -32,7 +32,7 @@ def passage_subjects(library: Library, words: int) -> list[Subject]:
             passage=passage.text.strip(),
         )
         for document in library.documents
-        for passage in passages(document, words)
+        for passage in passages(document, size)
     ]
     if not subjects:
         where = ", ".join(document.name for document in library.documents[:3])
@@ -70,7 +70,7 @@ def example_subjects(sources: Sequence[SourceSection]) -> list[Subject]:
 
 
 def tool_subjects(path: str) -> list[Subject]:
-    """One subject for each tool of a file. Raises UserError for what is no list of OpenAI's tool schemas."""
+    """One subject for each tool of a file. Raises UserError for anything but a list of OpenAI's tool schemas."""
     file = pathlib.Path(path)
     content = read_bytes(file)
     entries = parse_json(content, path)
@@ -100,7 +100,7 @@ def picture_subjects(paths: Sequence[str]) -> list[Subject]:
         path = pathlib.Path(name)
         entries = sorted(path.rglob("*")) if path.is_dir() else [path]
         chosen = [entry for entry in entries if entry.suffix.lower() in PICTURES and entry.is_file()]
-        chosen = [entry for entry in chosen if entry == path or not hidden(entry.relative_to(path))]
+        chosen = [entry for entry in chosen if entry == path or not is_hidden(entry.relative_to(path))]
         if not chosen:
             raise UserError("there is no picture", where=name, fix=f"give a folder of {', '.join(PICTURES)}, or a file")
         files += chosen
@@ -124,7 +124,7 @@ def all_subjects(recipe: DataRecipe, library: Library | None) -> list[Subject]:
 
 
 def source_digests(recipe: DataRecipe) -> dict[str, str]:
-    """The SHA-256 of each document and file that records are made of, as it is now."""
+    """The SHA-256 of each document and file that records are made of, of their present bytes."""
     from meshtune.synth.documents import document_files
 
     files = document_files(recipe.documents) if recipe.documents else []

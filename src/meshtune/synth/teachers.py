@@ -102,13 +102,13 @@ class Teacher(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the requests under way."""
         ...
 
 
-def open_teacher(section: TeacherModel, what: str = "teacher") -> Teacher:
-    """The model of a section called `what`. Raises UserError where it cannot be used."""
-    return ServerTeacher(section, what) if section.is_server else LocalTeacher(section)
+def open_teacher(section: TeacherModel, role: str = "teacher") -> Teacher:
+    """The model of a section called `role`. Raises UserError where it cannot be used."""
+    return ServerTeacher(section, role) if section.is_server else LocalTeacher(section)
 
 
 class _SameAddress(urllib.request.HTTPRedirectHandler):
@@ -121,15 +121,15 @@ class _SameAddress(urllib.request.HTTPRedirectHandler):
 class ServerTeacher:
     """A model behind OpenAI's API."""
 
-    def __init__(self, section: TeacherModel, what: str = "teacher"):
-        self._section, self._what, self._address = section, what, section.path.rstrip("/")
+    def __init__(self, section: TeacherModel, role: str = "teacher"):
+        self._section, self._role, self._address = section, role, section.path.rstrip("/")
         self._stop = threading.Event()
         self._key = ""
         if section.key is not None:
             self._key = os.environ.get(section.key, "").strip()
             if not self._key:
                 problem = f"the environment variable {section.key}, which is to hold the server's key, is not set"
-                raise UserError(problem, where=f"{what}.key", fix=f"export {section.key}=...")
+                raise UserError(problem, where=f"{role}.key", fix=f"export {section.key}=...")
         self._open = urllib.request.build_opener(_SameAddress()).open
         self._model = section.model or self._only_model()
 
@@ -180,7 +180,7 @@ class ServerTeacher:
         names = self._post("/models", None, _model_names)
         if len(names) != 1:
             listed = ", ".join(names[:20]) or "no model"
-            fix = f"name it: {self._what}: {{path: ADDRESS, model: NAME}}"
+            fix = f"name it: {self._role}: {{path: ADDRESS, model: NAME}}"
             raise UserError(f"the server has {listed}, and one is needed", where=self._address, fix=fix)
         return names[0]
 
@@ -201,7 +201,8 @@ class ServerTeacher:
         return Answer(text, reason != "length", prompt, count)
 
     def _post(self, path: str, body: object, read: Any) -> Any:
-        """`read` of the JSON that the server answers (GET: `body` None), which raises ValueError for what is none."""
+        """`read` of the JSON that the server answers to a POST, or a GET where `body` is None. It raises ValueError
+        for JSON of another form."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -228,7 +229,7 @@ class ServerTeacher:
                 raise Stopped
         problem = f"the server gave no answer: {problem} (tried {self._section.tries} times)"
         if body is None:
-            fix = f"start it ({self._address} is its address with /v1), or name {self._what}.model"
+            fix = f"start it ({self._address} is its address with /v1), or name {self._role}.model"
             raise UserError(problem, where=self._address, fix=fix)
         raise RequestFailed(problem)
 
@@ -236,11 +237,11 @@ class ServerTeacher:
         """Raises UserError where no request can succeed, and RequestRefused where this one cannot."""
         if code in (401, 403):
             key = self._section.key
-            fix = f"set {self._what}.key to the name of the environment variable that holds the server's key"
+            fix = f"set {self._role}.key to the name of the environment variable that holds the server's key"
             fix = f"the key in {key} is wrong, or may not use this model" if key else fix
             raise UserError(f"the server refuses access: {problem}", where=self._address, fix=fix)
         if code in (301, 302, 303, 307, 308, 404, 405):
-            fix = f"correct {self._what}.path, which ends with /v1, or {self._what}.model ({self._section.model})"
+            fix = f"correct {self._role}.path, which ends with /v1, or {self._role}.model ({self._section.model})"
             raise UserError(f"nothing is at this address: {problem}", where=self._address, fix=fix)
         if 400 <= code < 500 and code not in (408, 409, 425, 429):
             raise RequestRefused(problem)

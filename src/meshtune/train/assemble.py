@@ -243,6 +243,7 @@ def _load_base(run: Run, console: Console, job: Job, group: int, waiting: Sequen
             layout=run.layout,
             quantize=run.quantize,
             broadcast=run.recipe.model.load == "broadcast" and run.layout is not None,
+            replicas=run.recipe.model.load == "replica",
             group=group,
             waiting=list(waiting),
             plain=flatten(run.arrays.trainable),

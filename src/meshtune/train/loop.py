@@ -44,6 +44,7 @@ from meshtune.train.report.events import (
 )
 from meshtune.train.report.metrics_log import DeviceMetrics
 from meshtune.train.step.state import Metrics, TrainState
+from meshtune.train.watchdog import Watchdog
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -235,8 +236,8 @@ class Task:
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns
     (prompt, text, pictures) triples, are optional, as is `lost_updates`, which warns of updates that are rounded away.
     Each of `saved` is called with (trainable, step) after each save. `save_timer` asks for saves besides those of the
-    cadence; that of process 0 decides for all. `announce(done)` says what makes the next update
-    slower than others, if so.
+    cadence; that of process 0 decides for all. `watchdog` ends a job that stands still. `announce(done)` says what
+    makes the next update slower than others, if so.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -255,6 +256,7 @@ class Task:
     sample: Callable[[Tree], Iterable[tuple[str, str, tuple[str, ...]]]] | None = None
     saved: Sequence[Callable[[Tree, int], None]] = ()
     save_timer: SaveTimer = dataclasses.field(default_factory=SaveTimer)
+    watchdog: Watchdog = dataclasses.field(default_factory=Watchdog)
     lost_updates: LostUpdates | None = None
     announce: Callable[[int], str | None] = lambda done: None
 
@@ -305,7 +307,8 @@ class _Loop:
             self._at_start()
         self.clock = time.perf_counter()
         if not self.early_stopping.stop:
-            done = self._updates(done, total)
+            with self.task.watchdog:
+                done = self._updates(done, total)
         self.events.emit(Stopped(done, self._reason(done)))
         return Ended(self.state, done, self.early_stopping, self.stop or None, self.last_loss, self.last_evaluation)
 
@@ -316,7 +319,8 @@ class _Loop:
                 if self.task.batches.uses_state and pending is not None:
                     self._report(*pending)
                     pending = None
-                batch = self.task.batches.next(done, self.state)
+                with self.task.watchdog.pause() if self.task.batches.uses_state else contextlib.nullcontext():
+                    batch = self.task.batches.next(done, self.state)
                 if batch.rollout_rows:
                     self._emit(RolledOut(done + 1, batch.rollout_rows))
                 if self.task.batches.uses_state:
@@ -327,10 +331,12 @@ class _Loop:
                     self._emit(Note(announcement))
                 if self.task.lost_updates is not None:
                     self.task.lost_updates.before(self.state.trainable, done)
+                self.task.watchdog.step()
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
                 save = self.task.save_timer.request(lambda: self.checkpoints.writing)
                 self.stop_flag.submit(self.interrupt.received, self.seconds, save)
+                self.task.watchdog.step()
                 if pending is not None:
                     self._report(*pending)
                 pending = (batch, metrics, announcement is not None)
@@ -339,14 +345,16 @@ class _Loop:
                 if self._something_due(done):
                     self._report(*pending)
                     pending = None
-                    self._whatever_is_due(done)
+                    with self.task.watchdog.pause():
+                        self._whatever_is_due(done)
                     self.clock = time.perf_counter()
         finally:
             self.task.batches.close()
         if pending is not None:
             self._report(*pending)
         if done > start and self.saved != done:
-            self._save(done)
+            with self.task.watchdog.pause():
+                self._save(done)
         return done
 
     def _warn(self, done: int) -> None:
@@ -386,6 +394,7 @@ class _Loop:
         self.save_due = self.save_due or decision.save
         if not bool(values["finite"]) and values.get("loss_scale", 0.0) < 1:
             raise _not_finite(self.task, batch, values, self.checkpoints)
+        self.task.watchdog.update()
         finished = time.perf_counter()
         seconds, self.clock = finished - self.clock, finished
         self.seconds = seconds
@@ -438,7 +447,7 @@ class _Loop:
         )
         started = time.monotonic()
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
-        self.task.save_timer.saved(time.monotonic() - started)
+        self.task.save_timer.note_save(time.monotonic() - started)
         self.saved, self.save_due = done, False
         self._emit(Saved(done, self.checkpoints.path(done)))
         for saved in self.task.saved:

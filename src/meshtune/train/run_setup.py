@@ -158,6 +158,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
     if run.teacher is not None:
         run.teacher.check_tokenizer(tokenizer)
+        run.teacher.check_pictures(recipe, tokenizer)
     elif recipe.teacher is not None:
         teacher_server(recipe.teacher, tokenizer, run.spec.vocab, job).check()
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
@@ -165,7 +166,9 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     length = data.train.row_length
     if run.layout is not None:
         check_batch(MeshConfig(**run.layout.mesh.shape), run.rows, length)
-    compute, decisions = compute_of(recipe, run.spec, run.precision, run.rows, length, run.layout)
+    compute, decisions = compute_of(
+        recipe, run.spec, run.precision, run.rows, length, run.layout, learned=data.report.learned_share
+    )
     decisions += [] if reference is None else [reference]
     total = recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
     decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, run.rows)]
@@ -280,7 +283,15 @@ def with_micro_batch(run: PreparedRun, rows: int) -> PreparedRun:
     recipe = apply_overrides(run.recipe, {MICRO: rows})
     run = dataclasses.replace(run, recipe=recipe)
     data = _prepare_data(run, run.tokenizer, terminal.console(quiet=True), (0, 1))
-    compute, decisions = compute_of(recipe, run.spec, run.precision, rows, data.train.row_length, run.layout)
+    compute, decisions = compute_of(
+        recipe,
+        run.spec,
+        run.precision,
+        rows,
+        data.train.row_length,
+        run.layout,
+        learned=data.report.learned_share,
+    )
     fresh = {choice.name: choice for choice in decisions}
     chosen = Decision("micro_batch", amount(rows, "row"), "auto: made smaller until it fits")
     outdated = (chosen.name, TOO_LARGE)

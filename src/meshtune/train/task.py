@@ -40,6 +40,7 @@ from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, PlacedB
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import Metrics, TrainState, result_params
+from meshtune.train.watchdog import Watchdog
 
 rollout_source = LazyFunction("meshtune.train.online:rollout_source")
 named_rows = LazyFunction("meshtune.rollout.distill:NamedRows")
@@ -80,6 +81,7 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
             save=at_interval(save_interval(recipe.checkpoint.every, run.total_steps), run.total_steps),
         ),
         save_timer=_save_timer(recipe.checkpoint),
+        watchdog=Watchdog(run.job, factor=recipe.train.hang_factor, seconds=recipe.train.hang_seconds),
         record=record,
         early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
         keep_best=recipe.checkpoint.keep_best,

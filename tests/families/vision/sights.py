@@ -222,7 +222,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     """(logits [T, V] of each document in a row by itself, the mean loss of all targets that are words)."""
     total, weight, every = torch.zeros(()), 0, []
     for document in documents:
-        out = model(**torch_inputs(document)).logits[0]
+        out = model(**_with_mask(model, torch_inputs(document))).logits[0]
         every.append(out.detach().numpy())
         batch = batch_of([[document]], len(out), sum(len(p.patches) for p in document if isinstance(p, Sight)))
         mask = torch.tensor(np.asarray(batch["weights"][0]) > 0)
@@ -230,6 +230,16 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
         total = total + torch.nn.functional.cross_entropy(out[mask], targets[mask], reduction="sum")
         weight += int(mask.sum())
     return every, total / weight
+
+
+def _with_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with the mask that generation uses: of Gemma 4 12B, whose forward makes another one by itself."""
+    if model.config.model_type != "gemma4_unified":
+        return inputs
+    embeds = torch.zeros((*inputs["input_ids"].shape, 1))
+    places, kinds = torch.arange(embeds.shape[1])[None], inputs.get("mm_token_type_ids")
+    mask = model.create_masks_for_generate(model.config, embeds, None, None, places, kinds)
+    return inputs | {"attention_mask": mask}
 
 
 def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Document]) -> tuple[float, Tree]:

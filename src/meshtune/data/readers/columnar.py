@@ -37,6 +37,7 @@ from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
+    import numpy as np
     import pyarrow
 
 Reader = Callable[[Any], object]
@@ -46,13 +47,30 @@ BLOCK = 256  # records converted to Python objects at once in a sweep: fast, and
 
 
 class ColumnarRecords:
-    """The records of a `datasets.Dataset` as plain dicts. `file` is the user's own, where that is read in place."""
+    """The records of a `datasets.Dataset` as plain dicts. `files` are the user's own that they come from, those of the
+    cache by default, `numbers` those of the records in the data set. `reopen` opens all records in another process,
+    where `datasets` cannot."""
 
-    def __init__(self, table: datasets.Dataset, name: str, file: pathlib.Path | None = None):
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        name: str,
+        files: dict[pathlib.Path, tuple[int, int, int]] | None = None,
+        numbers: np.ndarray | None = None,
+        reopen: Callable[[], ColumnarRecords] | None = None,
+    ):
         if not len(table):
             raise UserError("there are no records", where=name, fix="choose another split, or leave the source out")
-        self.table, self.name = table.with_format("arrow"), name
-        self._file, self._status = file, file and file_status(file)
+        if files is None:
+            paths = [pathlib.Path(cached["filename"]) for cached in table.cache_files]
+            files = {path: file_status(path) for path in paths}
+        self.table, self.name, self.files = table.with_format("arrow"), name, files
+        self._numbers, self._reopen = numbers, reopen
+
+    def __reduce__(self):
+        if self._reopen is None:
+            return ColumnarRecords, (self.table, self.name, self.files, self._numbers)
+        return _open_again, (self._reopen, self._numbers)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -82,7 +100,10 @@ class ColumnarRecords:
         return record
 
     def origin(self, index: int) -> Origin:
-        return Origin(self.name, index)
+        return Origin(self.name, index if self._numbers is None else int(self._numbers[index]))
+
+    def select(self, numbers: np.ndarray) -> ColumnarRecords:
+        return ColumnarRecords(self.table.select(numbers), self.name, self.files, numbers, self._reopen)
 
     def where(self, index: int) -> str:
         return str(self.origin(index))
@@ -92,9 +113,14 @@ class ColumnarRecords:
             yield from self._block(begin, min(begin + BLOCK, len(self)))
 
     def check_unchanged(self) -> None:
-        """Raises UserError if the user's file was written to. Files of the cache are written once."""
-        if self._file is not None:
-            check_same_file(self._file, self._status, self.name)
+        """Raises UserError if a file was written to."""
+        for path, status in self.files.items():
+            check_same_file(path, status, self.name)
+
+
+def _open_again(reopen: Callable[[], ColumnarRecords], numbers: np.ndarray | None) -> ColumnarRecords:
+    records = reopen()
+    return records if numbers is None else records.select(numbers)
 
 
 def value_reader(feature: object) -> Reader | None:
@@ -150,8 +176,9 @@ def open_arrow(path: pathlib.Path, name: str) -> ColumnarRecords:
                     raise unpacked_error(path, name, limit, "write it again without compression")
         if random_access:
             table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-            return ColumnarRecords(datasets.Dataset(MemoryMappedTable(table, str(path))), name, path)
-        return ColumnarRecords(datasets.Dataset.from_file(str(path)), name, path)
+            dataset = datasets.Dataset(MemoryMappedTable(table, str(path)))
+            return ColumnarRecords(dataset, name, reopen=functools.partial(open_arrow, path, name))
+        return ColumnarRecords(datasets.Dataset.from_file(str(path)), name)
     except UserError:
         raise
     except (pyarrow.ArrowException, OSError, *MALFORMED) as error:
@@ -252,7 +279,7 @@ def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
         copy = folder / f"meshtune-{contents_hash(path)}.arrow"
         if not copy.exists():
             _write_copy(path, copy, name, lambda: check_same_file(path, status, name))
-        return ColumnarRecords(datasets.Dataset.from_file(str(copy)), name)
+        return ColumnarRecords(datasets.Dataset.from_file(str(copy)), name, {path: status})
     except UserError:
         raise
     except (pyarrow.ArrowException, OSError, *MALFORMED) as error:

@@ -28,6 +28,7 @@ TURNS = ({"role", "content"}, {"from", "value"})
 # The beginning of a list of objects, in JSON or as Python writes it.
 TURN_LIST = re.compile(r"\s*\[\s*\{\s*[\"'](?:role|content|from|value)[\"']")
 MAX_FIELD = 2**31 - 1  # the csv module's default limit of 128 KiB is shorter than many an answer
+csv.field_size_limit(MAX_FIELD)
 
 
 def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileRecords:
@@ -36,7 +37,6 @@ def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileReco
     Raises UserError for a header that is missing or repeats a name and for a quote that is never closed, and on reading
     a record with more or fewer fields than the header; each names the line.
     """
-    csv.field_size_limit(MAX_FIELD)
     file = MappedFile(path, name)
     flat = array.array("q", itertools.chain.from_iterable(_spans(file, delimiter)))
     spans = np.array(flat, np.int64).reshape(-1, 2)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from meshtune.data.conversation import Origin
 from meshtune.errors import UserError, nearest, pip_install
@@ -20,8 +23,10 @@ SIZE = 500  # records, where the options say nothing
 class GymRecords:
     """The records of a task (data.readers.textfiles.Records). `name` is what the recipe calls it."""
 
-    def __init__(self, records: list[dict[str, Any]], name: str):
-        self._records, self.name = records, name
+    files: Mapping[Any, Any] = types.MappingProxyType({})
+
+    def __init__(self, records: list[dict[str, Any]], name: str, numbers: Sequence[int] | None = None):
+        self._records, self.name, self._numbers = records, name, range(len(records)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self._records)
@@ -30,7 +35,10 @@ class GymRecords:
         return self._records[index]
 
     def origin(self, index: int) -> Origin:
-        return Origin(self.name, index)
+        return Origin(self.name, self._numbers[index])
+
+    def select(self, numbers: np.ndarray) -> GymRecords:
+        return GymRecords([self._records[number] for number in numbers], self.name, numbers.tolist())
 
     def where(self, index: int) -> str:
         return str(self.origin(index))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import bisect
 import errno
+import functools
 import gzip
 import itertools
 import json
@@ -31,7 +32,7 @@ from meshtune.json_text import object_of
 
 CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNPACKED, RATIO = 1 << 26, 100  # bytes, and times its size, that a .gz file may hold: text is packed to a tenth
+UNPACKED, RATIO = 1 << 26, 100  # bytes, and times its size, that a packed file may hold: text is packed to a tenth
 MAX_RECORD = 1 << 28  # bytes of a record
 CONTEXT = 30  # characters shown on either side of a mistake
 
@@ -39,14 +40,14 @@ CONTEXT = 30  # characters shown on either side of a mistake
 class MappedFile:
     """The bytes of `path` as `view`; `name` is what the user called the file.
 
-    A .gz file is decompressed once into a temporary file without a name (in TMPDIR), since records are read in any
-    order. `start` is the offset of the first byte after a UTF-8 byte order mark. Raises UserError for a file that is
-    unreadable, empty or UTF-16, and for a damaged .gz.
+    A .gz or .zst file is decompressed into a temporary file without a name (in TMPDIR), by each process that reads it,
+    since records are read in any order. `start` is the offset of the first byte after a UTF-8 byte order mark. Raises
+    UserError for a file that is unreadable, empty or UTF-16, and for a damaged .gz or .zst.
     """
 
     def __init__(self, path: pathlib.Path, name: str):
         self.path, self.name = path, name
-        self._status = file_status(path)
+        self.status = file_status(path)
         self.view = _map(path, name)
         self.start = 3 if self.view[:3] == b"\xef\xbb\xbf" else 0
         if self.view[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -54,13 +55,13 @@ class MappedFile:
             raise UserError("the file is UTF-16, not UTF-8", where=name, fix=fix)
 
     def __reduce__(self):
-        return MappedFile, (self.path, self.name)
+        return _open_again, (self.path, self.name, self.status)
 
     def check_unchanged(self) -> None:
         """Raises UserError if the file was written to since it was opened. One put in its place changes nothing here,
         since the former contents remain mapped."""
-        if self.path.suffix != ".gz":
-            check_same_file(self.path, self._status, self.name)
+        if self.path.suffix not in PACKED:
+            check_same_file(self.path, self.status, self.name)
 
     def line(self, offset: int) -> int:
         """The line, counted from 1, that contains the byte at `offset`."""
@@ -97,6 +98,15 @@ class MappedFile:
         return UserError(problem, where=f"{self.name}, {self.position(offset)}", fix="save the file as UTF-8")
 
 
+@functools.lru_cache(maxsize=64)
+def _open_again(path: pathlib.Path, name: str, status: tuple[int, int, int]) -> MappedFile:
+    """The file that another process has open. Raises UserError if another one is in its place."""
+    file = MappedFile(path, name)
+    if file.status != status:
+        raise changed_error(name)
+    return file
+
+
 def file_status(path: pathlib.Path) -> tuple[int, int, int]:
     """The inode, size and time of the last change of a file; zeros if there is none."""
     try:
@@ -111,13 +121,28 @@ def check_same_file(path: pathlib.Path, before: tuple[int, int, int] | None, nam
     nothing, where the former contents remain mapped."""
     status = file_status(path)
     if before is not None and status[0] == before[0] and status != before:
-        fix = "start again once nothing writes to it any more"
-        raise UserError("the file was changed while it was read", where=name, fix=fix)
+        raise changed_error(name)
+
+
+def changed_error(name: str) -> UserError:
+    """The error for a file that was changed while it was read."""
+    fix = "start again once nothing writes to it any more"
+    return UserError("the file was changed while it was read", where=name, fix=fix)
+
+
+def _open_zstd(path: pathlib.Path) -> Any:
+    import pyarrow
+
+    return pyarrow.input_stream(str(path), compression="zstd")
+
+
+PACKED: dict[str, Callable[[pathlib.Path], Any]] = {".gz": gzip.open, ".zst": _open_zstd}
+UNPACK = {".gz": "gunzip", ".zst": "zstd -d"}
 
 
 def _map(path: pathlib.Path, name: str) -> mmap.mmap:
     try:
-        if path.suffix == ".gz":
+        if path.suffix in PACKED:
             return _map_unpacked(path, name)
         with path.open("rb") as file:
             return _view(file.fileno(), path.stat().st_size, name)
@@ -126,20 +151,23 @@ def _map(path: pathlib.Path, name: str) -> mmap.mmap:
 
 
 def _map_unpacked(path: pathlib.Path, name: str) -> mmap.mmap:
-    with gzip.open(path) as compressed, tempfile.TemporaryFile() as plain:
+    with PACKED[path.suffix](path) as compressed, tempfile.TemporaryFile() as plain:
         limit = unpacked_limit(path)
         while chunk := compressed.read(CHUNK):
             if plain.tell() + len(chunk) > limit:
-                raise unpacked_error(path, name, limit, f"unpack it yourself: gunzip {shlex.quote(str(path))}")
+                command = f"{UNPACK[path.suffix]} {shlex.quote(str(path))}"
+                raise unpacked_error(path, name, limit, f"unpack it yourself: {command}")
             plain.write(chunk)
         plain.flush()
         return _view(plain.fileno(), plain.tell(), name)
 
 
 def _unreadable_error(error: Exception, path: pathlib.Path, name: str) -> UserError:
-    if not isinstance(error, OSError) or isinstance(error, gzip.BadGzipFile):
-        return UserError(f"the gzip file is damaged or truncated ({error})", where=name, fix="download it again")
-    if error.errno in DISK_FULL and path.suffix == ".gz":
+    if path.suffix in PACKED and getattr(error, "errno", None) is None:  # of the codecs
+        kind = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
+        return UserError(f"the {kind} file is damaged or truncated ({error})", where=name, fix="download it again")
+    assert isinstance(error, OSError)
+    if error.errno in DISK_FULL and path.suffix in PACKED:
         return UserError(
             f"the file cannot be unpacked: {error.strerror}",
             where=f"{name}, {tempfile.gettempdir()}",
@@ -187,7 +215,9 @@ class Records(Protocol):
     `records[i]` raises UserError where the record is malformed. `where(i)` describes the origin for people, with the
     line number where the file has lines. `sweep()` is the fast way to read all records in order; it yields the
     UserError in place of a record that cannot be read, so that one bad line does not end the pass.
-    `check_unchanged()` raises UserError if the file has changed since it was opened.
+    `check_unchanged()` raises UserError if the file has changed since it was opened. `select(numbers)` are the records
+    of these numbers, int64 [n], in another process too; each keeps its origin. `files` maps each file that the records
+    are read from to its status when it was opened.
     """
 
     def __len__(self) -> int: ...
@@ -202,6 +232,11 @@ class Records(Protocol):
 
     def check_unchanged(self) -> None: ...
 
+    def select(self, numbers: np.ndarray, /) -> Records: ...
+
+    @property
+    def files(self) -> dict[pathlib.Path, tuple[int, int, int]]: ...
+
 
 def line_origin(file: MappedFile, index: int, begin: int) -> str:
     """The origin of record `index`, which begins at byte `begin`, with its line."""
@@ -213,23 +248,40 @@ class FileRecords:
 
     `spans` int64 [n, 2] are the first byte of each record and the one after its last. `decode(file, index, begin, end)`
     parses one record; it must be a module-level function or a partial of one, so that records can be pickled.
+    `numbers` int64 [n] are those of the records in the file; None: 0, 1, ...
     """
 
-    def __init__(self, file: MappedFile, spans: np.ndarray, decode: Callable[[MappedFile, int, int, int], object]):
-        self.file, self.spans, self.decode = file, spans, decode
+    def __init__(
+        self,
+        file: MappedFile,
+        spans: np.ndarray,
+        decode: Callable[[MappedFile, int, int, int], object],
+        numbers: np.ndarray | None = None,
+    ):
+        self.file, self.spans, self.decode, self.numbers = file, spans, decode, numbers
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> object:
         begin, end = (int(offset) for offset in self.spans[index])
-        return self.decode(self.file, index, begin, end)
+        return self.decode(self.file, self._number(index), begin, end)
+
+    def _number(self, index: int) -> int:
+        return index if self.numbers is None else int(self.numbers[index])
 
     def origin(self, index: int) -> Origin:
-        return Origin(self.file.name, index)
+        return Origin(self.file.name, self._number(index))
 
     def where(self, index: int) -> str:
-        return line_origin(self.file, index, int(self.spans[index, 0]))
+        return line_origin(self.file, self._number(index), int(self.spans[index, 0]))
+
+    def select(self, numbers: np.ndarray) -> FileRecords:
+        return FileRecords(self.file, self.spans[numbers], self.decode, numbers)
+
+    @property
+    def files(self) -> dict[pathlib.Path, tuple[int, int, int]]:
+        return {self.file.path: self.file.status}
 
     def sweep(self) -> Iterator[object | UserError]:
         for index in range(len(self)):
@@ -243,10 +295,11 @@ class FileRecords:
 
 
 class ConcatenatedRecords:
-    """The records of several files in sequence. Each record keeps the name of its file and its index there."""
+    """The records of several files, perhaps all of a `folder`, in sequence. Each record keeps the name of its file and
+    its index there."""
 
-    def __init__(self, parts: Sequence[Records]):
-        self.parts = list(parts)
+    def __init__(self, parts: Sequence[Records], folder: pathlib.Path | None = None):
+        self.parts, self.folder = list(parts), folder
         self.ends = list(itertools.accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
@@ -274,6 +327,22 @@ class ConcatenatedRecords:
     def check_unchanged(self) -> None:
         for part in self.parts:
             part.check_unchanged()
+
+    def select(self, numbers: np.ndarray) -> ConcatenatedRecords:
+        """The records of ascending `numbers`."""
+        places = np.searchsorted(numbers, [0, *self.ends])
+        begins = [0, *self.ends]
+        parts = [
+            part.select(numbers[places[index] : places[index + 1]] - begins[index])
+            for index, part in enumerate(self.parts)
+            if places[index] < places[index + 1]
+        ]
+        return ConcatenatedRecords(parts)
+
+    @property
+    def files(self) -> dict[pathlib.Path, tuple[int, int, int]]:
+        listing = {} if self.folder is None else {self.folder: file_status(self.folder)}
+        return listing | {path: status for part in self.parts for path, status in part.files.items()}
 
 
 def open_text(path: pathlib.Path, name: str) -> FileRecords:

@@ -22,6 +22,7 @@ from meshtune.model.vision import VisionSpec, deepstack
 TOWERS: dict[str, str] = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "gemma4_unified": "gemma4_unified",
     "glm46v": "glm4v",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
@@ -18,6 +19,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.runs.output import RECIPE, ROLLOUTS, read_run
+from meshtune.train.report.attempts import Goodput
 from meshtune.train.report.metrics_log import METRICS, SAMPLES, TIMINGS, read
 from meshtune.train.report.plot import SmoothedLoss
 
@@ -267,10 +269,15 @@ def _facts(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tu
         ("trained on", f"{trained['samples']:,} {trained.get('noun', '')}" if trained.get("samples") else None),
         ("tokens an epoch", f"{trained['tokens']:,}" if trained.get("tokens") else None),
         ("time in updates and evaluations", f"{seconds:,.0f} s" if seconds else None),
+        ("goodput", _goodput(run.get("goodput"))),
         ("result", run.get("result")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return [(name, value) for name, value in facts if value not in (None, "")]
+
+
+def _goodput(fields: Mapping[str, Any] | None) -> str | None:
+    return str(Goodput(*(fields[field.name] for field in dataclasses.fields(Goodput)))) if fields else None
 
 
 def _best(best: Mapping[str, Any] | None) -> str | None:
@@ -390,7 +397,9 @@ def samples_html(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     for sample in samples:
         step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
         pictures = sample.get("pictures")
-        prompt = (str(sample.get("prompt")), *map(str, pictures if isinstance(pictures, list) else ()))
+        shown = map(str, pictures if isinstance(pictures, list) else ())
+        # A page that is opened anywhere asks no server for a picture.
+        prompt = (str(sample.get("prompt")), *(address for address in shown if address.startswith("data:image/")))
         answers.setdefault(prompt, []).append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
     parts = []
     for (words, *pictures), texts in answers.items():

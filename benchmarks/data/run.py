@@ -1,0 +1,192 @@
+"""Measures prepared data sets: what opening one reads, what preparing takes, and what it holds in memory.
+
+    python benchmarks/data/run.py open FOLDER MODEL GIGABYTES TOKENS_A_RECORD result.json
+    python benchmarks/data/run.py prepare FOLDER MODEL RECORDS result.json
+    python benchmarks/data/run.py memory FOLDER MODEL RECORDS,RECORDS result.json
+
+FOLDER must not exist, and is deleted. See README.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+OPEN = """
+import hashlib, json, resource, sys, time
+from meshtune.config.load import load_recipe
+from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.store import open_store
+recipe = load_recipe(None, sys.argv[1:])
+tokenizer = load_tokenizer(recipe.model.path)
+def read_bytes():
+    return int(open("/proc/self/io").read().split("rchar: ")[1].split()[0])
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before, start, cpu, held = read_bytes(), time.monotonic(), time.process_time(), resident()
+prepared = prepare_data(recipe, tokenizer)
+opened = {
+    "wall": time.monotonic() - start, "cpu": time.process_time() - cpu, "read": read_bytes() - before,
+    "held": resident() - held, "documents": len(prepared.train.store),
+}
+before, start = read_bytes(), time.process_time()
+open_store(prepared.train.store.path)
+opened["store_cpu"] = time.process_time() - start
+start, digest = time.process_time(), hashlib.sha256()
+for step in range(3):
+    batch = prepared.train.batch(step)
+    for name in sorted(batch.arrays):
+        digest.update(batch.arrays[name].tobytes())
+opened |= {"batches_cpu": time.process_time() - start, "digest": digest.hexdigest()}
+opened["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(opened))
+"""
+MEMORY = """
+import sys, threading, time, json
+from meshtune.config.load import load_recipe
+from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import load_tokenizer
+recipe = load_recipe(None, sys.argv[1:])
+prepare_data(recipe, load_tokenizer(recipe.model.path))
+print(json.dumps(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024))
+"""
+PREPARE = [sys.executable, "-m", "meshtune", "data", "prepare"]
+
+
+def sentences(count: int, tokens: int) -> Iterator[str]:
+    """Records of about `tokens` tokens of words."""
+    rng = random.Random(0)
+    words = [
+        f"{first}{last}" for first in ("re", "un", "pre", "in", "out") for last in ("turn", "form", "port", "side")
+    ]
+    for number in range(count):
+        yield json.dumps(
+            {"text": f"{number} " + " ".join(rng.choices(words, k=rng.randint(tokens // 4, 3 * tokens // 4)))}
+        )
+
+
+def overrides(folder: pathlib.Path, model: str) -> list[str]:
+    return [
+        f"model.path={model}",
+        f"data.train={folder / 'data.jsonl'}",
+        "output=x",
+        "stage=pt",
+        "data.max_length=4096",
+    ]
+
+
+def write(folder: pathlib.Path, count: int, tokens: int) -> None:
+    folder.mkdir()
+    with (folder / "data.jsonl").open("w") as file:
+        file.writelines(line + "\n" for line in sentences(count, tokens))
+    os.utime(folder / "data.jsonl", (time.time() - 60,) * 2)
+
+
+def measure_open(folder: pathlib.Path, model: str, gigabytes: float, tokens: int) -> dict[str, object]:
+    """Copies a prepared shard until the set has so many bytes, and opens it in 1, 2, 4 and 8 processes at once."""
+    from meshtune.data.store import SHARD, SHARD_NAME, open_store, publish_store
+
+    write(folder, SHARD, tokens)
+    environment = os.environ | {"MESHTUNE_CACHE": str(folder)}
+    arguments = overrides(folder, model)
+    subprocess.run([*PREPARE, *arguments], env=environment, check=True, capture_output=True)
+    (path,) = (manifest.parent for manifest in folder.glob("tokens/*/manifest.json"))
+    first = path / SHARD_NAME.format(0)
+    count = round(gigabytes * 1e9 / first.stat().st_size)
+    for number in range(1, count):
+        shutil.copy(first, path / SHARD_NAME.format(number))
+    store, _ = open_store(path)
+    assert store is not None
+    store = publish_store(path, [path / SHARD_NAME.format(number) for number in range(count)], store.meta)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    result: dict[str, object] = {"bytes": size, "bytes_a_token": size / int(store.lengths.sum()), "shards": count}
+    digests = set()
+    for processes in (1, 2, 4, 8):
+        running = [
+            subprocess.Popen([sys.executable, "-c", OPEN, *arguments], env=environment, stdout=subprocess.PIPE)
+            for _ in range(processes)
+        ]
+        opened = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+        digests |= {item.pop("digest") for item in opened}
+        result[f"{processes} processes"] = opened[0]
+    assert len(digests) == 1, "the processes have different batches"
+    return result
+
+
+def measure_prepare(folder: pathlib.Path, model: str, count: int) -> dict[str, object]:
+    """Processor seconds of each of 1, 2 commands that prepare the same data, imports included."""
+    write(folder, count, 300)
+    result: dict[str, object] = {"records": count}
+    contents = set()
+    for shards in (1, 2):
+        cache = folder / f"cache-{shards}"
+        environment = os.environ | {"MESHTUNE_CACHE": str(cache), "TOKENIZERS_PARALLELISM": "false"}
+        start = time.monotonic()
+        running = [
+            subprocess.Popen(
+                [*PREPARE, *overrides(folder, model), "--shard", f"{shard}/{shards}", "--workers", "1"],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+            )
+            for shard in range(1, shards + 1)
+        ]
+        used = []
+        for process in running:
+            _, status, usage = os.wait4(process.pid, 0)
+            assert status == 0
+            used.append(round(usage.ru_utime + usage.ru_stime, 2))
+        result[f"{shards} workers"] = {"cpu": used, "wall": round(time.monotonic() - start, 2)}
+        digest = hashlib.sha256()
+        for file in sorted(cache.glob("tokens/*/[lms]*")):
+            digest.update(file.name.encode() + file.read_bytes())
+        contents.add(digest.hexdigest())
+    assert len(contents) == 1, "the stores differ"
+    return result
+
+
+def measure_memory(folder: pathlib.Path, model: str, counts: str) -> dict[str, object]:
+    """The most memory that the preparing process held for each number of short records."""
+    result: dict[str, object] = {}
+    for count in map(int, counts.split(",")):
+        write(folder, count, 8)
+        environment = os.environ | {"MESHTUNE_CACHE": str(folder), "MESHTUNE_DATA_PROCESSES": "1"}
+        command = [sys.executable, "-c", MEMORY, *overrides(folder, model)]
+        result[str(count)] = json.loads(
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+        )
+        shutil.rmtree(folder)
+    return result
+
+
+def main() -> None:
+    kind, name, model, *arguments, output = sys.argv[1:]
+    folder = pathlib.Path(name)
+    assert not folder.exists(), f"{folder} exists"
+    try:
+        match kind:
+            case "open":
+                result = measure_open(folder, model, float(arguments[0]), int(arguments[1]))
+            case "prepare":
+                result = measure_prepare(folder, model, int(arguments[0]))
+            case _:
+                result = measure_memory(folder, model, arguments[0])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result["machine"] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    result["peak_children"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    pathlib.Path(output).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
