@@ -13,9 +13,11 @@ import published
 
 import meshtune
 from meshtune.errors import UserError
+from meshtune.evaluate import blocks
 from meshtune.evaluate.compare import Outcome, read_results
 from meshtune.evaluate.predict import Predictions, PredictOptions
 from meshtune.evaluate.run import Subject, default_output, evaluate_model, identity, make_evaluation, run_data, variants
+from meshtune.options import Shard
 from meshtune.quickstart import MODEL
 from meshtune.terminal import console
 from meshtune.weights.inspect import base_hash
@@ -152,6 +154,24 @@ def test_results_that_are_there_are_not_computed_again(outcome, run, tmp_path):
     again = evaluate_model(subject, evaluation, folder, console=QUIET, resume=True)
     assert again["tuned"].predictions.rows[0]["answer"].startswith("(from before)")
     assert again["tuned"].tasks[0].metrics == first["tuned"].tasks[0].metrics
+
+
+def test_the_shards_of_an_evaluation_write_what_one_process_writes(run, tmp_path, monkeypatch):
+    """A block of one record each; the task belongs to the first shard."""
+    monkeypatch.setattr(blocks, "RECORDS", 1)
+    records, _ = run_data(str(run))
+    evaluation = make_evaluation(
+        records, ("perplexity",), {"perplexity": run.parent / "stories.jsonl"}, predicting=OPTIONS
+    )
+    subject = Subject(str(run), None, None, LOADING)
+    evaluate_model(subject, evaluation, tmp_path / "one", console=QUIET)
+    parts = [
+        evaluate_model(subject, evaluation, tmp_path / "two", console=QUIET, shard=Shard(index, 2)) for index in (2, 1)
+    ]
+    assert [part is None for part in parts] == [True, False]
+    for name in ("predictions.jsonl", "metrics.json", "tasks.json", "samples/perplexity.jsonl"):
+        assert (tmp_path / "two/model" / name).read_bytes() == (tmp_path / "one/model" / name).read_bytes(), name
+    assert (tmp_path / "two/report.md").is_file()
 
 
 def test_what_would_stop_the_evaluation_stops_the_run_before_it_begins(stories260k, tmp_path):

@@ -74,7 +74,8 @@ def reliability_of(
     # A copy in the hosts' memory, while updates wait; it is written while they go on.
     snapshot = SAVE_START + save_bytes / devices / (device_rate(device, "host_link") * EFFICIENCY["host"])
     write_seconds = save_bytes / storage
-    restart_bytes = candidate.mesh.dp * (_total_bytes(candidate, "frozen") + save_bytes)
+    bases = 1 if candidate.workload.recipe.model.load == "replica" else candidate.mesh.dp
+    restart_bytes = bases * _total_bytes(candidate, "frozen") + candidate.mesh.dp * save_bytes
     restart_seconds = START + restart_bytes / storage
     unlimited = best_interval(snapshot, mtbf)  # by a storage that is fast enough
     interval = max(unlimited, write_seconds, step_seconds)
@@ -107,11 +108,10 @@ def _limits(
     """Loads of 1 are: a twentieth of the time lost to repeated updates or to restarts, storage that writes all the
     time, all restarts used up, and one core that only tokenises or builds batches."""
     tokens = candidate.rows * candidate.length * candidate.accumulation
-    copies = "a copy" if candidate.mesh.dp == 1 else f"{candidate.mesh.dp:,} copies"
     lost = seconds / SAVES / 2 / mtbf
     limits = [
         Limit("saves", lost / LOST, f"{SAVES} saves a run repeat {math.ceil(seconds / SAVES / 120):,} min a failure"),
-        Limit("restarts", restart / mtbf / LOST, f"reading {copies} takes {restart - START:,.0f} s at each"),
+        Limit("restarts", restart / mtbf / LOST, f"{START:,.0f} s and {restart - START:,.0f} s of reading at each"),
         Limit(
             "storage", write / interval, f"writing a save takes {write:,.0f} s, and one is due every {interval:,.0f} s"
         ),

@@ -108,7 +108,9 @@ def run_replicas(replicas: Replicas, executor: str, console: Console) -> int:
 
 def _supervise(replicas: Replicas, start: Callable[[int], Poll], console: Console) -> int:
     running = {index: start(index) for index in range(1, replicas.count + 1)}
-    failures = dict.fromkeys(running, (0, 0))  # restarts in succession, and the parts there were at the last
+    failures: dict[int, tuple[int, int]] = dict.fromkeys(
+        running, (0, 0)
+    )  # restarts in succession, and the parts there were at the last
     with show_progress(console, "answers") as progress:
         while running:
             time.sleep(0.1)

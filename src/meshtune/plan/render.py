@@ -14,7 +14,6 @@ from meshtune.costs.decoding import RolloutCost
 from meshtune.costs.hardware import Target
 from meshtune.costs.reliability import Reliability
 from meshtune.costs.roofline import EFFICIENCY
-from meshtune.mesh.config import MeshConfig
 from meshtune.plan.report import PlanReport, StepPlan
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.search import override_arguments
@@ -256,7 +255,7 @@ def _candidates(report: PlanReport) -> Table:
         base = plan.predicted.overrides.get("quantize")
         table.add_row(
             (str(rank) if plan.fits else "[red]-[/]") + ("[green]*[/]" if plan.compiled else ""),
-            str(MeshConfig(**plan.predicted.mesh.sizes)),
+            str(plan.predicted.mesh),
             str(candidate.rows),
             candidate.remat,
             ", ".join([*candidate.offload, *([str(base)] if base else [])]),
