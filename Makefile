@@ -27,7 +27,7 @@ COMPILERS := .compilers
 PEERS := .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-changed test-slow test-peers test-board test-gpu test-deviceless test-fuzz check lint format types lock lock-images wheel clean
+.PHONY: help quickstart install test test-changed test-slow test-peers test-board test-gpu test-deviceless test-fuzz check lint format types lock lock-images wheel docs notebooks clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -92,8 +92,23 @@ lock-images: $(TEST) ## Write the hashes of the images' packages to docker/requi
 	$(PY) docker/lock.py cuda cuda13,serve,evaluate
 	$(PY) docker/lock.py tpu tpu,serve,evaluate
 
-wheel: $(TEST) ## Build the wheel into dist/
-	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+wheel: $(TEST) ## Build wheel and source distribution into dist/, and check them in a fresh environment
+	@$(PIP) -e '.[release]' $(STEPS)
+	rm -rf dist && $(PY) -m build --outdir dist .
+	$(PY) -m twine check --strict dist/*
+	$(PY) tests/release/check_dist.py dist
+
+docs: $(TEST) ## Build the pages as a site into build/site; a broken link ends it
+	@$(PIP) -e '.[docs]' $(STEPS)
+	$(PY) docs/gather.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+notebooks: $(TEST) ## Write examples/notebooks as build/notebooks/*.ipynb, for Colab, Kaggle and Jupyter
+	@mkdir -p build/notebooks
+	@for name in $$(cd examples/notebooks && ls *.py); do $(PY) -m jupytext --quiet --to ipynb \
+	  --update-metadata '{"kernelspec": {"name": "python3", "display_name": "Python 3"}, "accelerator": "GPU"}' \
+	  -o build/notebooks/$${name%.py}.ipynb examples/notebooks/$$name; done
+	@ls build/notebooks/*
 
 $(COMPILERS)/.installed: constraints.txt | $(TEST)
 	@echo "Getting XLA's compilers for NVIDIA, AMD and TPU into $(COMPILERS) (half a gigabyte each, once)"

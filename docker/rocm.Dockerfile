@@ -1,6 +1,7 @@
 # Meshtune on AMD GPUs: docker build -f docker/rocm.Dockerfile -t meshtune:rocm .
 # AMD's image brings ROCm and the JAX that is built for it; Meshtune is put on top and leaves them as they are.
 # Run with: docker run --device /dev/kfd --device /dev/dri --group-add video --ipc host meshtune:rocm meshtune env
+# Any other image that brings its own JAX works so too: --build-arg IMAGE=NAME.
 # To pin the base: give IMAGE with its digest, NAME@sha256:..., as `docker buildx imagetools inspect NAME` says.
 ARG IMAGE=rocm/jax:latest
 FROM ${IMAGE}

@@ -35,7 +35,7 @@ OUTSIDE_THE_CORE = ("weights/hub.py", "weights/hub.py", "families/gguf", "quanti
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.
-ROOMS = """__main__ cli board serve launch __init__ plan train evaluate setup rollout calls generate quickstart hub
+ROOMS = """__main__ cli board serve launch synth __init__ plan train evaluate setup rollout calls generate quickstart hub
 costs runs data config objectives adapters weights families optim model quantize mesh kernels arrays digests cache
 terminal options translatable json_text patterns hooks lazy errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
@@ -147,7 +147,7 @@ def test_every_room_has_its_place():
     assert {room(relative(path)) for path in FILES} == set(ROOMS)
 
 
-PERIPHERY = {"board", "cli", "evaluate", "generate", "hub", "launch", "plan", "quickstart", "serve"}
+PERIPHERY = {"board", "cli", "evaluate", "generate", "hub", "launch", "plan", "quickstart", "serve", "synth"}
 PERIPHERAL = ("meshtune.config.foreign", "meshtune.families.gguf", "meshtune.weights.gguf", "meshtune.quantize.gguf")
 MOST_LINES = 40_000  # of this package that a small run of training imports
 SMALL_RUN = """

@@ -69,13 +69,13 @@ def member(directory: pathlib.Path) -> None:
             with Checkpoints(place, keep=1, job=job) as checkpoints:
                 goes_on, on_disk = [], []
                 for number in range(3):
-                    job.exchange("begin", None)
+                    job.barrier("begin")
                     began = time.perf_counter()
                     checkpoints.save(state, Record(number, 0, {}, "", "", ""))
                     goes_on.append(time.perf_counter() - began)
                     checkpoints.wait()
                     on_disk.append(time.perf_counter() - began)
-                job.exchange("begin", None)
+                job.barrier("begin")
                 began = time.perf_counter()
                 back = jax.block_until_ready(checkpoints.restore(2, like))
                 restore = time.perf_counter() - began

@@ -10,6 +10,12 @@ def right_number(completions, answer, **kwargs):
     return [float(found[-1:] == [str(right)]) for found, right in zip(numbers, answer, strict=True)]
 
 
+def right_word(completions, answer, **kwargs):
+    """The share of the completion's words that are the answer, at most that of one: 1 for the answer by itself."""
+    texts = [re.findall(r"[a-z]+", completion[0]["content"].lower()) for completion in completions]
+    return [(right in words) / len(words) if words else 0.0 for words, right in zip(texts, answer, strict=True)]
+
+
 def json_line(completions, fruit, count, **kwargs):
     """0.3 for a text that begins as an object, 0.3 more if it is JSON, and 0.2 each for the right count and fruit."""
     texts = [completion[0]["content"].strip() for completion in completions]

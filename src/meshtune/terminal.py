@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import shlex
 import shutil
 import sys
+from typing import Any
 
 from rich.console import Console
 
 INK, GRID = "#1f2933", "#e4e7eb"  # colours of text and grid lines in pictures
 WIDE = 200  # columns where there is no terminal: a file or a pipe has no edge at which to cut
+CELL = 120  # columns of the text under a notebook's cell
 
 
 def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
-    """A console that guesses no highlights. Tables of a pipe or a file are not squeezed into 80 columns."""
-    opened = Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap)
+    """A console that guesses no highlights. Tables of a pipe or a file are not squeezed into 80 columns.
+
+    In a notebook it prints coloured text and moves no cursor: rich's own output there needs ipywidgets.
+    """
+    options: dict[str, Any] = {"stderr": stderr, "quiet": quiet, "highlight": False, "soft_wrap": soft_wrap}
+    if in_notebook():
+        return Console(**options, force_jupyter=False, force_terminal=False, color_system="standard", width=CELL)
+    opened = Console(**options)
     if not opened.is_terminal and "COLUMNS" not in os.environ:
         opened.width = WIDE
     return opened
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: Jupyter, Colab, Kaggle or Databricks."""
+    return Console(file=io.StringIO()).is_jupyter
 
 
 def command(*arguments: str) -> str:

@@ -205,3 +205,34 @@ def test_a_token_reaches_its_push_alone_and_no_file(workspace, monkeypatch):
     assert SECRET not in refused.text + answer.text + json.dumps(shown) + board.get("/api/jobs").text
     for path in workspace.root.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+RECIPE_OF_DATA = """
+teacher: {teacher}
+documents: docs
+kinds: [qa]
+output: made/first
+"""
+
+
+def test_the_command_that_makes_data(workspace, tmp_path):
+    board = client(workspace)
+    (workspace.root / "docs").mkdir()
+    (tmp_path / "secret").mkdir()
+    text = RECIPE_OF_DATA.format(teacher=MODEL)
+    assert "data generate" in command(board, kind="data", recipe=text)
+    assert command(board, kind="data", recipe=text, resume=True).endswith("recipe.yaml --resume")
+    wrong = [
+        ("recipe", ""),
+        ("documents", text.replace("docs", "../secret")),
+        ("documents", text.replace("docs", "/etc")),
+        ("output", text.replace("made/first", "../secret")),
+        ("kinds", text.replace("qa", "../secret/mine.yaml")),
+        ("teacher.path", RECIPE_OF_DATA.format(teacher="{path: 'http://127.0.0.1:1/v1', key: HOME}")),
+        ("teacher.path", RECIPE_OF_DATA.format(teacher=tmp_path / "secret")),
+        ("budget.tokens", f"{text}budget: {{tokens: 0}}"),
+    ]
+    for path, content in wrong:
+        answer = board.post("/api/check", json={"kind": "data", "recipe": content})
+        assert answer.status_code == 400, content
+        assert answer.json()["problems"][0]["path"] == path, content

@@ -17,8 +17,9 @@ echo PENDING > "$STUB/state"
 echo 4711
 """
 SQUEUE = """#!/bin/sh
-[ -s "$STUB/state" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
-cat "$STUB/state"
+echo "$*" >> "$STUB/queries"
+[ -s "$STUB/state" ] && sed "s/^/4711 /" "$STUB/state"
+cat "$STUB/others" 2>/dev/null || true
 """
 CALLED = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$STUB/called"
@@ -89,6 +90,20 @@ def test_a_run_is_submitted_watched_and_cancelled(stub: pathlib.Path, workspace:
     assert state() == "queued"
     assert board.post(f"{job}/stop", json={}).status_code == 200
     assert (stub / "called").read_text().splitlines()[-1] == "scancel 4711"
+
+
+def test_all_jobs_are_asked_for_at_once(stub: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slurm, "FRESH_SECONDS", 60.0)
+    (stub / "others").write_text("".join(f"{number} RUNNING None\n" for number in range(1000)) + "9 PENDING Priority\n")
+    queue = slurm.Queue()
+    states = {queue.status(str(number)).state for number in range(10, 1000)}
+    assert (states, queue.status("9"), queue.status("5000")) == (
+        {"RUNNING"}, slurm.Status("PENDING", "Priority"), slurm.Status(""),
+    )  # fmt: skip
+    assert (stub / "queries").read_text().count("\n") == 1
+    (stub / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    queue.refresh()
+    assert queue.status("9") == slurm.Status(None)
 
 
 def test_what_slurm_would_refuse_is_refused_before(stub: pathlib.Path, workspace: Workspace, monkeypatch):

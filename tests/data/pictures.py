@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 PARTS = (
@@ -73,6 +73,13 @@ MODELS = {
         ["<|image>", "<|image|>", "<image|>"],
         PARTS.replace("PICTURE", "<|image|>"),
     ),
+    "gemma4_unified": (
+        {"model_type": "gemma4_unified", "vision_config": {"patch_size": 4, "pooling_kernel_size": 2}},
+        {"image_processor_type": "Gemma4UnifiedImageProcessor", "patch_size": 4, "pooling_kernel_size": 2,
+         "max_soft_tokens": 70},
+        ["<|image>", "<|image|>", "<image|>"],
+        PARTS.replace("PICTURE", "<|image|>"),
+    ),
     "glm4v": (
         {"model_type": "glm4v", "vision_config": {"in_channels": 3}},
         {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 6272, "longest_edge": 40000}},
@@ -85,6 +92,13 @@ MODELS = {
          "max_image_tokens": 16, "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]},
         ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *LFM2_TILES],
         PARTS.replace("PICTURE", "<image>"),
+    ),
+    "paligemma": (
+        {"model_type": "paligemma", "vision_config": {"patch_size": 14}},
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 56, "width": 56}, "resample": 3,
+         "image_seq_length": 16},
+        ["<image>", "<loc0000>"],
+        None,  # that which ships with Meshtune
     ),
     "mistral3": (
         {"model_type": "mistral3", "spatial_merge_size": 2, "vision_config": {"patch_size": 14}},
@@ -122,7 +136,8 @@ def make_model(directory: pathlib.Path, family: str) -> pathlib.Path:
             vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    core.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)

@@ -25,9 +25,11 @@ from meshtune.data.pictures.expansion import expand, read_pictures
 from meshtune.data.pictures.families import picture_reader
 from meshtune.data.pictures.files import decode_picture, read_size
 from meshtune.data.pictures.positions import mrope_positions, reach_positions
+from meshtune.data.pictures.rows import Segment
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
+from meshtune.rollout.batch import completion_rows
 
 SIZES = [(56, 56), (150, 60), (40, 130), (200, 190), (57, 31)]
 
@@ -49,10 +51,15 @@ def reader_of(directory, **vision):
     return picture_reader(directory, VisionSection(**vision), load_tokenizer(directory))
 
 
-def processed(reader, image):
-    """What transformers' image processor returns for a picture, with the settings of the model's processor."""
+def processed_by(reader):
+    """transformers' image processor, with the settings of the model's processor."""
     module, _, name = reader.processor.partition(":")
-    return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))([image], return_tensors="np")
+    return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))
+
+
+def processed(reader, image):
+    """What that returns for a picture."""
+    return processed_by(reader)([image], return_tensors="np")
 
 
 # Modules that LFM2-VL's processors import, and which scale pictures; the rules of their sizes do without.
@@ -106,6 +113,7 @@ def written(family, tokenizer, output, image):
     from transformers.models.internvl.processing_internvl import InternVLProcessor
     from transformers.models.llava.processing_llava import LlavaProcessor
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+    from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
     from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -123,7 +131,10 @@ def written(family, tokenizer, output, image):
         case "gemma3":
             whole = f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"
             return Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), output, 0)
-        case "gemma4":
+        case "paligemma":
+            fields = SimpleNamespace(image_token="<image>", image_seq_length=16)
+            return PaliGemmaProcessor.replace_image_token(fields, output, 0)
+        case "gemma4" | "gemma4_unified":
             names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
             return Gemma4Processor.replace_image_token(SimpleNamespace(**names), output, 0)
         case "lfm2_vl":
@@ -210,6 +221,16 @@ def test_pixels_are_those_of_transformers(model, family):
                     box = tile[:, row * side : row * side + side, column * side : column * side + side]
                     levels = (patch.reshape(3, -1) * deviation + mean) * 255
                     assert np.abs(levels - box.reshape(3, -1)).max() < 1.001  # torch rounds some bytes otherwise
+        elif family == "gemma4_unified":
+            torch = pytest.importorskip("torch")
+            with mock.patch.dict(sys.modules, TORCHVISION):
+                module = importlib.import_module("transformers.models.gemma4_unified.image_processing_gemma4_unified")
+            (squares,), (places,) = (torch.tensor(output[name]) for name in ("pixel_values", "image_position_ids"))
+            real = (places >= 0).all(-1)
+            expected, places = module.patches_merge(squares[real][None], places[real][None], len(patches))
+            assert places[0].tolist() == grid[:, [1, 0]].tolist()
+            own = patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+            assert np.array_equal(own.reshape(len(patches), -1), expected[0])
         elif family == "gemma4":
             count, (rows, columns) = len(patches), layout.tiles[0]
             expected = output["pixel_values"][0][:count].reshape(rows * columns, side * side, 3).swapaxes(1, 2)
@@ -250,13 +271,14 @@ def test_positions_are_those_of_get_rope_index(model):
 
 
 def test_tokens_of_a_picture_reach_its_last(model):
-    assert reach_positions(np.array([0, 1, 2, 3, 0, 0, 4, 5, 0])).tolist() == [0, 3, 3, 3, 4, 5, 7, 7, 8]
+    assert reach_positions(np.array([0, 1, 2, 3, 0, 0, 4, 5, 0])).tolist() == [0, 3, 3, 3, 0, 0, 7, 7, 0]
 
 
 def recipe_of(directory, file, **vision):
     options = {"max_length": vision.pop("max_length", 256), "overlong": vision.pop("overlong", "truncate")}
     sections = {"model": str(directory), "data": {"train": str(file), **options, **vision.pop("data", {})}}
-    rest = {"stage": vision.pop("stage", "sft"), "train": {"batch_size": 2}}
+    online = {name: vision.pop(name) for name in ("rollout", "rewards") if name in vision}
+    rest = {"stage": vision.pop("stage", "sft"), "train": {} if online else {"batch_size": 2}} | online
     return Recipe.model_validate({**sections, **rest, "output": str(file.parent / "out"), "vision": vision})
 
 
@@ -280,7 +302,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen3_vl", "gemma3", "llava_next"])
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "qwen3_vl", "gemma3", "paligemma", "llava_next"])
 def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
     directory = model(family)
     reader, tokenizer = reader_of(directory), load_tokenizer(directory)
@@ -316,7 +338,51 @@ def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
             assert arrays["mrope_positions"][own][0].tolist() == [0, 0, 0]
         text = arrays["segment_ids"] == 2
         assert (arrays["mrope_positions"][text] == arrays["positions"][text][:, None]).all()
-    assert ("mrope_positions" in arrays, "reach" in arrays) == (reader.mrope, reader.reach)
+    assert ("mrope_positions" in arrays, "reach" in arrays) == (reader.mrope, reader.reach or reader.prefix)
+
+
+def test_prompts_see_each_other_as_paligemmas_processor_says(model, folder):
+    """Tokens, the two types of them and labels are those of PaliGemmaProcessor, with pictures and without."""
+    from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
+
+    directory = model("paligemma")
+    pixels = processed_by(reader_of(directory))
+    pixels.image_seq_length = 16
+    with mock.patch.object(PaliGemmaProcessor, "check_argument_for_proper_class"):  # it asks for torchvision's class
+        processor = PaliGemmaProcessor(pixels, load_tokenizer(directory))
+    records = [chat("a.png", "b.png", answer="\n a"), chat(text="what?\n"), chat("c.png", text="which\n\ncolour?")]
+    data = prepare(directory, records, folder, max_length=2048, data={"shuffle": False})
+    arrays = {name: array[0, 0] for name, array in data.train.batch(0).arrays.items()}
+    for segment, record in enumerate(records, 1):
+        prompt, answer = (turn["content"] for turn in record["messages"])
+        images = [Image.open(folder / name) for name in record.get("images", ())]
+        if images:
+            inputs = processor(images=images, text=prompt, suffix=answer)
+        else:  # the processor wants a picture
+            inputs = processor.tokenizer(f"<s>{prompt}\n", answer + "</s>", return_token_type_ids=True)
+        ids, types = (np.asarray(inputs[name]).ravel() for name in ("input_ids", "token_type_ids"))
+        own = arrays["segment_ids"] == segment
+        assert arrays["tokens"][own].tolist() == ids[:-1].tolist()
+        assert arrays["targets"][own].tolist() == ids[1:].tolist()
+        assert arrays["weights"][own].tolist() == types[1:].tolist()
+        sees = (types == 0)[:, None] & (types == 0) | (np.arange(len(ids))[:, None] >= np.arange(len(ids)))
+        reach = np.maximum(arrays["reach"][own], arrays["positions"][own])
+        assert np.array_equal(arrays["positions"][own] <= reach[:, None], sees[:-1, :-1])
+
+
+@pytest.mark.parametrize(
+    ("turns", "options", "problem"),
+    [
+        ([("user", "what?"), ("assistant", "a"), ("user", "why?"), ("assistant", "b")], {}, "one question"),
+        ([("system", "be"), ("user", "what?"), ("assistant", "a")], {}, "one question"),
+        ([("user", "what?"), ("assistant", "a")], {"train_on_prompt": True}, "would teach nothing"),
+        ([("user", "what?", 1), ("assistant", "a")], {}, "a turn of the prompt has a weight"),
+    ],
+)
+def test_what_a_prompt_that_sees_itself_cannot_have_is_refused(model, folder, turns, options, problem):
+    record = {"messages": [dict(zip(("role", "content", "weight"), turn, strict=False)) for turn in turns]}
+    with pytest.raises(UserError, match=problem):
+        prepare(model("paligemma"), [record], folder, data=options)
 
 
 def test_rows_without_pictures_have_no_arrays_of_them(model, folder):
@@ -325,6 +391,65 @@ def test_rows_without_pictures_have_no_arrays_of_them(model, folder):
     data = prepare(directory, records, folder, max_length=80, data={"shuffle": False})
     names = [set(data.train.batch(step).arrays) for step in range(data.train.steps_per_epoch(0))]
     assert {"patches" in arrays for arrays in names} == {True, False}
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_completions_have_the_positions_of_their_prompt_with_pictures(model, folder, family, shared):
+    """Rows of completions, with a prompt for each or one for all, have what rows of the documents would have."""
+    directory = model(family)
+    reader, records = reader_of(directory), [chat("a.png", "b.png"), chat(), chat("c.png", text="which colour?")]
+    rewards = {"rollout": {"prompts": 3, "samples": 2, "max_tokens": 8}, "rewards": ["a.py:b"], "stage": "grpo"}
+    data = prepare(directory, records, folder, max_length=600, data={"shuffle": False}, **rewards)
+    loader = data.train
+    prompts, completions = (
+        [loader.record(n) for n in range(3)],
+        [[[7] * 3, [8] * 5], [[9], [7] * 8], [[8] * 2, [9] * 4]],
+    )
+    assert [record.columns.get("images") for record in prompts] == [
+        [str(folder / "a.png"), str(folder / "b.png")], None, [str(folder / "c.png")],
+    ]  # fmt: skip
+    maker, counts = loader.pictures, [loader.pictures.count(record.pictures) for record in prompts]
+    sizes = {"batch": 6, "length": loader.row_length, "units": 9}
+    rows = completion_rows(
+        [record.ids for record in prompts],
+        completions,
+        sizes,
+        shared=shared,
+        patches=counts,
+        max_patches=maker.sizes[0],
+    )
+    of_completion = [record for record in prompts for _ in range(2)]
+    segments = [
+        [Segment(of_completion[n].pictures, stop, of_completion[n].origin, start) for n, start, stop in row]
+        for row in rows.documents()
+    ]
+    arrays = rows.arrays | maker.segment_arrays(segments, loader.row_length)
+    used = (arrays["patch_segments"] > 0).sum(1)
+    assert used.max() <= maker.sizes[0]
+    assert used.sum() >= sum(counts) * (1 if shared else 2)
+    flat = [ids for group in completions for ids in group]
+    for record, ids, span in zip(of_completion, flat, rows.spans, strict=True):
+        document = [Segment(record.pictures, len(record.ids) + len(ids) - 1, record.origin)]
+        alone = maker.segment_arrays([document], loader.row_length)
+        place = slice(len(record.ids) - 1, len(record.ids) - 1 + len(ids))
+        own = slice(span.start, span.stop)
+        parent = arrays["parent_ids"][span.row, span.start] if shared else span.segment
+        before = arrays["segment_ids"][span.row] == parent
+        visual = arrays["visual"][span.row, before][: len(record.ids) - 1]
+        patches = arrays["patches"][span.row]
+        assert not arrays["visual"][span.row, own].any()
+        if not alone:
+            assert not visual.any()
+            continue
+        theirs, size = alone["visual"][0, : len(record.ids) - 1], reader.merge**2
+        assert np.array_equal(visual != 0, theirs != 0)
+        for mine, other in zip(visual[theirs > 0], theirs[theirs > 0], strict=True):
+            mine, other = (slice((n - 1) * size, n * size) for n in (mine, other))
+            assert np.array_equal(patches[mine], alone["patches"][0, other])
+        for name in ("mrope_positions", "reach"):
+            if name in arrays:
+                assert np.array_equal(arrays[name][span.row, own], alone[name][0, place])
 
 
 def test_rows_keep_within_both_budgets(model, folder):
@@ -551,6 +676,15 @@ def test_a_bad_record_is_named(model, folder, record, problem, where):
     assert where in caught.value.where
     assert "record 0" in caught.value.where or "line 1" in caught.value.where
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("record", "problem", "where"), [BAD_RECORDS[n] for n in (0, 2, 3, 4, 6)])
+def test_a_bad_prompt_is_named(model, folder, record, problem, where):
+    online = {"stage": "grpo", "rollout": {"prompts": 1, "samples": 2, "max_tokens": 8}, "rewards": ["a.py:b"]}
+    with pytest.raises(UserError) as caught:
+        prepare(model("internvl"), [record], folder, **online)
+    assert problem in caught.value.what
+    assert where in caught.value.where
 
 
 def test_a_picture_in_a_recipe_of_text_is_refused_with_a_way_out(model, folder):

@@ -11,7 +11,11 @@ import torch
 import meshtune
 from meshtune.cli.evaluate import source_section
 from meshtune.errors import UserError
-from meshtune.evaluate.predict import PREDICTIONS, PredictOptions, held_out_loss, predict, read_records
+from meshtune.evaluate import blocks
+from meshtune.evaluate.blocks import predict
+from meshtune.evaluate.folder import PREDICTIONS
+from meshtune.evaluate.predict import PredictOptions, held_out_loss, read_records
+from meshtune.options import Shard, parse_shard
 from meshtune.terminal import console
 
 PROMPTS = ["Once upon a time", "Lily and Tom went to", "The dog was", "One day, a"]
@@ -41,7 +45,7 @@ def test_answers_are_those_of_generate_in_the_order_of_the_data(model, data, tmp
     lines = [json.loads(line) for line in (tmp_path / "out" / PREDICTIONS).read_text().splitlines()]
     assert [line["prompt"] for line in lines] == PROMPTS
     assert [line["answer"] for line in lines] == model.generate(PROMPTS, max_tokens=8)
-    assert lines == result.rows
+    assert lines == list(result.rows) == [result.rows[number] for number in range(4)]
     assert result.totals["records"] == 4
     assert json.loads((tmp_path / "out/metrics.json").read_text()) == result.totals
 
@@ -61,19 +65,52 @@ def test_the_loss_is_that_of_transformers(model, data, stories260k):
             expected = reference(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
         assert loss == pytest.approx(expected, abs=2e-5)  # float32 in another order
         total, tokens = total + expected * (len(ids) - len(prompt)), tokens + len(ids) - len(prompt)
-    assert held_out.loss == pytest.approx(total / tokens, abs=2e-5)
+    assert held_out.nats / held_out.weight == pytest.approx(total / tokens, abs=2e-5)
     assert sum(held_out.tokens) == tokens
 
 
-def test_a_run_that_was_killed_goes_on_where_it_was(model, data, tmp_path):
-    full = run(model, data, tmp_path / "whole").rows
+def test_blocks_that_are_complete_stay_and_all_others_are_computed(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "RECORDS", 2)
+    run(model, data, tmp_path / "one")
+    output = tmp_path / "out"
+    assert run(model, data, output, shard=Shard(1, 2)) is None
+    file = output / "blocks/000000.jsonl"
+    file.write_text(file.read_text().replace('"answer": "', '"answer": "(from before) ', 1))
+    (output / "blocks/.000001.jsonl.99.partial").write_text("{")  # of a process that was killed
+    rows = run(model, data, output, resume=True).rows
+    expected = run(model, data, tmp_path / "one", resume=True).rows
+    assert rows[0] == expected[0] | {"answer": "(from before) " + expected[0]["answer"]}
+    assert rows[1:] == expected[1:]
+    assert sorted(path.name for path in output.iterdir() if path.name[0] != ".") == [
+        "metrics.json", "predictions.jsonl", "settings.json",
+    ]  # fmt: skip
+
+
+def test_the_shards_of_any_order_make_the_files_of_one_run(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "RECORDS", 1)
+    options = PredictOptions(metrics=("f1", "bleu", "chrf"), max_tokens=8)
+    run(model, data, tmp_path / "one", options)
+    results = [run(model, data, tmp_path / "many", options, shard=Shard(index, 3)) for index in (3, 1, 2)]
+    assert [result is None for result in results] == [True, True, False]
+    for name in (PREDICTIONS, "metrics.json"):
+        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    again = run(model, data, tmp_path / "many", options, shard=Shard(1, 3))
+    assert again.totals == results[-1].totals, "a shard that is started again finds the results joined"
+
+
+def test_results_of_other_data_are_not_gone_on_with(model, data, tmp_path):
     run(model, data, tmp_path / "out")
-    file = tmp_path / "out" / PREDICTIONS
-    lines = file.read_text().splitlines(keepends=True)
-    edited = json.loads(lines[0]) | {"answer": "from before"}
-    file.write_text(json.dumps(edited) + "\n" + lines[2] + lines[1][:20])  # the last line was cut off
-    rows = run(model, data, tmp_path / "out", resume=True).rows
-    assert [row["answer"] for row in rows] == ["from before", *(row["answer"] for row in full[1:])]
+    data.write_text(data.read_text().replace("Lily", "Anna"))
+    with pytest.raises(UserError, match="these results are of other data: record 1"):
+        run(model, data, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"), [("0/4", "1/4 to 4/4"), ("5/4", "1/4 to 4/4"), ("1/0", "write 2/8"), ("two", "write 2/8")]
+)
+def test_a_shard_that_does_not_exist_is_refused(text, fix):
+    with pytest.raises(UserError, match=f"there is no shard '{text}'[\\s\\S]*{fix}"):
+        parse_shard(text)
 
 
 def test_results_are_never_overwritten_silently(model, data, tmp_path):

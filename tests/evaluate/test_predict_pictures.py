@@ -10,7 +10,8 @@ import transformers
 
 from meshtune.cli.evaluate import source_section
 from meshtune.errors import UserError
-from meshtune.evaluate.predict import PredictOptions, Record, digest, predict, read_records
+from meshtune.evaluate.blocks import predict
+from meshtune.evaluate.predict import PredictOptions, Records, picture_digests, read_records
 from meshtune.evaluate.statistics import overlap
 from meshtune.generate.api import load
 from meshtune.terminal import console
@@ -26,7 +27,7 @@ def folder(shared, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory) -> list[Record]:
+def records(tmp_path_factory) -> Records:
     """Records of LLaMA-Factory's form, with files below the folder of the data."""
     directory = tmp_path_factory.mktemp("data")
     rows = []
@@ -63,12 +64,23 @@ def test_answers_and_losses_are_those_of_transformers(folder, records, tmp_path)
     assert result.rows[0]["answer"] != result.rows[1]["answer"]
 
 
-def test_the_pictures_are_part_of_the_data_of_results(records):
+def test_the_pictures_are_part_of_the_data_of_results(folder, tmp_path):
     """Results of other pictures under the same words are not resumed."""
-    assert records[0].document.pictures[0].digest in str(records[0].document)
-    others = [records[1], *records[1:]]
-    assert digest(records) != digest(others)
-    assert digest([records[0]]) != digest([records[2]])
+
+    def one_record(seed: int) -> Records:
+        (directory := tmp_path / str(seed)).mkdir()
+        picture(seed).save(directory / "1.png")
+        turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."}]
+        (directory / "data.jsonl").write_text(json.dumps({"messages": turns, "images": ["1.png"]}) + "\n")
+        return read_records(source_section(str(directory / "data.jsonl"), columns=None))
+
+    options = PredictOptions(metrics=("f1",), max_tokens=NEW, rows=2, loss=False)
+    ours, quiet = load(folder, dtype="float32"), console(quiet=True)
+    (first, second), out = map(one_record, (1, 2)), tmp_path / "out"
+    (row,) = predict(ours, first, out, options, identity="x", console=quiet).rows
+    assert row["pictures"] == picture_digests(first[0])
+    with pytest.raises(UserError, match="these results are of other data"):
+        predict(ours, second, out, options, identity="x", resume=True, console=quiet)
 
 
 def test_the_same_words_about_another_picture_were_not_trained_on(records, tmp_path):

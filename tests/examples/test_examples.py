@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 import transformers
+from pictures_to_see import write_model
 
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
@@ -106,6 +107,8 @@ def test_online_example_runs(name, models, tmp_path, monkeypatch):
     small = ["train.steps=2", "rollout.prompts=2", "rollout.samples=2", "rollout.max_tokens=8", "data.max_length=512"]
     small += ["data.max_length=2048"] * (name == "tool")  # a prompt with tools is long in a vocabulary of 512
     model = [f"model.path={models / 'llama'}", "model.chat_template=chatml"]
+    if name == "pictures":
+        model = [f"model.path={write_model(tmp_path / 'model')}"]
     places = [*model, f"output={tmp_path / 'run'}"]
     if name == "tool":
         first = ["train.steps=1", "train.batch_size=1", "data.max_length=1536", f"output={tmp_path / 'first'}"]

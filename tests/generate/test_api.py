@@ -254,11 +254,31 @@ def test_a_model_without_a_tokenizer_still_gives_logits(stories260k, theirs, tmp
         model.generate("Once")
 
 
-def test_bfloat16_is_near(model, stories260k):
-    """bfloat16 keeps 8 bits: logits of size 10 within a few hundredths on the mean."""
-    logits = meshtune.load(stories260k, dtype="bfloat16").logits(IDS)
+@pytest.mark.parametrize(("dtype", "difference"), [("bfloat16", 0.1), ("float16", 0.0125)])
+def test_16_bits_are_near(model, stories260k, dtype, difference):
+    """bfloat16 keeps 8 bits, logits of size 10 within a few hundredths on the mean; float16 has 3 more."""
+    logits = meshtune.load(stories260k, dtype=dtype).logits(IDS)
     assert logits.dtype == np.float32
-    assert np.abs(logits - model.logits(IDS)).mean() < 0.1
+    assert np.abs(logits - model.logits(IDS)).mean() < difference
+
+
+def test_float16_is_decoded_as_transformers_decodes_it(stories260k):
+    """Over a cache in float16, greedily; log-probabilities within what its 11 bits leave of logits of size 10."""
+    theirs = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float16)
+    prompt = IDS[0]
+    ids = torch.tensor([prompt])
+    tokens = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0].tolist()
+    engine = meshtune.load(stories260k, dtype="float16").engine
+    scheduler = engine.scheduler(rows=2)
+    generation = scheduler.submit(engine.request(prompt, max_tokens=24, stop_ids=[], alternatives=0))
+    while not scheduler.idle:
+        scheduler.step()
+    assert {leaf.dtype for leaf in jax.tree.leaves(scheduler._rows._caches.layers)} == {np.dtype(np.float16)}
+    assert generation.ids == tokens[len(prompt) :]
+    with torch.no_grad():
+        scores = torch.log_softmax(theirs(torch.tensor([tokens])).logits.float(), -1)[0]
+    expected = [float(scores[len(prompt) + n - 1, token]) for n, token in enumerate(generation.ids)]
+    np.testing.assert_allclose([token.log_probability for token in generation.tokens], expected, atol=0.05)
 
 
 def test_peft_reads_the_same_adapter(stories260k, tmp_path, theirs):

@@ -65,6 +65,8 @@ def expected(case: VisionCase, document: Document) -> list[int]:
     """The greedy answer of transformers, which no token ends."""
     inputs, model = torch_inputs(document), torch_model(case.case)
     mask = torch.ones_like(inputs["input_ids"])
+    if case.prefix:
+        inputs["token_type_ids"] = torch.zeros_like(mask)
     model.generation_config.eos_token_id = None
     out = model.generate(**inputs, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     return out[0, inputs["input_ids"].shape[1] :].tolist()

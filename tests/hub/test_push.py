@@ -129,6 +129,33 @@ def test_the_card_has_answers_of_base_and_result_to_the_recipes_prompts(hub, fin
     assert "Later" not in section
 
 
+def test_a_push_of_a_run_that_reads_pictures_shows_none(hub, finished_run, tmp_path):
+    """Neither those of prompts nor what an answer writes: two questions of the same words stay two."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    answers = ["![a](http://x.org/a.png)", "<img src='http://x.org/b.png'>"]
+    rows = [
+        {
+            "step": step,
+            "prompt": "<image>What?",
+            "text": f"{answer} {step}",
+            "pictures": [f"data:image/jpeg;base64,{n}"],
+        }
+        for n, answer in enumerate(answers)
+        for step in (0, 3)
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    push(run, "ann/lesson", base_model="org/stories")
+    files = hub.repositories["ann/lesson"].files
+    shown = [name for name in files if name.endswith((".png", ".jpg", ".jpeg", ".webp", ".html", "samples.jsonl"))]
+    assert shown == ["loss.png"]
+    section = files["README.md"].decode().split("## Before and after")[1]
+    assert [section.count(answer) for answer in answers] == [2, 2]
+    outside = re.sub(r"```text\n.*?```", "", section, flags=re.DOTALL)
+    assert "http" not in outside
+    assert "data:" not in section
+
+
 def test_the_recipe_of_a_card_is_the_run_again(hub, finished_run):
     from meshtune.config.load import load_recipe
 

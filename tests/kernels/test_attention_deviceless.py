@@ -11,7 +11,7 @@ from deviceless import compiled_for
 
 pytestmark = pytest.mark.deviceless
 
-GPUS = ["A100-80", "RTX4090", "H100", "B200", "RTX5090", "MI250X", "MI300X", "MI350X"]
+GPUS = ["A100-80", "RTX4090", "H100", "B200", "RTX5090", "MI250X", "MI300X", "MI350X", "RX7900XTX", "RX9070XT"]
 TPUS = ["TPUv5e", "TPUv5p", "TPUv6e", "2xTPUv7x"]  # a chip of v7x is two devices
 
 SNIPPET = """
@@ -59,6 +59,15 @@ def test_triton_kernels_compile_for_segments_that_continue_others(target):
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
 def test_triton_kernels_compile_in_float32_if_forced(target):
     assert compile_attention(target, (1, 256, 2, 1, 64), dtype="float32", backend="triton")["result"] == "triton"
+
+
+@pytest.mark.parametrize("target", ["T4", "ArcProB60", "Max1100"])
+def test_chips_without_kernels_take_blocks_of_scores(target):
+    """In XLA's own operations: the scores of a block of queries exist, and never those of all, which are 512 MiB."""
+    dtype = "float16" if target == "T4" else "bfloat16"
+    program = compile_attention(target, (1, 8192, 2, 2, 64), dtype=dtype)
+    assert program["result"] == "blockwise"
+    assert program["temp_bytes"] < 64 << 20
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

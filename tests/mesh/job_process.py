@@ -18,6 +18,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.agreement import StopFlag, code_version, require_agreement
 from meshtune.mesh.processes import Job, start
 from meshtune.train.loop import interruptible
+from meshtune.train.watchdog import Watchdog
 
 
 def record(**fields: object) -> None:
@@ -35,7 +36,7 @@ def collective_step():
 def work(job: Job) -> None:
     """Runs collective steps until the job ends; the arguments decide which process raises, idles or returns."""
     step, ones = collective_step()
-    job.exchange("ready", None)
+    job.barrier("ready")
     record(devices=jax.device_count(), local=jax.local_device_count())
     if job.process_index == 1 and "late" in sys.argv:
         time.sleep(1000)
@@ -57,7 +58,7 @@ def run_until_signal(job: Job) -> int:
     """Runs updates until the stop flag says that a process received a signal."""
     step, ones = collective_step()
     flag, updates = StopFlag(), 0
-    job.exchange("ready", None)
+    job.barrier("ready")
     with interruptible() as interrupt:
         record(pid=os.getpid())
         while True:
@@ -71,6 +72,21 @@ def run_until_signal(job: Job) -> int:
     return 128 + decision.signal
 
 
+def stall(job: Job) -> None:
+    """Runs updates under a watchdog, until the main thread of process 1 sleeps before one of them."""
+    step, ones = collective_step()
+    job.barrier("ready")
+    with Watchdog(job, factor=2.0, seconds=8.0) as watchdog:
+        for index in range(10**6):
+            if index == 5 and job.process_index == 1:
+                time.sleep(1000)
+            watchdog.step()
+            value = step(ones)
+            watchdog.step()
+            value.block_until_ready()
+            watchdog.update()
+
+
 def main() -> int:
     with start(timeout=float(os.environ.get("TIMEOUT", "30"))) as job:
         fields = {"seed": 0, "train": {"batch_size": 16 if "differ" not in sys.argv else 16 + job.process_index}}
@@ -78,6 +94,8 @@ def main() -> int:
         require_agreement(job, "the recipe", fields, fix="give every process the same recipe")
         if "stop" in sys.argv:
             return run_until_signal(job)
+        if "stall" in sys.argv:
+            stall(job)
         work(job)
     return 0
 

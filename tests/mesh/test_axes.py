@@ -21,6 +21,28 @@ class Device:
     platform: str = "gpu"
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The attributes of a TPU's jax.Device: two by two in each slice."""
+
+    id: int
+    slice_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        return (self.id % 2, self.id % 4 // 2, 0)
+
+    @property
+    def process_index(self) -> int:
+        return self.id // 4
+
+
+CHIPS = [Chip(number, number // 4) for number in range(8)]
+
+
 def test_an_open_axis_takes_the_remaining_devices():
     assert resolve_mesh(MeshConfig(dp=2, fsdp=-1, tp=2), 16) == MeshConfig(dp=2, fsdp=4, tp=2)
     assert resolve_mesh(MeshConfig(fsdp=-1), 1) == MeshConfig()
@@ -61,3 +83,29 @@ def test_dp_crosses_hosts_and_the_inner_axes_stay_within_one():
     assert [set(hosts[n].flat) for n in (0, 1)] == [{0}, {1}]
     tp = mesh.devices[0, 0, 0, 0]
     assert [device.id for device in tp] == [0, 1], "neighbours along tp are neighbours on their host"
+
+
+@pytest.mark.parametrize(
+    ("config", "axis"),
+    [(MeshConfig(dp=2, fsdp=4), 0), (MeshConfig(dp=4, tp=2), 0), (MeshConfig(fsdp=8, dcn="fsdp"), 1)],
+)
+def test_only_the_named_axis_crosses_slices(config: MeshConfig, axis: int):
+    devices = np.asarray(make_mesh(config, CHIPS).devices)
+    slices = np.vectorize(lambda chip: chip.slice_index)(devices)
+    halves = np.split(slices, 2, axis=axis)
+    assert [set(half.flat) for half in halves] == [{0}, {1}]
+
+
+@pytest.mark.parametrize(
+    "config", [MeshConfig(fsdp=8), MeshConfig(fsdp=4, tp=2), MeshConfig(dp=2, fsdp=1, tp=4, dcn="fsdp")]
+)
+def test_a_mesh_that_would_cross_slices_unnoticed_is_refused_with_one_that_does_not(config: MeshConfig):
+    with pytest.raises(UserError, match="does not divide by 2") as caught:
+        make_mesh(config, CHIPS)
+    assert "mesh.dp=2 mesh.fsdp=-1" in (caught.value.fix or "")
+    assert make_mesh(MeshConfig(dp=2, fsdp=-1), CHIPS).shape["fsdp"] == 4
+
+
+def test_no_other_axis_may_be_named_to_cross_slices():
+    with pytest.raises(UserError, match="'tp' cannot cross slices"):
+        MeshConfig(dcn="tp")

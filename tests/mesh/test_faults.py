@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -76,6 +77,17 @@ def test_a_signal_to_any_process_stops_all_after_the_same_update(tmp_path: pathl
     assert first.value("updates") == second.value("updates")
     assert first.value("signal") == second.value("signal") == signal.SIGTERM
     assert first.value("skew") == 1.0  # process p reports 1 + p seconds
+
+
+def test_a_process_whose_main_thread_sleeps_is_named_and_all_write_their_stacks(tmp_path: pathlib.Path):
+    """Its connection and heartbeats live: only the updates stop."""
+    first, second = Processes(tmp_path, "stall").exits(60)
+    assert first.code == second.code == 75, first.errors
+    for process in (first, second):
+        assert "error: process 1 of 2 on " in process.errors
+        assert " does not go on: no update for " in process.errors
+        assert re.search(r"job_process\.py\", line \d+ in stall", process.errors), process.errors
+    assert "resume=true" in first.errors
 
 
 @pytest.mark.slow

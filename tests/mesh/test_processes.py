@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
@@ -20,9 +21,10 @@ from job import Processes, free_port
 from compiling import FASTER
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import first_of_each_host, source_digest
-from meshtune.mesh.client import PROTOCOL_VERSION, Client, send
+from meshtune.mesh.client import PROTOCOL_VERSION, Client, Message, send
 from meshtune.mesh.coordinator import Coordinator, addresses, find_second_coordinator
 from meshtune.mesh.processes import Job, start
+from meshtune.mesh.reductions import REDUCTIONS
 from meshtune.mesh.rendezvous import ProcessInfo
 
 
@@ -56,22 +58,71 @@ def test_a_single_process_starts_no_coordinator():
     assert (job.process_index, job.process_count, job.is_main_process) == (0, 1, True)
     assert job.coordinator is None
     with job:
-        assert job.exchange("anything", 5) == [5]
+        assert job.gather("anything", 5) == [5]
+        assert job.broadcast("anything", 5) == 5
+        assert job.rank("anything", "a") == (0, 1, True)
 
 
-def test_values_are_exchanged_in_order_of_process():
+VALUES: dict[str, list[object]] = {
+    "first": [None, "b", "c"],
+    "gather": [10, 11, 12],
+    "maximum": [[1, 5], [2, -7], [0, 6]],
+    "difference": ["x", "x", "y"],
+    "merge": [{"a": 1}, {}, {"b": 2}],
+    "rank": ["host 2", "host 1", "host 2"],
+}
+RESULTS: dict[str, list[object]] = {
+    "first": [[1, "b"]] * 3,
+    "gather": [[10, 11, 12], None, None],
+    "maximum": [[2, 6]] * 3,
+    "difference": [[2, 2]] * 3,
+    "merge": [{"a": 1, "b": 2}] * 3,
+    "rank": [[0, 2, True], [1, 2, True], [0, 2, False]],
+}
+
+
+def reduce_together(clients: list[Client], reduction: str, values: list[object]) -> list[object]:
+    """The result of every client, which call in the reverse order."""
+    with concurrent.futures.ThreadPoolExecutor(len(clients)) as pool:
+        calls = [
+            pool.submit(client.reduce, reduction, "x", value, 5)
+            for client, value in reversed(list(zip(clients, values, strict=True)))
+        ]
+        return [call.result() for call in reversed(calls)]
+
+
+def test_values_are_reduced_for_every_process():
     port = free_port()
-    Coordinator(info_of(port))
-    clients = [connect(info_of(port, index)) for index in range(2)]
-    received: list[list[int]] = [[], []]
-    threads = [
-        threading.Thread(target=lambda n=n: received[n].extend(clients[n].exchange("x", 10 + n, 5))) for n in (1, 0)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert received == [[10, 11], [10, 11]]
+    Coordinator(info_of(port, count=3))
+    clients = [connect(info_of(port, index, 3)) for index in range(3)]
+    assert VALUES.keys() == REDUCTIONS.keys()
+    assert {name: reduce_together(clients, name, values) for name, values in VALUES.items()} == RESULTS
+    assert reduce_together(clients, "first", [None] * 3) == [None] * 3
+    assert reduce_together(clients, "difference", [{"a": [1]}] * 3) == [None] * 3
+
+
+def test_a_reduction_sends_a_value_to_every_process_and_never_all_values(monkeypatch: pytest.MonkeyPatch):
+    """The bytes that the coordinator sends grow with the number of processes, not with its square."""
+    sent: list[int] = []
+
+    def count(connection: socket.socket, lock: threading.Lock, message: Message | bytes) -> bool:
+        if isinstance(message, bytes):
+            sent.append(len(message))
+        return send(connection, lock, message)
+
+    monkeypatch.setattr("meshtune.mesh.coordinator.send", count)
+    totals: dict[str, list[int]] = {"first": [], "difference": [], "gather": []}
+    for processes in (4, 8):
+        port = free_port()
+        Coordinator(info_of(port, count=processes))
+        clients = [connect(info_of(port, index, processes)) for index in range(processes)]
+        for reduction, measured in totals.items():
+            sent.clear()
+            reduce_together(clients, reduction, ["v" * 2000] * processes)
+            measured.append(sum(sent))
+    assert all(eight < 2.01 * four for four, eight in totals.values())
+    assert totals["first"][1] < 8 * 2200
+    assert totals["difference"][1] < 8 * 200
 
 
 def test_a_coordinator_that_cannot_be_reached_is_an_error_that_says_what_to_check():
@@ -119,7 +170,7 @@ def test_two_processes_with_one_index_are_an_error_on_all_processes():
     clients = [connect(info_of(port, index, 3)) for index in (0, 1, 1)]
     for client in clients:
         with pytest.raises(UserError, match="two processes have the index 1"):
-            client.exchange("start", None, 5)
+            client.reduce("gather", "start", None, 5)
 
 
 def test_a_second_process_0_is_detected_at_the_coordinators_address():
@@ -136,7 +187,7 @@ def test_different_process_counts_are_an_error_on_all_processes():
     clients = [connect(info_of(port, 0, 2)), connect(info_of(port, 1, 3))]
     for client in clients:
         with pytest.raises(UserError, match="was launched as one of 3 processes, process 0 as one of 2"):
-            client.exchange("start", None, 5)
+            client.reduce("gather", "start", None, 5)
 
 
 def test_a_process_of_another_job_is_rejected_and_the_job_continues():
@@ -144,20 +195,19 @@ def test_a_process_of_another_job_is_rejected_and_the_job_continues():
     Coordinator(info_of(port, job="7"))
     first = connect(info_of(port, 0, job="7"))
     with pytest.raises(UserError, match="a process of job '8'"):
-        connect(info_of(port, 1, job="8")).exchange("start", None, 5)
+        connect(info_of(port, 1, job="8")).reduce("gather", "start", None, 5)
     second = connect(info_of(port, 1, job="7"))
-    threading.Thread(target=lambda: first.exchange("start", "a", 5)).start()
-    assert second.exchange("start", "b", 5) == ["a", "b"]
+    assert reduce_together([first, second], "gather", ["a", "b"]) == [["a", "b"], None]
 
 
 def test_a_process_that_connects_after_the_start_is_rejected_and_the_job_continues():
     port = free_port()
     Coordinator(info_of(port, count=1))
     client = connect(info_of(port, 0, 1))
-    assert client.exchange("start", 1, 5) == [1]
+    assert client.reduce("gather", "start", 1, 5) == [1]
     with pytest.raises(UserError, match="the job has already started"):
-        connect(info_of(port, 0, 1)).exchange("start", None, 5)
-    assert client.exchange("next", 2, 5) == [2]
+        connect(info_of(port, 0, 1)).reduce("gather", "start", None, 5)
+    assert client.reduce("gather", "next", 2, 5) == [2]
 
 
 def test_a_connection_that_does_not_speak_the_protocol_is_closed():
@@ -167,7 +217,7 @@ def test_a_connection_that_does_not_speak_the_protocol_is_closed():
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(100) == b""
-    assert connect(info_of(port, 0, 1)).exchange("start", 1, 5) == [1]
+    assert connect(info_of(port, 0, 1)).reduce("gather", "start", 1, 5) == [1]
 
 
 def test_a_single_process_raises_its_own_error():
@@ -213,7 +263,7 @@ HELLO = {
 }  # fmt: skip
 ATTEMPTS = {
     "a hello of other sizes": json.dumps(HELLO).encode() + b"\n",
-    "a hello without fields": b'{"type": "hello", "version": "meshtune-3"}\n',
+    "a hello without fields": json.dumps({"type": "hello", "version": PROTOCOL_VERSION}).encode() + b"\n",
     "fields of other types": json.dumps(HELLO | {"process_index": [], "proof": None}).encode() + b"\n",
     "deep": b"[" * 10_000 + b"\n",
     "a line that does not end": b"x" * 100_000,
@@ -229,8 +279,7 @@ def test_a_stranger_never_ends_a_job(attempt: str):
     with socket.create_connection(("localhost", port)) as stranger:
         stranger.sendall(ATTEMPTS[attempt])
         clients = [connect(info_of(port, index, secret="s")) for index in range(2)]
-        threading.Thread(target=clients[1].exchange, args=("x", 1, 5), daemon=True).start()
-        assert clients[0].exchange("x", 0, 5) == [0, 1]
+        assert reduce_together(clients, "gather", [0, 1]) == [[0, 1], None]
         assert not coordinator.ended
     coordinator.close(0)
 
@@ -256,7 +305,7 @@ def test_a_process_with_another_secret_is_told_and_the_job_goes_on():
     coordinator = Coordinator(info_of(port, secret="right"))
     client = connect(info_of(port, 1, secret="wrong"))
     with pytest.raises(UserError, match=r"process 1 on .* does not know the secret of this job"):
-        client.exchange("x", 0, 5)
+        client.reduce("gather", "x", 0, 5)
     assert not coordinator.ended
     coordinator.close(0)
 

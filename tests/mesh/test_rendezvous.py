@@ -91,6 +91,25 @@ def test_skypilot_kubeflow_and_tpu_workers_are_detected():
     assert (detect_process_info(tpu).process_index, detect_process_info(tpu).process_count) == (1, 2)
 
 
+def test_the_variables_of_kubeflow_trainer_v2_and_iris_are_detected():
+    # As kubeflow/trainer, pkg/runtime/framework/plugins/jax/jax.go sets them in an indexed pod.
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    trainer = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "run-node-0-0.run:29500"}
+    info = detect_process_info(pod | trainer)
+    assert (info.process_index, info.process_count, info.address) == (1, 2, ("run-node-0-0.run", 29500))
+    tpu_pod = pod | trainer | {"TPU_WORKER_HOSTNAMES": "t-0,t-1", "TPU_WORKER_ID": "0"}
+    assert detect_process_info(tpu_pod).process_index == 1, "the indices of a job of several slices"
+    assert detect_process_info(pod | trainer | {"MESHTUNE_COORDINATOR": "a:1"}).address == ("a", 1)
+    assert detect_process_info(pod | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}).process_count == 1
+
+
+@pytest.mark.parametrize("missing", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"])
+def test_a_missing_jax_variable_is_named(missing: str):
+    env = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}
+    with pytest.raises(UserError, match=f"{missing} is not set; JAX_NUM_PROCESSES"):
+        detect_process_info({name: value for name, value in env.items() if name != missing})
+
+
 def test_a_kubernetes_indexed_job_without_a_process_count_is_refused():
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     with pytest.raises(UserError, match="MESHTUNE_PROCESSES is not set"):

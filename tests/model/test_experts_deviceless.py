@@ -23,6 +23,7 @@ from meshtune.kernels.grouped_triton import row_tiles
 
 TOKENS, EXPERTS, CHOSEN, EMBED, WIDTH, RANK = 8192, 64, 8, 2048, 1024, 16
 ROWS = TOKENS * CHOSEN
+NAMES = {"TOKENS": TOKENS, "EXPERTS": EXPERTS, "CHOSEN": CHOSEN, "EMBED": EMBED, "WIDTH": WIDTH, "RANK": RANK}
 
 SNIPPET = """
 import dataclasses
@@ -65,14 +66,18 @@ def products() -> list[tuple[int, int, bool]]:
     return calls
 
 
+def group_sizes() -> np.ndarray:
+    """Rows of each group, uneven as a router makes them."""
+    rng = np.random.default_rng(0)
+    return rng.multinomial(ROWS, rng.dirichlet(np.full(EXPERTS, 4.0)))
+
+
 def operations(target: str) -> dict[str, float]:
     """Multiplications and additions of the compiled program: in kernels, outside of them, and ideally."""
     device = find_target(target).device
     chip = chip_of(device.platform, device.arch)
-    names = {"TOKENS": TOKENS, "EXPERTS": EXPERTS, "CHOSEN": CHOSEN, "EMBED": EMBED, "WIDTH": WIDTH, "RANK": RANK}
-    program = compiled_for(target, SNIPPET, text=True, **names)
-    rng = np.random.default_rng(0)
-    sizes = rng.multinomial(ROWS, rng.dirichlet(np.full(EXPERTS, 4.0)))
+    program = compiled_for(target, SNIPPET, text=True, **NAMES)
+    sizes = group_sizes()
     counted = ideal = 0.0
     for columns, terms, of_matrix in products():
         ideal += 2.0 * ROWS * columns * terms
@@ -134,13 +139,32 @@ def outside(text: str) -> float:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("target", ["H100", "RTX4090", "MI300X", "TPUv5p"])
+@pytest.mark.parametrize("target", ["H100", "RTX4090", "MI300X", "RX7900XTX", "RX9070XT", "StrixHalo-128", "TPUv5p"])
 def test_a_layer_of_experts_does_the_work_of_each_tokens_own(target):
     facts = operations(target)
     assert facts["kernels"] >= len(products())
     assert facts["in_kernels"] + facts["outside"] <= 1.15 * facts["ideal"]
     # A product of every row with every matrix would need a copy of the rows for each expert.
     assert facts["temp_bytes"] < 8 * ROWS * max(EMBED, WIDTH) * 2
+
+
+@pytest.mark.deviceless
+def test_a_chip_without_kernels_multiplies_tiles_by_its_library():
+    """sm_75: a loop for each product, over tiles of 128 rows, each with one product of cuBLAS. What tiles have beyond the
+    rows of their group is computed in vain, below a quarter of the work here."""
+    assert grouped.backend_for(chip_of("cuda", find_target("T4").device.arch)) == "tiles"
+    program = compiled_for("T4", SNIPPET.replace('"bfloat16"', '"float16"'), text=True, **NAMES)
+    text = program["text"]
+    factors = re.findall(r"= \(\w+\[(\d+),(\d+)\][^\n]* custom-call\([^\n]*__cublas", text)
+    assert len(re.findall(r" while\(", text)) == len(factors) == len(products())
+    assert " dot(" not in text
+    of_rows = [shape for *shape, of_matrix in products() if not of_matrix]
+    assert sorted(int(columns) for rows, columns in factors if int(rows) == grouped.LARGEST) == sorted(
+        columns for columns, _ in of_rows
+    )
+    tiles = int(grouped.row_tiles(jnp.asarray(group_sizes()), ROWS, grouped.LARGEST).count)
+    assert tiles * grouped.LARGEST <= 1.25 * ROWS
+    assert program["temp_bytes"] < 8 * ROWS * max(EMBED, WIDTH) * 2
 
 
 def test_products_outside_of_kernels_are_counted():

@@ -1,4 +1,5 @@
-"""On GPUs unrolled layers hold no dequantised weight: the barrier in the backward pass is kept there."""
+"""On GPUs unrolled layers hold no dequantised weight: the barrier in the backward pass is kept there. One product makes
+one decoded weight, which XLA multiplies: by its own Triton where the chip has it, else by cuBLAS."""
 
 from __future__ import annotations
 
@@ -53,3 +54,38 @@ def test_memory_does_not_grow_with_unrolled_layers(target):
         return (many["temp_bytes"] - few["temp_bytes"]) / 4
 
     assert growth(True) - growth(False) < 0.05 * A_LAYER
+
+
+PRODUCT = """
+from meshtune.arrays.spec import ArraySpec
+from meshtune.model.linear import matmul
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.published.scheme import Form
+from meshtune.quantize.weight import QuantisedWeight
+
+spec = ArraySpec((OUT, IN), dtype, ("mlp", "embed"))
+if format == "mxfp4":
+    weight = QuantisedWeight.published(spec, Form(format, 32))
+else:
+    weight = QuantisedWeight.abstract(spec, QuantizeConfig(format))
+weight = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), weight)
+
+def product(x, weight, cotangent):
+    y, pull = jax.vjp(lambda x: matmul(x, weight), x)
+    return y, pull(cotangent)[0]
+
+f, args = jax.jit(product), (array((ROWS, IN), dtype), weight, array((ROWS, OUT), dtype))
+"""
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("format", ["nf4", "int8", "mxfp4"])
+@pytest.mark.parametrize("target", ["T4", "RX7900XTX", "RX9070XT", "StrixHalo-128"])
+def test_a_product_with_codes_is_one_decoded_weight_and_the_chips_own_product(target, format):
+    """4 MiB of workspace are cuBLAS's."""
+    sizes = {"ROWS": 512, "IN": 4096, "OUT": 8192}
+    dtype = "float16" if target == "T4" else "bfloat16"
+    program = compiled_for(target, PRODUCT, text=True, format=format, dtype=dtype, **sizes)
+    assert program["temp_bytes"] < 2 * sizes["IN"] * sizes["OUT"] + (5 << 20)
+    ours, libraries = program["text"].count("__triton_nested_gemm_fusion"), program["text"].count("__cublas$lt$matmul")
+    assert (libraries >= 2, ours >= 2) == (target == "T4", target != "T4")

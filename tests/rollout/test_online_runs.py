@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 import pytest
+from pictures_to_see import write_model, write_records
 from random_model import save_random_model
 from serving import serving
 
@@ -112,6 +113,27 @@ def test_a_run_killed_anywhere_ends_with_the_same_files(live, tmp_path):
     assert any(row["ratio/distance"] > 1e-6 for row in metrics), "later updates see other weights than the sampler"
     kept = sorted(int(file.stem) for file in (tmp_path / "killed/rollouts").glob("*.npz"))
     assert kept == [2, 3], "the newest two checkpoints, of updates 12 and 14, need no others"
+
+
+@pytest.mark.slow
+def test_a_killed_run_over_pictures_ends_with_the_same_files(live, tmp_path):
+    """A rollout's file has no pixels: they are read again."""
+    (tmp_path / "seen.py").write_text(
+        "def length(completions, **_): return [len(c[0]['content']) for c in completions]"
+    )
+    options = {
+        "model": str(write_model(tmp_path / "model")),
+        "data": {"train": str(write_records(tmp_path / "data", 8)), "max_length": 96},
+        "vision": {"train": ["projector"]},
+        "rewards": [f"{tmp_path}/seen.py:length"],
+        "rollout": {"prompts": 2, "samples": 3, "max_tokens": 6, "updates": 2, "iterations": 2},
+        "train": {"steps": 6},
+    }
+    assert live("whole", "never", **options) == 0
+    assert live("killed", "rollout:0", **options) == KILLED
+    assert live("killed", "step:5", **options) == KILLED
+    assert live("killed", "never", **options) == 0
+    assert learned(tmp_path / "killed") == learned(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import os
 import signal
@@ -47,7 +48,7 @@ def server(stories260k: Path, tmp_path: Path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(5)]
+        lines = list(itertools.takewhile(lambda line: not line.startswith("token"), iter(process.stdout.readline, "")))
         yield process, lines, alone
     finally:
         if process.poll() is None:

@@ -73,12 +73,22 @@ def test_an_old_python_comes_before_the_plugin(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("driver", "used", "bad"), [("570.12", "300", "driver"), ("580.95", "9000", "memory"), ("580.95", "300", "")]
+    ("driver", "used", "bad"), [("520.12", "300", "driver"), ("580.95", "9000", "memory"), ("580.95", "300", "")]
 )
 def test_an_old_driver_and_a_full_card_are_seen(monkeypatch, driver, used, bad):
     monkeypatch.setattr(card, "_nvidia", {"driver_version": driver, "memory.used": used}.get)
     report, _ = findings("RTX 4090", {"jax-cuda13-plugin": "0.11.2"}, attached=True)
     assert [about for about in ("driver", "memory") if report[about].state == "bad"] == [bad] * bool(bad)
+
+
+@pytest.mark.parametrize("installed", [{}, {"jax-cuda13-plugin": "0.11.2"}])
+def test_a_driver_that_is_too_old_for_one_plugin_takes_another(monkeypatch, installed):
+    """Nobody can update the driver of Colab or Kaggle."""
+    monkeypatch.setattr(card, "_nvidia", {"driver_version": "550.54", "memory.used": "3"}.get)
+    report, following = findings("T4", installed, attached=True)
+    assert "jax-cuda12-plugin is not installed" in report["plugin"].text
+    assert report["driver"].state == "good"
+    assert "'.[cuda12]'" in following
 
 
 @pytest.mark.parametrize(
@@ -109,6 +119,12 @@ def test_the_command_ends_with_the_next_step():
     report = json.loads(command.run("doctor", "--target", "V100-32", "--json").stdout)
     assert report["name"] == "V100-32"
     assert not report["ready"]
+
+
+def test_an_unknown_card_is_answered_by_the_nearest():
+    ran = command.run("doctor", "--target", "RTX 3065")
+    assert ran.returncode == 2
+    assert "did you mean 'RTX3060'?" in ran.stderr
 
 
 def test_ascend_is_refused_with_what_to_use():

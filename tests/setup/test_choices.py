@@ -48,6 +48,28 @@ def test_precision_is_mixed_on_accelerators_and_float32_on_a_cpu(backend, expect
     assert "auto" in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("model_type", "arch", "expected"),
+    [("llama", "sm_75", "float16"), ("llama", "gfx906", "float16"), ("gemma2", "sm_75", "float32"),
+     ("gemma3_text", "sm_70", "float32"), ("gemma2", "sm_80", "mixed"), ("llama", "gfx1100", "mixed")],
+)  # fmt: skip
+def test_a_chip_without_bfloat16_computes_in_float16_where_the_model_does_not_overflow(model_type, arch, expected):
+    platform, config = "rocm" if arch.startswith("gfx") else "cuda", {"model_type": model_type}
+    precision, decision = precision_of(recipe(), "bfloat16", platform, arch, config)
+    assert precision.name == expected
+    assert ("no bfloat16" in decision.reason) == (expected != "mixed")
+    assert ("twice the memory" in decision.reason) == (expected == "float32")
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "gpt_oss"])
+def test_float16_is_refused_for_a_model_that_overflows_in_it(model_type):
+    config = {"model_type": model_type, "text_config": {"model_type": "gemma3_text"}}
+    with pytest.raises(UserError, match=r"overflow in float16: (vLLM|Unsloth)") as caught:
+        precision_of(recipe("compute.precision=float16"), "bfloat16", "cuda", "sm_75", config)
+    assert "mixed" in caught.value.fix
+    assert "float32" in caught.value.fix
+
+
 def test_weights_that_are_trained_keep_their_stored_precision():
     """Frozen float32 weights of a freeze run lie beside trained ones of the same kind."""
     assert precision_of(recipe(*FREEZE), "float32", "cuda")[0].frozen == "float32"

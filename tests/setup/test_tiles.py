@@ -45,3 +45,21 @@ def test_more_devices_do_not_shorten_the_products_of_each(axes, rows):
 def test_a_size_that_is_asked_for_is_that_of_all_rows():
     recipe = load_recipe(RECIPE, ["compute.loss_chunk=1024"])
     assert loss_chunk_of(recipe, spec("llama-3.1-8b"), 4, 4096, None) == (256, "asked for")
+
+
+@pytest.mark.parametrize(
+    ("learned", "platform", "rows", "length", "tokens"),
+    [
+        (1.0, "cpu", 1, 256, 256),  # every position is learned: one chunk
+        (0.1, "cpu", 1, 256, 32),  # 25 positions: one chunk of 32, not of 256
+        (0.1, "cpu", 16, 256, 128),  # 410 positions: four chunks, the last half empty
+        (0.1, "gpu", 1, 256, 256),  # a card reads the head in the time of 256 positions
+        (0.1, "gpu", 4, 4096, 256),
+    ],
+)
+def test_where_few_positions_are_learned_chunks_are_shorter(learned, platform, rows, length, tokens):
+    chunk, reason = loss_chunk_of(
+        load_recipe(RECIPE), spec("llama-3.1-8b"), rows, length, None, learned=learned, platform=platform
+    )
+    assert chunk * rows == tokens
+    assert ("10% of the positions are learned" in str(reason)) == (tokens < 256)

@@ -23,6 +23,7 @@ class Case:
     dropout: float = 0.0
     optimizer: str = "adamw"
     fused: bool = False
+    dtype: str = "float32"
 
 
 CASES = {
@@ -51,6 +52,15 @@ OPTIMIZERS = {
     "sgd, fused": Case(SPLIT, method="full", optimizer="sgd", fused=True),
     "adamw8bit, fused, tied": Case(SPLIT, method="full", optimizer="adamw8bit", fused=True, tied=True),
     "galore, fused": Case(SPLIT, method="full", optimizer="galore", fused=True),
+}
+# The first scale overflows wherever it is looked at, the second nowhere: no rounding decides which updates are skipped.
+FIRST_SCALE, SECOND_SCALE = 2.0**40, 2.0**10
+FLOAT16 = {
+    "float16, fsdp=8": Case({"fsdp": 8}, dtype="float16"),
+    "float16, tp=8": Case({"tp": 8}, dtype="float16"),
+    "float16, fsdp=4 tp=2, full, tied": Case(SPLIT, method="full", tied=True, dtype="float16"),
+    "float16, cp=4, full, padded": Case({"cp": 4}, method="full", packed=False, dtype="float16"),
+    "float16, badam": Case(SPLIT, method="full", optimizer="badam", dtype="float16"),
 }
 
 
@@ -90,8 +100,10 @@ def batches(packed: bool) -> list[dict[str, Any]]:
 
 
 def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
-    """Losses and gradient norms of every update, and a norm of each trained leaf at the end."""
+    """Losses and gradient norms of every update, and a norm of each trained leaf at the end; in float16 also the scales
+    that each device has, and the number of updates that were skipped."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from meshtune.adapters.config import FullConfig, LoraConfig
@@ -106,6 +118,7 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.model.spec import init_params
     from meshtune.objectives.sft import sft_objective
     from meshtune.optim.build import OptimizerConfig, make_optimizer
+    from meshtune.train.step import loss_scale
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state, init_state
 
@@ -128,10 +141,10 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
         layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), spec)
         trainable = jax.device_put(trainable, shardings(arrays.trainable, layout))
         frozen = jax.device_put(frozen, shardings(arrays.frozen, layout))
-        like = abstract_state(arrays.trainable, optimizer, layout)
+        like = abstract_state(arrays.trainable, optimizer, layout, dtype=case.dtype)
         order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     walks = case.fused or case.optimizer == "badam"
-    compute = Compute(loss_chunk=16, layout=layout, remat="full" if walks else "none")
+    compute = Compute(case.dtype, loss_chunk=16, layout=layout, remat="full" if walks else "none")
     step = make_train_step(
         sft_objective,
         arrays.spec,
@@ -141,23 +154,32 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
         dropout=case.dropout > 0,
         abstract=arrays.trainable,
     )
-    state = init_state(trainable, optimizer, like)
-    losses, norms = [], []
+    state = init_state(trainable, optimizer, like, dtype=case.dtype)
+    if case.dtype == "float16":
+        loss_scale.BACKOFF, loss_scale.INTERVAL = SECOND_SCALE / FIRST_SCALE, 10
+        first = jax.device_put(jnp.float32(FIRST_SCALE), state.loss_scale["scale"].sharding)
+        state = dataclasses.replace(state, loss_scale=state.loss_scale | {"scale": first})
+    losses, norms, scales = [], [], []
     for batch in batches(case.packed):
         if case.fused:  # all rows at once
             batch = {name: array.reshape(1, -1, array.shape[-1]) for name, array in batch.items()}
         state, metrics = step(state, frozen, place_batch(batch, layout, order), np.int32(7))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        if case.dtype == "float16":
+            scales.append([float(shard.data) for shard in state.loss_scale["scale"].addressable_shards])
     ends = [float(np.linalg.norm(jax.device_get(leaf))) for leaf in jax.tree.leaves(state.trainable)]
-    return {"loss": losses, "grad_norm": norms, "weights": ends}
+    result = {"loss": losses, "grad_norm": norms, "weights": ends}
+    if case.dtype == "float16":
+        result |= {"scales": scales, "skipped": int(state.loss_scale["skipped"])}
+    return result
 
 
 def main(out: str, names: list[str]) -> None:
     alone: dict[str, dict[str, Any]] = {}
     results = {}
     for name in names:
-        case = (CASES | OPTIMIZERS)[name]
+        case = (CASES | OPTIMIZERS | FLOAT16)[name]
         unsharded = dataclasses.replace(case, mesh={})
         key = json.dumps(dataclasses.asdict(unsharded))
         alone[key] = alone.get(key) or trajectory(case, on_mesh=False)

@@ -125,7 +125,7 @@ def main(job: Job, directory: pathlib.Path, command: str, *arguments: str) -> No
             checkpoints.save(fill_state(abstract, 1), record_of(1))
             checkpoints.wait()
             state = fill_state(abstract, 2)
-            job.exchange("filled", None)
+            job.barrier("filled")
             checkpoints.save(state, record_of(2))
             if job.process_index == int(arguments[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +144,7 @@ def main(job: Job, directory: pathlib.Path, command: str, *arguments: str) -> No
             except UserError as error:
                 say(refused=error.what)
             shutil.disk_usage = real if job.process_index == 1 else shutil.disk_usage
-            job.exchange("refused", None)
+            job.barrier("refused")
             state = fill_state(like(arguments[0], "full", wide=8), 3)
             if job.process_index == 1:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

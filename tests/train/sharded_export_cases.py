@@ -158,7 +158,7 @@ def refuse(
     except UserError as error:
         say(refused=error.what)
     writer.os.pwrite = real
-    job.exchange("after", None)
+    job.barrier("after")
     assert not any("full" in path.name for path in place.iterdir()), list(place.iterdir())
 
 

@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, only whole ones count, and a disk that refuses loses nothing that was saved."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -80,6 +81,24 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
         checkpoints.wait()
         with pytest.raises(UserError, match=r"adapter/a' is float32\[3, 5\] there and float32\[3, 6\] here"):
             checkpoints.restore(1, state_of(1, width=6))
+
+
+def test_a_state_with_a_scale_of_the_loss_is_read_into_one_without_and_the_reverse(tmp_path):
+    """An adapter of a run in float16 is trained on in bfloat16, where the loss is not scaled; and the reverse."""
+    plain = state_of(1)
+    scaled = dataclasses.replace(plain, loss_scale={"scale": jnp.float32(8), "good": jnp.int32(3)})
+    first = dataclasses.replace(plain, loss_scale={"scale": jnp.float32(65536), "good": jnp.int32(0)})
+    for number, (saved, like, expected) in enumerate(
+        [(scaled, plain, plain), (plain, first, first), (scaled, first, scaled)]
+    ):
+        with Checkpoints(tmp_path / str(number), keep=3) as checkpoints:
+            checkpoints.save(saved, record_of(1))
+            checkpoints.wait()
+            restored = checkpoints.restore(
+                1, dataclasses.replace(like, trainable=jax.tree.map(jnp.zeros_like, like.trainable))
+            )
+        assert jax.tree.structure(restored) == jax.tree.structure(expected)
+        assert bits(restored) == bits(expected)
 
 
 @pytest.mark.parametrize("victim", ["state/manifest.ocdbt", "record/metadata", "state/_METADATA"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+import zlib
 
 import pytest
 import yaml
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from meshtune.config.load import load_recipe, silent
 from meshtune.train.report import page
+from meshtune.train.report.events import Sampled
+from meshtune.train.report.metrics_log import MetricsLog
 from meshtune.train.report.page import Curve, axis, svg_plot
 
 NUMBERS = st.floats(-1e12, 1e12, allow_nan=False).map(lambda value: value if abs(value) > 1e-12 else 0.0)
@@ -117,3 +121,25 @@ def test_a_report_shows_the_keys_that_were_set_and_folds_the_rest():
     assert html.escape(text) in folded
     broken = page._recipe("model: [unclosed")
     assert broken == [heading, "<pre>model: [unclosed</pre>"]
+
+
+def test_a_report_shows_pictures_of_the_runs_own_prompts_only(tmp_path):
+    """What prompts, answers, rewards and completions write stays text, and no picture is asked for elsewhere."""
+    own, hostile = "data:image/jpeg;base64,AAAA", "<img src=http://x.org/a.png>"
+    log = MetricsLog(tmp_path)
+    log.receive(Sampled(0, f"<image>{hostile}", hostile, (own, "http://x.org/b.png", "../c.png", '"><img src=d.png>')))
+    log.close()
+    row = {"kind": "train", "step": 1, "loss": 0.1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    parts = [{"type": "image", "image": "http://x.org/e.png"}, {"type": "text", "text": hostile}]
+    body = json.dumps(
+        {"step": 1, "group": 0, "prompt": [{"role": "user", "content": parts}], "completion": hostile}
+        | {"rewards": {"r": 1.0}, "advantage": 1.0, "tokens": 3, "reason": "stop", "origin": "a"}
+    )[:-1]
+    (tmp_path / "rollouts.jsonl").write_text(f'{body}, "crc32": {zlib.crc32(body.encode())}}}\n')
+    text = page.report_html(tmp_path)
+    assert re.findall(r'<img[^>]* src="([^"]*)"', text) == [own]
+    assert text.count("<img") == 1
+    assert f"&lt;image&gt;{html.escape(hostile)}" in text
+    assert not re.search(r"<(?:script|iframe|object|embed|link)[^>]+(?:src|href|data)=", text)
+    assert "e.png" not in text

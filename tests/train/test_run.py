@@ -1,5 +1,7 @@
 """`train(recipe)` from beginning to end on a real 260K-parameter model, and the ways it must refuse to begin."""
 
+import dataclasses
+import html
 import io
 import json
 import pathlib
@@ -164,24 +166,50 @@ def test_freezing_exports_a_whole_model_in_which_only_the_chosen_layer_moved(tmp
     assert all(".layers.4." in name for name in moved), moved
 
 
-def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, stories260k, lesson):
-    """A base whose activations overflow: the loss is not finite, nothing is updated, the message names the records."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in stories260k.iterdir():
+def with_large_weights(model: pathlib.Path, folder: pathlib.Path, number: float) -> pathlib.Path:
+    """A copy of a model, with `number` in a matrix of its third layer."""
+    folder.mkdir()
+    for file in model.iterdir():
         if file.is_file():
-            (broken / file.name).write_bytes(file.read_bytes())
-    (weights,) = broken.glob("*.safetensors")
+            (folder / file.name).write_bytes(file.read_bytes())
+    (weights,) = folder.glob("*.safetensors")
     tensors = load_file(weights)
     name = "model.layers.2.mlp.down_proj.weight"
-    tensors[name] = np.full_like(tensors[name], 1e38)
+    tensors[name] = np.full_like(tensors[name], number)
     save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, stories260k, lesson):
+    """A base whose activations overflow: the loss is not finite, nothing is updated, the message names the records."""
+    broken = with_large_weights(stories260k, tmp_path / "broken", 1e38)
     with pytest.raises(UserError) as caught:
         train(recipe(broken, lesson, tmp_path / "out", "train.steps=2"), console=screen()[0])
     assert "in update 1, micro-batch 1 of 1; the update was not made; no checkpoint was saved yet" in caught.value.what
     assert f"{lesson}, record" in caught.value.where
     assert "resume=true" in caught.value.fix
     assert (tmp_path / "out/console.log").read_text().count("the update was not made") == 1
+
+
+def test_a_loss_scale_that_falls_to_1_ends_the_run_and_another_precision_goes_on(tmp_path, stories260k, lesson):
+    """Activations beyond float16's range overflow at every scale: 65536 is halved sixteen times, and then no more."""
+    large, output = with_large_weights(stories260k, tmp_path / "large", 6e4), tmp_path / "out"
+    float16 = ["compute.precision=float16", "train.steps=18", "checkpoint.every=8"]
+    with pytest.raises(UserError) as caught:
+        train(recipe(large, lesson, output, *float16), console=screen()[0])
+    assert "float16 overflows at any scale of the loss down to 1" in caught.value.what
+    assert "in update 17" in caught.value.what
+    assert "the checkpoint of update 16 is kept" in caught.value.what
+    assert "from update 16 with resume=true accept_changes=true" in caught.value.fix
+    assert "compute.precision=float32" in caught.value.fix
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss_scale"] for row in rows] == [2.0**power for power in range(15, -1, -1)]
+    other = ["resume=true", "compute.precision=float32"]
+    with pytest.raises(UserError, match=r"compute\.precision: 'float16' -> 'float32'"):
+        train(load_recipe(output / "recipe.yaml", other), console=screen()[0])
+    assert train(load_recipe(output / "recipe.yaml", [*other, "accept_changes=true"]), console=screen()[0]).steps == 18
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert all("loss_scale" not in row and np.isfinite(row["loss"]) for row in rows[16:])
 
 
 @pytest.mark.parametrize(
@@ -201,3 +229,38 @@ def test_what_cannot_be_fails_before_anything_is_written(tmp_path, stories260k, 
     with pytest.raises(UserError, match=message):
         train(recipe(stories260k, lesson, output, override), console=screen()[0])
     assert not output.exists()
+
+
+def test_a_notebook_shows_the_run_its_curves_samples_and_report(finished_run):
+    result, _ = finished_run
+    shown = result._repr_html_()
+    assert f"<td style='text-align: left'>{result.steps} of {result.total}</td>" in shown
+    assert "data:image/png;base64," in shown
+    figure = result.plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    training, smoothed, validation = figure.axes[0].lines
+    rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert list(training.get_ydata()) == losses
+    assert smoothed.get_ydata()[-1] == pytest.approx(result.smoothed_loss)
+    assert list(validation.get_ydata()) == [row["loss"] for row in rows if row["kind"] == "eval"]
+    assert list(result.plot("learning_rate").axes[0].lines[1].get_ydata()) == [
+        row["learning_rate"] for row in rows if row["kind"] == "train"
+    ]
+    with pytest.raises(UserError, match="no metric 'reward'") as refusal:
+        result.plot("reward")
+    assert "grad_norm" in refusal.value.fix
+    assert result.samples[0]["prompt"] == "Tom had"
+    assert "Tom had" in result.samples._repr_html_()
+    page = html.unescape(result.report._repr_html_())
+    assert page.startswith('<iframe srcdoc="<!doctype html>')
+    assert (result.output / "report.html").read_text() in page
+
+
+def test_a_run_loads_its_model_once_and_an_interrupted_one_says_how_to_go_on(finished_run):
+    result, _ = finished_run
+    assert result.model is result.model
+    assert result.model.generate("Tom had", max_tokens=4)
+    with pytest.raises(UserError, match="interrupted") as refusal:
+        dataclasses.replace(result, path=None).chat()
+    assert "resume=true" in refusal.value.fix

@@ -21,7 +21,7 @@ from meshtune.plan.compilers.find import compilers_folder
 from meshtune.train.report import events, metrics_log
 from meshtune.train.report.banner import Plan, show_plan
 from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, open_sinks
-from meshtune.train.report.plot import LossPlot, SmoothedLoss, draw, figure_of
+from meshtune.train.report.plot import LossPlot, SmoothedLoss, draw, figure_of, loss_label
 from meshtune.train.report.progress import ProgressBar, log_console
 
 
@@ -150,7 +150,7 @@ def test_the_legend_lies_off_the_curves_and_the_title_and_every_value_is_in_view
     train = [(1, 9.0), *((step, 2.0 - 0.001 * step) for step in range(2, 50))]
     curve = SmoothedLoss(50, [loss for _, loss in train]).history
     title = "Meta-Llama-3.1-8B-Instruct, direct preference optimisation, lora on a 4-bit base"
-    figure = figure_of(train, curve, [(20, 1.5), (49, 1.2)], title=title, unit="pair")
+    figure = figure_of(train, curve, [(20, 1.5), (49, 1.2)], title=title, label=loss_label("pair"))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     (axes,) = figure.axes
@@ -175,6 +175,15 @@ def test_the_plot_goes_on_after_a_resume(tmp_path):
     assert plot._validation == [(3, 1.5)]
     plot.close()
     assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(("losses", "smoothed"), [([np.nan, 4.0, np.inf, 4.0], [4.0] * 3), ([np.nan, np.nan], [])])
+def test_losses_of_updates_that_were_skipped_leave_curve_and_plot_alone(tmp_path, losses, smoothed):
+    """Overflows in float16 make the loss of one update, or of the first updates, not a number."""
+    curve = SmoothedLoss(100, losses).history
+    assert [loss for loss in curve if np.isfinite(loss)] == smoothed
+    draw(tmp_path / "a.png", list(enumerate(losses)), curve, [(1, np.nan), (2, losses[-1])])
+    assert (tmp_path / "a.png").exists()
 
 
 def test_smoothing_starts_at_the_first_loss_keeps_a_constant_and_quiets_noise():

@@ -1,7 +1,7 @@
 """One process that loads a model: `python load_member.py ORDER.json PROCESS`.
 
-ORDER: model, mesh {axis: size}, processes, port, and optionally broadcast, group, quantize (a format), digests (say
-what every device holds). It prints one line of JSON.
+ORDER: model, mesh {axis: size}, processes, port, and optionally broadcast, replicas, group, quantize (a format),
+digests (say what every device holds). It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def load(order: dict[str, Any]) -> dict[str, Any]:
         layout=layout,
         quantize=QuantizeConfig(order["quantize"]) if "quantize" in order else None,
         broadcast=order.get("broadcast", False),
+        replicas=order.get("replicas", False),
         group=order.get("group"),
         report=reports.append,
     )

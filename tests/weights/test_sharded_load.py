@@ -148,6 +148,21 @@ def test_with_broadcast_one_process_of_a_group_reads(small, alone, processes, gr
         assert member["peak"] - member["before"] - member["local"] < 300 * MB
 
 
+@pytest.mark.parametrize(
+    ("mesh", "processes"), [({"dp": 2}, 2), pytest.param({"dp": 2, "fsdp": 2}, 4, marks=pytest.mark.slow)]
+)
+def test_one_replica_reads_for_the_others(small, mesh, processes):
+    """The bytes read by all processes are those of one replica."""
+    members = job(small[0], processes, mesh, digests=True, replicas=True)
+    (single,) = job(small[0], 1, mesh, devices=processes, digests=True)
+    reading, receiving = members[: processes // 2], members[processes // 2 :]
+    assert [member["report"]["read"] for member in reading] == [member["distinct"] for member in reading]
+    assert {(member["report"]["read"], member["report"]["files"]) for member in receiving} == {(0, 0)}
+    assert [member["digests"] for member in receiving] == [member["digests"] for member in reading]
+    for member in members:
+        assert_same(member["digests"], single["digests"])
+
+
 def test_with_broadcast_what_is_wrong_is_said_on_every_process(small, tmp_path):
     for file in small[0].iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -11,7 +11,7 @@ from typing import Any
 from meshtune.board import follow
 from meshtune.board.job import RECIPE
 from meshtune.board.slurm import SCRIPT, checked_options
-from meshtune.board.workspace import HUB_ID, Workspace, check_references, checked_recipe
+from meshtune.board.workspace import HUB_ID, Workspace, check_references, checked_data_recipe, checked_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 from meshtune.runs.output import MODEL, check_output
@@ -286,6 +286,22 @@ def train_command(body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
     return (*verb, recipe, *options)
 
 
+def prepare_data(workspace: Workspace, body: dict[str, Any]) -> Prepared:
+    """The command that makes records by a recipe of data. Raises: UserError."""
+    text = body.get("recipe")
+    if not isinstance(text, str) or not text.strip():
+        raise UserError("the recipe is missing", where="recipe", fix="send a recipe of data as YAML text")
+    recipe = checked_data_recipe(workspace, text)
+    output, resume, overwrite = (
+        workspace.to_write(recipe.output, "output"),
+        bool(body.get("resume")),
+        bool(body.get("overwrite")),
+    )
+    check_free(output, overwrite=resume or overwrite)
+    flags = ["--overwrite"] * overwrite or ["--resume"] * resume
+    return Prepared(output.name, ("data", "generate", f"{{job}}/{RECIPE}", *flags), output=str(output), recipe=text)
+
+
 # From the body of a request to the command. Raises: UserError for whatever is wrong with it.
 KINDS: dict[str, Callable[[Workspace, dict[str, Any]], Prepared]] = {
     "train": prepare_train,
@@ -294,4 +310,5 @@ KINDS: dict[str, Callable[[Workspace, dict[str, Any]], Prepared]] = {
     "predict": prepare_predict,
     "export": prepare_export,
     "push": prepare_push,
+    "data": prepare_data,
 }

@@ -58,6 +58,7 @@ def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> str:
     match = re.search(r"job (\d+) submitted", done.stdout)
     if done.returncode or match is None:
         raise UserError(f"the job was not submitted: {done.stderr.strip() or done.stdout.strip()}", where="slurm")
+    QUEUE.refresh()
     return match[1]
 
 
@@ -70,38 +71,41 @@ class Status(NamedTuple):
 
 
 class Queue:
-    """The states of Slurm's jobs, asked for at most every FRESH_SECONDS."""
+    """The states of all of the user's jobs in Slurm, by one query at most every FRESH_SECONDS."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._statuses: dict[str, tuple[float, Status]] = {}
+        self._read_at, self._statuses = float("-inf"), None
 
     def status(self, number: str) -> Status:
         """The status of a job, perhaps of some seconds ago."""
         with self._lock:
-            read_at, status = self._statuses.get(number, (float("-inf"), Status(None)))
-            if time.monotonic() - read_at >= FRESH_SECONDS:
-                status = _read_status(number)
-                self._statuses[number] = (time.monotonic(), status)
-            return status
+            if time.monotonic() - self._read_at >= FRESH_SECONDS:
+                self._statuses = _read_statuses()
+                self._read_at = time.monotonic()
+            return Status(None) if self._statuses is None else self._statuses.get(number, Status(""))
 
-    def forget(self, number: str) -> None:
+    def refresh(self) -> None:
         """Asks again at the next reading."""
         with self._lock:
-            self._statuses.pop(number, None)
+            self._read_at = float("-inf")
 
 
 QUEUE = Queue()
 
 
-def _read_status(number: str) -> Status:
-    done = _run("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T %r")
-    if done is None:
-        return Status(None)
-    if done.returncode:  # "Invalid job id specified": it ended a while ago
-        return Status("" if "nvalid job id" in done.stderr else None)
-    state, _, reason = done.stdout.strip().partition(" ")
-    return Status(state, reason if state in WAITING and reason != "None" else "")
+def _read_statuses() -> dict[str, Status] | None:
+    """The statuses of the user's jobs by number, ended ones for as long as Slurm remembers them; None where squeue does
+    not answer."""
+    done = _run("squeue", "--noheader", "--me", "--states=all", "--format=%A %T %r")
+    if done is None or done.returncode:
+        return None
+    statuses: dict[str, Status] = {}
+    for line in done.stdout.splitlines():
+        number, state, *reason = line.split(maxsplit=2)
+        waits = state in WAITING and reason and reason[0] != "None"
+        statuses[number] = Status(state, reason[0] if waits else "")
+    return statuses
 
 
 def facts(record: Mapping[str, Any]) -> dict[str, str] | None:
@@ -131,7 +135,7 @@ def cancel(record: Mapping[str, Any], *, now: bool) -> None:
     waiting = QUEUE.status(number).state in WAITING
     _run("scontrol", "update", f"JobId={number}", "Requeue=0")  # else the script, stopped by a signal, asks for it
     _run("scancel", *([] if now or waiting else ["--signal=TERM"]), number)
-    QUEUE.forget(number)
+    QUEUE.refresh()
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str] | None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from meshtune.board.job import RECIPE, Job, read_json
 from meshtune.board.recipe_text import content_of
+from meshtune.config.data_recipe import DataRecipe, load_data_recipe
+from meshtune.config.data_recipe import template_names as kind_names
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
@@ -199,6 +201,34 @@ def check_paths(workspace: Workspace, recipe: Recipe) -> None:
         _check_code(workspace, place, "rollout.environment", "an environment")
 
 
+def checked_data_recipe(workspace: Workspace, text: str) -> DataRecipe:
+    """The recipe of data in a YAML text, whose paths lie inside the workspace. Raises: UserError, also for a server as
+    teacher where the board was not started with leave to run code: it would be asked with this machine's keys."""
+    recipe = load_data_recipe(content_of(text))
+    workspace.to_write(recipe.output, "output")
+    for where, model in (("teacher.path", recipe.teacher), ("judge.path", recipe.judge)):
+        if model is None:
+            continue
+        if not model.is_server:
+            check_references(workspace, workspace.source(model.path, where), where)
+        elif not workspace.runs_code:
+            problem = "this asks a server from the board's machine, and the board was started without leave to"
+            fix = "start it as meshtune board --run-code, or give a model folder"
+            raise UserError(problem, where=where, fix=fix)
+    sources = {"examples": recipe.examples, "filters.evaluation": recipe.filters.evaluation}
+    sources |= {"mix.data": recipe.mix.data} if recipe.mix is not None else {}
+    paths = [(key, source.path) for key, entries in sources.items() for source in entries if source.path]
+    paths += [("documents", path) for path in recipe.documents] + [("pictures", path) for path in recipe.pictures]
+    for where, path in paths:
+        _check_folder(workspace, workspace.source(path, where), where)
+    rubrics = [("filters", section.rubric) for section in (recipe.filters.grounded, recipe.filters.quality) if section]
+    templates = [("kinds", kind.template) for kind in recipe.kinds if kind.template not in kind_names()]
+    for where, path in (*rubrics, *templates, ("tools", recipe.tools)):
+        if path is not None:
+            workspace.to_read(path, where)
+    return recipe
+
+
 def _check_code(workspace: Workspace, place: str, where: str, kind: str) -> None:
     """Raises: UserError for code at `file.py:name` where the board was not started with leave to run it, and for a
     file outside."""
@@ -262,6 +292,10 @@ def check_job(workspace: Workspace, job: Job) -> None:
         overrides = [argument for argument in arguments if OVERRIDE.match(argument)]
         if file is not None:
             checked_recipe(workspace, pathlib.Path(file).read_text(encoding="utf-8"), overrides)
+        return
+    if job.request.kind == "data":
+        file = next(argument for argument in arguments if argument.endswith(RECIPE))
+        checked_data_recipe(workspace, pathlib.Path(file).read_text(encoding="utf-8"))
         return
     for argument in arguments:
         text = argument.partition("=")[2] or argument

@@ -1,14 +1,19 @@
-"""`meshtune data`: a recipe's data as the model will see them, and preparing them before anything is trained."""
+"""`meshtune data`: a recipe's data as the model will see them, prepared before anything is trained, and records that a
+teacher makes of documents."""
 
 from __future__ import annotations
 
+import pathlib
 from typing import Annotated, Literal
 
 import typer
 
 from meshtune.cli.train import Arguments, split
+from meshtune.errors import UserError
 
-app = typer.Typer(help="Look at data, and prepare them.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Look at data, prepare them, and make data from documents.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.command()
@@ -22,7 +27,15 @@ def inspect(
     ] = 3,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to show of each.")] = 400,
 ) -> None:
-    """Show tokens, which of them are learned, packing efficiency, lengths, and every warning."""
+    """Show tokens, which of them are learned, packing efficiency, lengths, and every warning.
+
+    Of a folder that `data generate` wrote: its records with their sources, and what filters dropped.
+    """
+    if len(arguments) == 1 and (pathlib.Path(arguments[0]) / "generated.json").is_file():
+        from meshtune.synth.run import show_generated
+
+        show_generated(pathlib.Path(arguments[0]), records)
+        return
     from meshtune.config.load import load_recipe
     from meshtune.setup.early import check_inputs
 
@@ -52,7 +65,7 @@ def prepare(
 ) -> None:
     """Check and tokenise a recipe's data into the cache, from which training opens them. Run again, it goes on."""
     from meshtune.config.load import load_recipe
-    from meshtune.errors import UserError, amount
+    from meshtune.errors import amount
     from meshtune.options import parse_shard
     from meshtune.setup.early import check_inputs
     from meshtune.terminal import console as open_console
@@ -76,3 +89,51 @@ def prepare(
             console.print(f"[yellow]{report.split} data:[/] {warning}")
         tokens = amount(report.counts.tokens, "token")
         console.print(f"{report.split} data: {report.samples:,} {report.noun}, {tokens}")
+
+
+@app.command()
+def generate(
+    arguments: Arguments,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the records in the output.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move records in the output aside.")] = False,
+    price: Annotated[
+        str | None,
+        typer.Option("--price", help="Dollars for a million tokens of the teacher's prompts and answers: 0.15/0.60."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show first prompts and the most that it can take; ask nothing.")
+    ] = False,
+) -> None:
+    """Make records from documents, examples, tools or pictures by asking a teacher."""
+    from meshtune.config.data_recipe import load_data_recipe
+
+    recipe_file, overrides = split(arguments)
+    if recipe_file is None:
+        fix = "meshtune data generate RECIPE.yaml; docs/generate-data.md shows one"
+        raise UserError("no recipe is given", fix=fix)
+    if price is not None:
+        prompt, _, answer = price.partition("/")
+        overrides = [*overrides, f"teacher.price.prompt={prompt}", f"teacher.price.answer={answer or prompt}"]
+    recipe = load_data_recipe(recipe_file, overrides)
+
+    from meshtune.synth.run import generate_data, show_plan
+
+    if dry_run:
+        show_plan(recipe)
+    else:
+        generate_data(recipe, resume=resume, overwrite=overwrite)
+
+
+@app.command()
+def template(
+    name: Annotated[str | None, typer.Argument(help="The kind to print, as a start for your own.")] = None,
+) -> None:
+    """List the kinds that `data generate` knows, or print the template of one."""
+    from meshtune.config.data_recipe import TEMPLATES, load_template, template_names
+
+    if name is None:
+        for entry in template_names():
+            print(f"{entry:12} {load_template(entry).about}")
+        return
+    load_template(name)
+    print((TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8"), end="")

@@ -12,9 +12,10 @@ import typer
 
 from meshtune.cli.expand import expand_options
 from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, check_source, parse_mesh, use_model
+from meshtune.cli.replicas import Sharing, replica_devices, run_shared
 from meshtune.errors import UserError
 from meshtune.generate.request import Sampling
-from meshtune.options import option, required
+from meshtune.options import option, parse_shard, required
 
 if TYPE_CHECKING:
     from meshtune.config.sections import SourceSection
@@ -106,6 +107,7 @@ class SuiteOptions:
 
 @expand_options()
 def evaluate(
+    context: typer.Context,
     model: ModelPath,
     mesh: MeshSizes = None,
     *,
@@ -122,6 +124,7 @@ def evaluate(
     ] = False,
     suite: SuiteOptions,
     writing: Writing,
+    sharing: Sharing,
     loading: Loading,
 ) -> None:
     """Measure a model on benchmarks and on held-out records, and what tuning gained and lost."""
@@ -137,10 +140,17 @@ def evaluate(
     from meshtune.evaluate.predict import PredictOptions, read_records
     from meshtune.evaluate.report import HTML, MARKDOWN
     from meshtune.evaluate.run import Subject, default_output, evaluate_model, make_evaluation, run_data
-    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
+    from meshtune.setup.program_cache import keep_programs
 
     names, files = parse_tasks(tasks or [])
+    output = pathlib.Path(writing.output or default_output(model, "evaluation", compare or "alone")).expanduser()
+    devices = replica_devices(mesh, loading.adapter or model)
+    flags = {"resume": writing.resume, "overwrite": writing.overwrite}
+    if run_shared(context, sharing, output, devices=devices, **flags):
+        if sharing.executor != "slurm":
+            typer.echo(f"report   {output / MARKDOWN} and {output / HTML}")
+        return
     records, trained_on = run_data(model)
     if data == "none":
         records = []
@@ -160,11 +170,10 @@ def evaluate(
         seed=suite.seed,
         rows=suite.rows,
     )
-    output = pathlib.Path(writing.output or default_output(model, "evaluation", compare or "alone")).expanduser()
     options = {k: v for k, v in vars(loading).items() if k != "adapter"}
     subject = Subject(model, loading.adapter, compare, options, parse_mesh(mesh, loading.adapter or model))
     with start() as job:
-        keep_programs()
+        keep_programs(job.process_count)
         outcomes = evaluate_model(
             subject,
             evaluation,
@@ -175,6 +184,7 @@ def evaluate(
             trained_on=trained_on,
             allow_training_data=allow_training_data,
             job=job,
+            shard=parse_shard(sharing.shard),
         )
     if outcomes is None:
         return
@@ -212,11 +222,13 @@ def _values(text: str | None) -> dict[str, object]:
 
 @expand_options()
 def predict(
+    context: typer.Context,
     model: ModelPath,
     mesh: MeshSizes = None,
     *,
     data: DataOptions,
     writing: Writing,
+    sharing: Sharing,
     metrics: Annotated[
         str, typer.Option("--metrics", help="exact_match, f1, bleu, chrf, rouge; separated by commas.")
     ] = "exact_match,f1,bleu,chrf,rouge",
@@ -231,16 +243,29 @@ def predict(
     check_data(data.data)
 
     from meshtune import terminal
-    from meshtune.evaluate import predict as evaluation
+    from meshtune.evaluate.blocks import predict as answer_records
+    from meshtune.evaluate.folder import PREDICTIONS, TOTALS, read_json
     from meshtune.evaluate.metrics import check_metrics
-    from meshtune.evaluate.predict import read_records
+    from meshtune.evaluate.predict import PredictOptions, read_records
     from meshtune.evaluate.run import default_output, identity
 
     names = check_metrics([name.strip() for name in metrics.split(",") if name.strip()])
     source = source_section(data.data, format=data.format, split=data.split, columns=data.columns)
     output = pathlib.Path(writing.output or default_output(model, "predictions", data.data)).expanduser()
+
+    def show(totals: Mapping[str, object]) -> None:
+        for name, value in totals.items():
+            typer.echo(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
+        typer.echo(f"{'answers':24} {output / PREDICTIONS}")
+
+    devices = replica_devices(mesh, loading.adapter or model)
+    flags = {"resume": writing.resume, "overwrite": writing.overwrite}
+    if run_shared(context, sharing, output, devices=devices, **flags):
+        if sharing.executor != "slurm":
+            show(read_json(output / TOTALS))
+        return
     records = read_records(source, system=data.system, limit=data.limit)
-    options = evaluation.PredictOptions(
+    options = PredictOptions(
         metrics=names,
         loss=loss,
         max_tokens=limits.max_tokens,
@@ -250,18 +275,18 @@ def predict(
     )
 
     def answer(loaded: Model) -> None:
-        result = evaluation.predict(
+        result = answer_records(
             loaded,
             records,
             output,
             options,
             identity=identity(model, loading.adapter, loading.revision),
+            shard=parse_shard(sharing.shard),
             resume=writing.resume,
             overwrite=writing.overwrite,
             console=terminal.console(stderr=True),
         )
-        for name, value in result.totals.items():
-            typer.echo(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
-        typer.echo(f"{'answers':24} {output / evaluation.PREDICTIONS}")
+        if result is not None:
+            show(result.totals)
 
     use_model(answer, model, loading, mesh=mesh)

@@ -156,16 +156,20 @@ def _gguf(model_type: str) -> str | None:
 
 def _composite_entry(model_type: str, wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
     """That of a composite: what all text models take that it may have."""
+    from meshtune.families.composite import BOTH_WAYS
     from meshtune.families.vision import TOWERS
 
     names = [wrapper.families.get(text, text) for text in wrapper.texts]
     texts, parts = [alone[name] for name in names], ", ".join(wrapper.parts)
     sees = model_type in TOWERS
     rest = f"with `vision` it reads pictures; else {parts} pass through" if sees else f"{parts} pass through"
+    special = f"the text model inside ({', '.join(names)}) is tuned; {rest} untouched"
+    if model_type in BOTH_WAYS:
+        special = f"tuned with `vision` only, which may be empty: {', '.join(names)} with prompts read both ways"
     return {
         "title": wrapper.title,
         "group": "composite",
-        "special": f"the text model inside ({', '.join(names)}) is tuned; {rest} untouched",
+        "special": special,
         "sees": sees,
         "models": [],
         "methods": [method for method in texts[0]["methods"] if all(method in text["methods"] for text in texts)],

@@ -29,6 +29,10 @@ def local(
         int | None,
         typer.Option("--devices", "-d", min=1, help="Devices of each process: GPUs, or simulated devices on a CPU."),
     ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="Start again when a process is lost; give up after so many without a new checkpoint."),
+    ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -36,8 +40,8 @@ def local(
 
     Commands that use a model follow --: meshtune launch local -n 2 -- serve MODEL mesh.tp=2 --port 8001.
     """
-    from meshtune.launch.local import launch
-    from meshtune.launch.train_command import model_command, parse_train_command
+    from meshtune.launch.local import launch, launch_again
+    from meshtune.launch.train_command import model_command, parse_restartable_command, parse_train_command
     from meshtune.terminal import console
 
     output = console(stderr=True)
@@ -45,6 +49,9 @@ def local(
     command = model_command(arguments)
     if command is not None:
         output.print(f"logs     {command.logs}", markup=False, soft_wrap=True)
+    if command is None and restarts is not None:
+        restartable = parse_restartable_command(arguments)
+        raise typer.Exit(launch_again(restartable, processes, devices, restarts, output))
     raise typer.Exit(launch(command or parse_train_command(arguments), processes, devices, output))
 
 
@@ -73,12 +80,12 @@ def slurm(
 @app.command()
 @expand_options()
 def k8s(arguments: Arguments, options: JobSetOptions, out: Out = None) -> None:
-    """Write a JobSet for Kubernetes that contains the recipe."""
+    """Write a JobSet or a TrainJob for Kubernetes that contains the recipe."""
     from meshtune.launch import kubernetes as writer
     from meshtune.launch.train_command import parse_restartable_command
 
     command = parse_restartable_command(arguments, output_is_visible=False)
-    path = _write(writer.manifest(command, options), out, f"{command.name}.jobset.yaml")
+    path = _write(writer.manifest(command, options), out, f"{command.name}.{options.kind}.yaml")
     if path is not None:
         print(f"start it with: kubectl apply -f {path}")
 

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # A hook instead of a broad except: Python ends the program as usual, but prints less.
         sys.excepthook = failure.report_defect
     try:
-        typer.main.get_command(app)(arguments, prog_name="meshtune")
+        typer.main.get_command(app)(arguments, prog_name="meshtune", obj=arguments)
     except (UserError, MemoryError, RuntimeError, OSError) as error:
         explained = failure.explain(error, arguments)
         if debug or explained is None:

@@ -132,13 +132,13 @@ def use_model(
 
     from meshtune.generate.api import load_variants
     from meshtune.generate.driver import run_on_all
-    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
     from meshtune.model.model_cache import describe_cache
     from meshtune.runs.sources import find
+    from meshtune.setup.program_cache import keep_programs
 
     with start() as job:
-        keep_programs()
+        keep_programs(job.process_count)
         names = ("revision", "chat_template", "tokenizer")
         source = find(path, loading.adapter, **{name: getattr(loading, name) for name in names})
         options: dict[str, Any] = vars(caching or Caching()) | {"dtype": loading.dtype, "quantize": loading.quantize}

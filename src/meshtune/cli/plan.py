@@ -35,6 +35,10 @@ class PlanOptions:
     as_json: bool = option(False, "Print JSON instead of tables.", flags=("--json",))
     serve: bool = option(False, "Plan for answering requests with the recipe's model, not for training it.")
     length: int = option(4096, "With --serve: tokens of each request, prompt and answer together.")
+    slices: int | None = option(None, "TPU slices of the hosts; default: as few as pods allow.", ge=1)
+    days: float | None = option(None, "Days that the run takes: what failures cost, the best interval between saves.")
+    mtbf: float | None = option(None, "With --days: hours between failures; default: as Llama 3's training had.")
+    storage: float = option(10.0, "With --days: GB a second of the shared storage.")
     cache: str | None = option(None, "With --serve: int8 holds keys and values in 8 bits.")
 
 
@@ -58,7 +62,9 @@ def plan(
 
     if options.cache is not None and not options.serve:
         raise UserError("training has no cache", where="--cache", fix="give --serve as well, or leave it out")
-    targets = [find_target(name) for name in target]
+    if options.days is None and options.mtbf is not None:
+        raise UserError("failures are counted over a time", where="--mtbf", fix="give --days as well, or leave it out")
+    targets = [find_target(name, slices=options.slices) for name in target]
     recipe = load_recipe(*split(arguments))
     check_model(recipe)
     if options.serve:
@@ -89,7 +95,8 @@ def _plan_training(recipe: Recipe, targets: list[Target], options: PlanOptions, 
                 status.update(f"{stage} the step for {machine}, {seconds:.0f} s")
 
             compiler = (None, "--estimate is given") if options.estimate else compiler_for(machine, progress)
-            reports.append(report_for(recipe, machine, compiler[0], reason=compiler[1], **shared))
+            report = report_for(recipe, machine, compiler[0], reason=compiler[1], **shared)
+            reports.append(report if options.days is None else with_reliability(report, options))
         if not options.as_json:
             print_report(reports[-1], arguments)
     if options.as_json:
@@ -99,6 +106,19 @@ def _plan_training(recipe: Recipe, targets: list[Target], options: PlanOptions, 
 
         draw(options.picture, reports)
     _raise_if_nothing_fits(reports)
+
+
+def with_reliability(report: PlanReport, options: PlanOptions) -> PlanReport:
+    """The report with what failures cost in `--days`."""
+    from meshtune.costs.reliability import reliability_of
+
+    assert options.days is not None
+    mtbf = None if options.mtbf is None else 3600 * options.mtbf
+    best, seconds = report.best, 86400 * options.days
+    reliability = reliability_of(
+        best.predicted.candidate, best.seconds, seconds, mtbf=mtbf, storage=1e9 * options.storage
+    )
+    return dataclasses.replace(report, reliability=reliability)
 
 
 def _plan_serving(recipe: Recipe, targets: list[Target], rows: list[int], options: PlanOptions) -> None:

@@ -97,17 +97,17 @@ def serve(
     adapter_paths = _parse_adapters(adapters or [])
     check_source(model, *adapter_paths.values())
     from meshtune.generate.driver import run_on_all
-    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
     from meshtune.serve.guard import parse_site
     from meshtune.serve.models import load_served
+    from meshtune.setup.program_cache import keep_programs
 
     token = _token(server)
     for origin in server.cors_origin:
         parse_site(origin)
     sizes = parse_mesh(mesh, model)
     with start() as job:
-        keep_programs()
+        keep_programs(job.process_count)
         # Only in process 0: clients talk to it.
         listener = listener_at(server.host, server.port) if job.is_main_process else None
         options = {**vars(loading), **vars(caching), "mesh": sizes, "merge": server.merge, "job": job}

@@ -58,6 +58,9 @@ def train(arguments: Arguments, resume: Resume = False, overwrite: Overwrite = F
     with start(process) as job:
         recipe = load_recipe(recipe_file, overrides, notify=to_stderr if job.is_main_process else silent)
 
+        from meshtune.setup.program_cache import keep_programs
+
+        keep_programs(job.process_count)
         from meshtune.train.run import train as run
 
         result = run(recipe, job=job)

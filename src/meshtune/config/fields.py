@@ -61,12 +61,12 @@ def _combine_kinds(variants: list[tuple[str, Key]]) -> Key:
     return Key(first.name, takes, default, meaning)
 
 
-def field_at(path: Path, raw: Any) -> FieldInfo | None:
+def field_at(path: Path, raw: Any, root: SectionType = Recipe) -> FieldInfo | None:
     """The field of the last key of `path`; None where there is none.
 
     `raw` is the mapping that was validated: its `kind` says which method's section is meant.
     """
-    section: SectionType | None = Recipe
+    section: SectionType | None = root
     field: FieldInfo | None = None
     for depth, step in enumerate(path):
         if isinstance(step, int):
@@ -85,9 +85,9 @@ def field_at(path: Path, raw: Any) -> FieldInfo | None:
     return field
 
 
-def section_at(path: Path, raw: Any) -> SectionType | None:
+def section_at(path: Path, raw: Any, root: SectionType = Recipe) -> SectionType | None:
     """The section written at `path` itself, such as LoraOptions at ('method',)."""
-    section: SectionType | None = Recipe
+    section: SectionType | None = root
     field: FieldInfo | None = None
     for step in path:
         if isinstance(step, str):

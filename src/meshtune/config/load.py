@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshtune.config import yaml_text
-from meshtune.config.problems import as_user_error
+from meshtune.config.problems import Locate, as_user_error
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import beside_recipe
 from meshtune.config.sections import written_out
@@ -127,8 +127,17 @@ def load_recipe(
         recipe_file = pathlib.Path(source).expanduser()
         beside_recipe(raw, recipe_file, lambda path: _written_at(path, origins) is not None, notify)
 
-    def locate(path: yaml_text.Path) -> tuple[str, int]:
-        """Where the value at `path` was written: the override or the line that set it, or the section it is in."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise as_user_error(error, raw, name, locator(name, lines, origins)) from error
+
+
+def locator(name: str, lines: Mapping[Path, int], origins: Mapping[Path, str]) -> Locate:
+    """A function that says where the value at a path was written: the override or the line that set it, or the section
+    it is in."""
+
+    def locate(path: Path) -> tuple[str, int]:
         for depth in range(len(path), -1, -1):
             if path[:depth] in origins:
                 return origins[path[:depth]], depth
@@ -138,10 +147,7 @@ def load_recipe(
                 return origins[inside[0]], depth
         return name, 0
 
-    try:
-        return Recipe.model_validate(raw)
-    except ValidationError as error:
-        raise as_user_error(error, raw, name, locate) from error
+    return locate
 
 
 def _check_tool(content: Mapping[str, Any], name: str) -> None:
@@ -235,15 +241,18 @@ COMMAND_LINE = "command line"
 
 
 def apply(
-    raw: Mapping[str, object], overrides: Sequence[str], notify: Callable[[str], None]
+    raw: Mapping[str, object],
+    overrides: Sequence[str],
+    notify: Callable[[str], None],
+    expand: Callable[[Mapping[str, object]], dict[str, object]] = written_out,
 ) -> tuple[dict[str, object], dict[yaml_text.Path, str]]:
     """`raw` with every override applied, and for each overridden path the override that set it.
 
     A value is YAML (`1e-4`, `true`, `null`, `[q_proj, v_proj]`) and replaces what stood at the key, the whole section
     for `method=full`. List entries go by their number: `data.train.0.cap=10`; the number after the last adds one.
-    `notify` receives a notice for a key under its former name.
+    `notify` receives a notice for a key under its former name; `expand` writes short forms out.
     """
-    raw = written_out(raw)
+    raw = expand(raw)
     origins: dict[yaml_text.Path, str] = {}
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -264,7 +273,7 @@ def apply(
         for stale in [known for known in origins if known[: len(path)] == path]:
             del origins[stale]
         origins[path] = where
-        raw = written_out(raw)
+        raw = expand(raw)
     return raw, origins
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
+from meshtune.config.recipe import Recipe
 from meshtune.config.section import SectionType, section_fields
 from meshtune.config.sections import METHODS, STAGES
 from meshtune.config.yaml_text import Path, value_at
@@ -24,7 +25,6 @@ MISSING = "missing"
 CUSTOM = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
 MOST_PROBLEMS = 200  # that are put into words
 LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
-ADD_KEY = LIST_KEYS.replace("change", "add")
 HINT = "did you mean '"
 # Names of other tools for a value: what there is in their place.
 OTHER_NAMES: dict[str, str] = dict.fromkeys(("fp16", "half", "16", "16-mixed", "f16"), "did you mean 'float16'?")
@@ -41,18 +41,20 @@ class RecipeError(UserError):
     problems: tuple[tuple[str, str, str | None], ...] = ()
 
 
-def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, locate: Locate) -> RecipeError:
+def as_user_error(
+    error: ValidationError, raw: Mapping[str, object], name: str, locate: Locate, root: SectionType = Recipe
+) -> RecipeError:
     """One error for all of pydantic's complaints.
 
-    `raw` is the mapping that was validated, `name` what the user calls it.
+    `raw` is the mapping that was validated as a `root`, `name` what the user calls it.
     """
     all_problems = _by_path(error.errors(include_url=False), raw)
     by_path = dict(itertools.islice(all_problems.items(), MOST_PROBLEMS))
     problems: list[tuple[Path, str, str | None]] = []
     for path, details in by_path.items():
-        sentence = _sentence(path, details, raw)
-        problems.append((path, sentence, _fix(details[0], sentence)))
-    located = [(sentence, _where(path, sentence, raw, name, locate)) for path, sentence, _ in problems]
+        sentence = _sentence(path, details, raw, root)
+        problems.append((path, sentence, _fix(details[0], sentence, root)))
+    located = [(sentence, _where(path, sentence, raw, name, locate, root)) for path, sentence, _ in problems]
     fixes = [fix for _, _, fix in problems if fix is not None]
     if len(located) == 1:
         ((sentence, where),) = located
@@ -60,20 +62,24 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
     else:
         lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
         lines += f"\n  and {len(all_problems) - len(by_path)} more" if len(all_problems) > len(by_path) else ""
-        fix = LIST_KEYS.replace("it", "them", 1) if fixes else None
+        fix = _list_keys(root).replace("it", "them", 1) if fixes else None
         as_one = RecipeError(f"{len(all_problems)} problems in {name}:\n{lines}", where=name, fix=fix)
     as_one.problems = tuple((".".join(map(str, path)), sentence, fix) for path, sentence, fix in problems)
     return as_one
 
 
-def _fix(details: ErrorDetails, sentence: str) -> str | None:
+def _list_keys(root: SectionType) -> str:
+    return LIST_KEYS if root is Recipe else "change it; docs/generate-data.md lists the keys"
+
+
+def _fix(details: ErrorDetails, sentence: str, root: SectionType) -> str | None:
     """How to correct what the sentence says is wrong; None where it names the right word, or the ways out, itself."""
     if details["type"] in CUSTOM or HINT in sentence:
         return None
-    return ADD_KEY if details["type"] == MISSING else LIST_KEYS
+    return _list_keys(root).replace("change", "add") if details["type"] == MISSING else _list_keys(root)
 
 
-def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, locate: Locate) -> str:
+def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, locate: Locate, root: SectionType) -> str:
     """Where to look: the written keys below `path` that the sentence names, or else `path` itself.
 
     A rule about several keys is reported by pydantic at the section, or the recipe, that holds them all. Overrides come
@@ -81,7 +87,7 @@ def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, loca
     """
     prefix = "".join(f"{step}." for step in path)
     places: dict[str, None] = {}
-    for key in (*_names(), "quantize"):
+    for key in (*_names(root), "quantize"):
         below, steps = key.removeprefix(prefix), tuple(key.split("."))
         if not key.startswith(prefix) or value_at(raw, steps) is None:
             continue
@@ -124,18 +130,18 @@ def _written_path(details: ErrorDetails, raw: Any) -> Path:
     return tuple(path)
 
 
-def _sentence(path: Path, details: list[ErrorDetails], raw: Mapping[str, object]) -> str:
+def _sentence(path: Path, details: list[ErrorDetails], raw: Mapping[str, object], root: SectionType) -> str:
     name = ".".join(map(str, path)) or "the recipe"
     first = details[0]
-    field = field_at(path, raw)
+    field = field_at(path, raw, root)
     if first["type"] in UNKNOWN_KEY:
-        return _unknown_key(path, raw)
+        return _unknown_key(path, raw, root)
     if first["type"] == MISSING:
         about = f": {field.description}" if field is not None and field.description else ""
         return f"{name} is missing{about.rstrip('.')}"
     if first["type"] in CUSTOM:
         return f"{name}: {_own_message(first)}"
-    if path in KINDS and first["type"].startswith("union_tag"):
+    if root is Recipe and path in KINDS and first["type"].startswith("union_tag"):
         value = raw.get(str(path[0]))
         kind = value.get("kind") if isinstance(value, dict) else value
         kinds = [str(section_fields(section)["kind"].default) for section in KINDS[path]]
@@ -166,12 +172,12 @@ def _foreign_keys() -> dict[str, str]:
     return suggestions()
 
 
-def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
+def _unknown_key(path: Path, raw: Mapping[str, object], root: SectionType) -> str:
     """An unknown key with the key that was meant: another tool's name for one of ours, else the nearest."""
     name, key = ".".join(map(str, path)), str(path[-1])
-    section = section_at(path[:-1], raw)
+    section = section_at(path[:-1], raw, root)
     valid = list(section_fields(section)) if section is not None else []
-    names = _names()
+    names = _names(root)
     if len(path) == 1 and "." in key and key in names:
         return f"{key} is written so on the command line alone; in a recipe it is {_nest_key(key)}"
     if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in names:
@@ -179,7 +185,7 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
     if key in by_last:
         hint = f"did you mean '{by_last[key]}'? "
-    elif ours := _foreign_keys().get(key):
+    elif root is Recipe and (ours := _foreign_keys().get(key)):
         hint = f"did you mean '{ours}'? "
     elif not (hint := nearest(key, valid)) and (match := difflib.get_close_matches(key, list(by_last), n=1)):
         hint = f"did you mean '{by_last[match[0]]}'? "
@@ -188,9 +194,9 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
 
 
 @functools.cache
-def _names() -> tuple[str, ...]:
+def _names(root: SectionType) -> tuple[str, ...]:
     """Every key of a recipe."""
-    return tuple(entry.name for entry in keys())
+    return tuple(entry.name for entry in keys(root))
 
 
 def _nest_key(name: str) -> str:

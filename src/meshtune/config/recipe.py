@@ -6,12 +6,12 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
 from meshtune.adapters.config import LoraOptions
 from meshtune.config.rewards import RewardSection
 from meshtune.config.rules import check_together
-from meshtune.config.section import PathText, Section, declared, refuse_truth_values
+from meshtune.config.section import Duration, PathText, Section, check_duration, declared, refuse_truth_values
 from meshtune.config.sections import (
     DataSection,
     EvaluateSection,
@@ -46,6 +46,13 @@ class TrainSection(Section):
         description="Rows computed at once; batch_size must divide by it. Default: the whole batch; "
         "auto: what is fastest and fits, made smaller if it turns out not to fit.",
     )
+    hang_seconds: float | None = Field(
+        default=600.0,
+        ge=10,
+        description="Without an update for so long, and hang_factor times the median, every process writes its stacks "
+        "and ends with 75. null: never.",
+    )
+    hang_factor: float = Field(default=20.0, ge=1, description="See hang_seconds.")
 
     @model_validator(mode="after")
     def _check_batch(self) -> TrainSection:
@@ -206,11 +213,28 @@ class LogSection(Section):
     project: str = Field(default="meshtune", description="Project name in wandb, trackio and mlflow.")
 
 
+def _check_save_interval(value: object) -> object:
+    """Raises ValueError for text that is neither auto nor a time."""
+    if isinstance(value, str) and value != "auto":
+        try:
+            check_duration(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, nor a number of updates, nor auto") from None
+    return value
+
+
 class CheckpointSection(Section):
     """Run state on disk, for resuming."""
 
-    every: PositiveInt | None = Field(
-        default=None, description="Steps between saves; default: about ten a run, and at the end."
+    every: Annotated[PositiveInt | str | None, BeforeValidator(_check_save_interval)] = Field(
+        default=None,
+        description="Between saves: a number of updates; a time such as 10m or 2h; or auto, the time that loses least "
+        "to failures, by the cost of a save and by mtbf. Default: about ten saves a run. There is one at the end too.",
+    )
+    mtbf: Duration | None = Field(
+        default=None,
+        description="For every: auto, the mean time between failures of the whole job, such as 12h; null: 5.8 years "
+        "divided by the number of devices.",
     )
     keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
     keep_best: bool = Field(

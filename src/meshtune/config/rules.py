@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meshtune.config.rewards import ModelReward
 from meshtune.config.sections import LOW_RANK
 from meshtune.errors import UserError
 from meshtune.objectives.config import ONLINE_STAGES, PAIR_STAGES, DistillConfig
@@ -33,10 +34,22 @@ def check_together(recipe: Recipe) -> None:
 def _check_pictures(recipe: Recipe) -> None:
     """Rules for recipes that read pictures."""
     stage = recipe.stage.kind
-    if stage in (*ONLINE_STAGES, "distill", "rm", "pt"):
+    if stage in ("rm", "pt"):
         raise ValueError(
-            f"vision is not possible with stage {stage} yet: pictures are read in sft and the preference stages (dpo, "
-            "kto, orpo, simpo); leave vision out to train on text"
+            f"vision is not possible with stage {stage}, which reads text only: pictures are read in sft, distill, the "
+            "preference stages (dpo, kto, orpo, simpo) and the online ones; leave vision out to train on text"
+        )
+    if recipe.rollout is not None and recipe.rollout.environment is not None:
+        raise ValueError("vision is not possible with rollout.environment, whose turns are text: leave one of them out")
+    if any(isinstance(reward, ModelReward) for reward in recipe.rewards):
+        raise ValueError(
+            "vision is not possible with a reward model, which reads text only: score with a function, which gets the "
+            "files of the pictures as images, or with a server (rewards: {url: ...})"
+        )
+    if recipe.teacher is not None and recipe.teacher.is_server:
+        raise ValueError(
+            "vision is not possible with a teacher behind an address, which is asked about tokens: give the teacher's "
+            "folder or hub id"
         )
     if recipe.mesh != "auto" and recipe.mesh.cp != 1:
         raise ValueError("vision is not possible with mesh.cp: a picture is on one device; use dp, fsdp or tp")
@@ -68,6 +81,8 @@ def _check_evaluation(recipe: Recipe) -> None:
             )
         if not recipe.checkpoint.keep_best:
             raise ValueError("checkpoint.result: best needs checkpoint.keep_best: true, which keeps that state")
+    if recipe.checkpoint.mtbf is not None and recipe.checkpoint.every != "auto":
+        raise ValueError("checkpoint.mtbf is for checkpoint.every: auto: set that, or leave mtbf out")
     if recipe.sample.every is not None and not recipe.sample.prompts:
         raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
     if recipe.vision is None and not all(isinstance(prompt, str) for prompt in recipe.sample.prompts):

@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import (
@@ -55,15 +55,20 @@ def expand_path(text: str) -> str:
 
 
 def beside_recipe(
-    raw: Mapping[str, object], recipe: pathlib.Path, overridden: Callable[[Path], bool], notify: Callable[[str], None]
+    raw: Mapping[str, object],
+    recipe: pathlib.Path,
+    overridden: Callable[[Path], bool],
+    notify: Callable[[str], None],
+    paths: Sequence[Path] | None = None,
 ) -> None:
     """Replaces, in place, each relative path of `raw` that exists only next to `recipe`.
 
     Paths for which `overridden` is true came from the command line and count only from the current directory. `notify`
-    receives one sentence that names all the paths that were replaced.
+    receives one sentence that names all the paths that were replaced. `paths` are their keys in `raw`; None: those of a
+    recipe of training.
     """
     replaced: list[str] = []
-    for path in _paths(raw):
+    for path in _paths(raw) if paths is None else paths:
         container = value_at(raw, path[:-1])
         value = container[path[-1]]
         if not isinstance(value, str) or not value.strip() or value.startswith("~") or overridden(path):
@@ -193,6 +198,27 @@ def _path(text: str) -> str:
         raise PydanticCustomError("empty_text", "must not hold a null character")
     return expand_path(text)
 
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds_of(duration: str) -> float:
+    """Seconds of a time such as 90s, 10m, 1.5h or 2d. Raises: ValueError for other text, and for 0."""
+    match = DURATION.fullmatch(duration.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{duration!r} is not a time above 0 with a unit, such as 90s, 10m, 1.5h or 2d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def check_duration(value: object) -> object:
+    """Raises ValueError for a number without a unit, and for text that is not a time."""
+    seconds_of(str(value))
+    return value
+
+
+# A time with its unit, which `seconds_of` reads.
+Duration = Annotated[str, BeforeValidator(check_duration)]
 
 # A file, a directory or a hub id. Relative paths stay as written: they count from the current directory.
 PathText = Annotated[str, AfterValidator(_path)]

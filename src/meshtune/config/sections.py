@@ -37,10 +37,10 @@ class ModelSection(Section):
         description="A Hugging Face directory or a hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct."
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
-    load: Literal["direct", "broadcast"] = Field(
+    load: Literal["direct", "broadcast", "replica"] = Field(
         default="direct",
-        description="direct: every process reads what its devices hold; broadcast: one process a host reads for all, "
-        "for slow shared storage.",
+        description="direct: every process reads what its devices hold. For slow shared storage: broadcast, one "
+        "process a host reads for all, or replica, one replica of mesh.dp reads for the others.",
     )
     tokenizer: PathText | None = Field(
         default=None, description="Directory or hub id of the tokenizer, if not the model's own."

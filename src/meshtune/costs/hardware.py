@@ -35,7 +35,8 @@ class Device:
 
     Speeds, per device and in one direction: `bandwidth` of device memory in B/s; `flops_bf16` and `flops_f32` of dense
     matrix products in 1/s; `link` to devices of the same host, `network` to other hosts and `host_link` to host
-    memory, in B/s. With `shared_network` all devices of a host share one network port.
+    memory, in B/s. With `shared_network` all devices of a host share one network port. `pod` is the most devices whose
+    hosts `network` joins; `dcn` is the speed between pods.
     """
 
     name: str
@@ -59,6 +60,8 @@ class Device:
     link: float | None = None
     network: float | None = None
     shared_network: bool = False
+    pod: int | None = None
+    dcn: float | None = None
     host_link: float | None = None
     unified: bool = False
 
@@ -70,11 +73,12 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A machine to plan for: `hosts` hosts with `per_host` devices of one type each."""
+    """A machine to plan for: `hosts` hosts with `per_host` devices of one type each, in equal `slices`."""
 
     hosts: int
     per_host: int
     device: Device
+    slices: int = 1
 
     @property
     def devices(self) -> int:
@@ -133,10 +137,11 @@ def _spellings(name: str) -> set[str]:
     return {plain, re.sub(MAKERS, "", plain)}
 
 
-def find_target(text: str, env: Mapping[str, str] = os.environ) -> Target:
+def find_target(text: str, env: Mapping[str, str] = os.environ, slices: int | None = None) -> Target:
     """Parses 'MI300X', '8xMI300X' or '2x8xA100-80' (hosts x devices per host x device type).
 
-    Raises: UserError for another form, and for an unknown device type, with the nearest known names.
+    `slices` are by default as few as the device's pods allow. Raises: UserError for another form, for hosts that do not
+    divide into the slices, and for an unknown device type, with the nearest known names.
     """
     match = TARGET.match(text.strip())
     if match is None:
@@ -149,7 +154,16 @@ def find_target(text: str, env: Mapping[str, str] = os.environ) -> Target:
     target = Target(int(hosts or 1), int(per_host or 1), device)
     if not target.devices:
         raise UserError(f"'{text}' has no devices", where="--target", fix="give at least one host and one device")
-    return target
+    fewest = -(-target.devices // device.pod) if device.pod else 1
+    slices = fewest if slices is None else slices
+    if slices < fewest or target.hosts % slices:
+        pods = f"; a pod of {device.name} has {device.pod}" if device.pod else ""
+        raise UserError(
+            f"{target.hosts} hosts with {target.devices} devices do not make {slices} equal slices{pods}",
+            where="--target" if slices == fewest else "--slices",
+            fix=f"give a number of hosts that divides by the slices, of which there are {fewest} at least",
+        )
+    return dataclasses.replace(target, slices=slices)
 
 
 def require_device(name: str, devices: Mapping[str, Device]) -> Device:

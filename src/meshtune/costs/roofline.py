@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from meshtune.costs.collectives import Collective
@@ -217,8 +218,10 @@ def _backward_fraction(workload: Workload, trained: set[str]) -> float:
 # measured time. AMD reports 75% of Infinity Fabric's 64 GB/s per link for payload (rocm.blogs.amd.com, "Understanding
 # RCCL bandwidth").
 EFFICIENCY = {"compute": 0.7, "memory": 0.8, "links": 0.75, "host": 0.8}
-# Assumed latency of a message in seconds, inside a host and between hosts.
+# Assumed latency of a message in seconds, inside a host and between hosts; and of one more step of a ring between
+# hosts, and between the neighbours of a TPU's torus.
 LATENCY = {"link": 10e-6, "network": 30e-6}
+STEP_LATENCY = {"ring": 3e-6, "torus": 1e-6}
 OVERLAPPED = ("all-gather", "reduce-scatter", "collective-permute")
 
 
@@ -302,9 +305,10 @@ def roofline(
             continue
         times = collective.count * (trip_count if collective.unknown_trip_count else 1)
         crosses_hosts = collective.hosts(target.per_host) > 1
+        latency = collective_latency(collective, target)
         seconds = times * collective_seconds(collective, target)
         network, link = (network + seconds, link) if crosses_hosts else (network, link + seconds)
-        expected = seconds / EFFICIENCY["links"] + times * LATENCY["network" if crosses_hosts else "link"]
+        expected = seconds / EFFICIENCY["links"] + times * latency
         if collective.kind in OVERLAPPED:
             overlapped += expected
         else:
@@ -332,6 +336,25 @@ def roofline(
     )
 
 
+def collective_latency(collective: Collective, target: Target) -> float:
+    """Seconds that one run of a collective operation takes however few bytes it moves.
+
+    It grows with the steps: of a ring of hosts for gathers, of two trees for reductions (NCCL), and of the rings along
+    the dimensions of a torus, which are taken to be a cube. A permutation has one step.
+    """
+    hosts = collective.hosts(target.per_host)
+    if hosts == 1:
+        return LATENCY["link"]
+    if collective.kind == "collective-permute":
+        return LATENCY["network"]
+    slices = collective.hosts(target.devices // target.slices)
+    if target.device.platform == "tpu":
+        torus = STEP_LATENCY["torus"] * 3 * (collective.group_size / slices) ** (1 / 3)
+        return LATENCY["network"] + torus + STEP_LATENCY["ring"] * (slices - 1)
+    steps = 2 * math.log2(hosts) if collective.kind == "all-reduce" else hosts - 1
+    return LATENCY["network"] + STEP_LATENCY["ring"] * (steps - 1)
+
+
 def collective_seconds(collective: Collective, target: Target) -> float:
     """Seconds of one run of a collective operation at the rates of the data sheet, without latency.
 
@@ -339,13 +362,17 @@ def collective_seconds(collective: Collective, target: Target) -> float:
     has members of the group, each through another device's port, so the ports of a host add up, and the slower of them
     and the link decides. NCCL reached 75 GB/s between two hosts of eight A100 with a 100 Gb/s port each (its issue
     495), and 86 GB/s with four ports of 200 Gb/s (nccl-tests, issue 175). A permutation leaves a host through a single
-    port. In an all-to-all, each device sends the share meant for other hosts through its own port.
+    port. In an all-to-all, each device sends the share meant for other hosts through its own port. Across slices the
+    same holds of the slices and the network between them.
     """
     device, link = target.device, device_rate(target.device, "link")
     hosts = collective.hosts(target.per_host)
     if hosts == 1:
         return collective.bytes_sent / link
-    members_per_host, network = collective.group_size / hosts, device_rate(device, "network")
+    slices = collective.hosts(target.devices // target.slices)
+    across_slices = slices > 1 and device.dcn is not None
+    network = device_rate(device, "dcn" if across_slices else "network")
+    members_per_host = collective.group_size / (slices if across_slices else hosts)
     ports = network * members_per_host / (target.per_host if device.shared_network else 1)
     if collective.kind == "collective-permute":
         return collective.bytes_sent / min(link, network, ports)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.data.pictures.expansion import picture_rows, read_pictures
 from meshtune.data.store import Store
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
@@ -44,8 +45,11 @@ class AnsweredPrompts:
     def __getitem__(self, index: int) -> Example:
         example, stop = self._store[int(self._places[index])], self.lengths[index]
         text = self._tokenizer.decode(example.ids[:stop])
-        extra = json.dumps({"prompt": text, "columns": {}}, ensure_ascii=False).encode()
-        return Example(example.ids[:stop], example.weights[:stop], example.origin, extra=extra)
+        extra: dict[str, object] = {"prompt": text, "columns": {}}
+        if example.extra:
+            extra["pictures"] = picture_rows([item for item in read_pictures(example.extra) if item.start < stop])
+        data = json.dumps(extra, ensure_ascii=False).encode()
+        return Example(example.ids[:stop], example.weights[:stop], example.origin, extra=data)
 
     def answer(self, index: int) -> np.ndarray:
         """The ids of the answer to a prompt."""

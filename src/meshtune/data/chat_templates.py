@@ -27,6 +27,7 @@ BY_TOKEN = {
     "<｜tool▁calls▁begin｜>": "deepseek",
     "<|start_header_id|>": "llama3",
     "[TOOL_CALLS]": "mistral",
+    "<loc0000>": "paligemma",  # whose tokenizer has Gemma's tokens too
     "<start_of_turn>": "gemma",
     "<reserved_106>": "baichuan2",
     "<|im_start|>": "chatml",
@@ -34,6 +35,7 @@ BY_TOKEN = {
     "<|call|>": "plain",
     "<|end|>": "phi3",
 }
+OWN = ("paligemma",)  # templates of families whose tokenizers have none, since their processor writes prompts in code
 
 
 def suggested_template(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -490,7 +490,9 @@ def load_documents(
     return _documents(_mix_sources(train, data.mixing, seed), validation, skipped)
 
 
-def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
+def open_documents(
+    data: DataSection, *, seed: int, dataset_type: DatasetType = "documents", pictures: PictureFiles | None = None
+) -> Documents:
     """The data of a recipe, of whose training records only the first few are read: for data too large to be read twice.
 
     Sources are mixed, and records held out, as by `load_documents`; validation records are all checked. Reading a
@@ -498,7 +500,7 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     """
     skipped: list[SkippedRecord] = []
     train = [
-        open_unchecked(source, data.on_bad, seed, dataset_type)
+        open_unchecked(source, data.on_bad, seed, dataset_type, pictures)
         for source in data_sources(data, data.train, dataset_type)
     ]
     validation = None
@@ -506,7 +508,7 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         _check_unweighted(data.validation)
         sources = data_sources(data, data.validation, dataset_type)
         validation = _concatenate(
-            [check_source(source, data.on_bad, seed, skipped, dataset_type) for source in sources]
+            [check_source(source, data.on_bad, seed, skipped, dataset_type, pictures=pictures) for source in sources]
         )
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshtune.data.pictures.rows import RowPictures
     from meshtune.objectives.stages import DatasetType
 
+prompt_reach = LazyFunction("meshtune.data.pictures.rows:prompt_reach")
 row_pictures = LazyFunction("meshtune.data.pictures.rows:row_pictures")
 best_fit_of_two = LazyFunction("meshtune.data.pictures.rows:best_fit_of_two")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -367,6 +368,7 @@ class Loader:
         shortest_first = np.cumsum(np.sort(self._lengths))
         self.max_units = int(np.searchsorted(shortest_first, self.row_length, "right")) if packing else 1
         self.pictures: RowPictures | None = None
+        self.prefixes = pictures is not None and pictures.prefix
         if pictures is not None:
             self.pictures = row_pictures(pictures, store, self.unit_size, self._pack(0), max_patches)
         self._ends: list[int] = []  # the step after the last one of each epoch that was planned
@@ -442,6 +444,7 @@ class Loader:
             accumulation=self.accumulation,
             units=self.units,
             pictures=self.pictures,
+            prefixes=self.prefixes,
         )
 
     def iterate(
@@ -486,11 +489,13 @@ def packed_batch(
     accumulation: int,
     units: Units | None = None,
     pictures: RowPictures | None = None,
+    prefixes: bool = False,
 ) -> HostBatch:
     """The batch of an update, in `accumulation` micro-batches. The examples of a row become its segments 1, 2, ...
 
-    `sizes` are those of the logical axes of its arrays, `row_units` the indices of each row's units in the data.
-    Raises UserError, naming the record, for a picture that cannot be read.
+    `sizes` are those of the logical axes of its arrays, `row_units` the indices of each row's units in the data. With
+    `prefixes` tokens of prompts see each other both ways. Raises UserError, naming the record, for a picture that
+    cannot be read.
     """
     size, count = 1 if units is None else units.segments, sizes["batch"] // accumulation
     arrays = empty_arrays(TOKEN_ARRAYS, sizes)
@@ -502,6 +507,8 @@ def packed_batch(
         arrays |= units.arrays(values, row_units, sizes, arrays)
     if pictures is not None:
         arrays |= pictures.arrays(rows, sizes["length"])
+    if prefixes:
+        arrays["reach"] = prompt_reach(rows, sizes["length"])
     return HostBatch(
         {name: array.reshape(accumulation, count, *array.shape[1:]) for name, array in arrays.items()},
         [origins[start : start + count] for start in range(0, len(origins), count)],

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 prompt_loader = LazyFunction("meshtune.data.prompts:PromptLoader")
 rollout_row_length = LazyFunction("meshtune.data.prompts:rollout_row_length")
+prompts_in_row = LazyFunction("meshtune.data.prompts:prompts_in_row")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 picture_files = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
@@ -110,10 +111,10 @@ def prepare_data(
     if recipe.stage.kind == "pt" and recipe.data.system:
         problem = "stage pt trains on plain text, which has no place for a system prompt"
         raise UserError(problem, where="data.system", fix="leave it out, or set stage: sft")
+    if recipe.data.streaming:
+        return _Preparation(recipe, tokenizer, cache, progress, share, processes).stream()
     reader, files = (None, None) if recipe.vision is None else _open_pictures(recipe, tokenizer, cache)
     preparation = _Preparation(recipe, tokenizer, cache, progress, share, processes, reader, files)
-    if recipe.data.streaming:
-        return preparation.stream()
     prepared, changed = preparation.data_set()
     train, report = preparation.split("train", prepared.stores["train"])
     report = dataclasses.replace(preparation.add_records(report, prepared), changed=tuple(changed))
@@ -260,8 +261,9 @@ class _Preparation:
         if stage.unit_segments == 1 and rollout.environment is None and not answered and recipe.data.packing:
             longest, cp = int(store.lengths.max()), getattr(recipe.mesh, "cp", 1)
             row_length = rollout_row_length(longest, rollout, row_length, cp=cp)
+        records = AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store
         return prompt_loader(
-            AnsweredPrompts(store, recipe.data.max_length - self._room, self.tokenizer) if answered else store,
+            records,
             prompts=rollout.prompts,
             updates=rollout.updates * rollout.iterations,
             row_length=row_length,
@@ -269,6 +271,11 @@ class _Preparation:
             accumulation=recipe.train.accumulation,
             shuffle=recipe.data.shuffle and is_train,
             seed=recipe.seed,
+            reader=self.pictures,
+            copies=prompts_in_row(int(records.lengths.max()), rollout, row_length, stage.unit_segments)
+            if recipe.data.packing
+            else stage.unit_segments,
+            max_patches=recipe.vision.max_patches if recipe.vision else None,
         )
 
     def _not_read(self, unread: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

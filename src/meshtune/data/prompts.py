@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,22 +13,30 @@ import numpy as np
 from meshtune.data.conversation import Origin
 from meshtune.data.loader import shuffle_order
 from meshtune.data.store import Store
+from meshtune.lazy import LazyFunction
 
 if TYPE_CHECKING:
     from meshtune.config.sections import RolloutSection
     from meshtune.data.answered_prompts import AnsweredPrompts
+    from meshtune.data.pictures.expansion import DocumentPicture
+    from meshtune.data.pictures.reader import PictureReader
+    from meshtune.data.pictures.rows import RowPictures
+
+read_pictures = LazyFunction("meshtune.data.pictures.expansion:read_pictures")
+prompt_pictures = LazyFunction("meshtune.data.pictures.rows:prompt_pictures")
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptRecord:
-    """A prompt: its token ids, and the text or messages and the columns that rewards get. `index` is its place in the
-    data."""
+    """A prompt: its token ids with those of its pictures, and the text or messages and the columns that rewards get.
+    `index` is its place in the data."""
 
     index: int
     ids: list[int]
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     origin: Origin
+    pictures: Sequence[DocumentPicture] = ()
 
 
 SHORT_ROW, MULTIPLE, LONG_MULTIPLE = 1024, 16, 128  # positions of a row that are a multiple of
@@ -47,11 +56,21 @@ def rollout_row_length(longest: int, rollout: RolloutSection, most: int, *, cp: 
     return min(most, fitted) or most
 
 
+def prompts_in_row(longest: int, rollout: RolloutSection, row_length: int, together: int = 1) -> int:
+    """How many prompts of `longest` tokens are in a row with completions at their longest, at least the `together` of
+    neighbours. A prompt is there once for its completions, or for each."""
+    samples = 1 if rollout.shared_prompts is False else rollout.samples
+    prompts = row_length // (longest - 1 + samples * rollout.max_tokens)
+    return max(together, min(prompts, rollout.completions // samples))
+
+
 class PromptLoader:
     """The prompts of every rollout, from a store. A rollout of `prompts` prompts serves `updates` updates.
 
     Every prompt is in every epoch once; a rollout may cross the border of two epochs. Batches have `batch_size` rows
-    of `row_length` positions at most, in `accumulation` micro-batches.
+    of `row_length` positions at most, in `accumulation` micro-batches. `reader` reads pictures; a row has `max_patches`
+    patches at most (None: those of as many of the largest prompts as a row has room for, which are `copies`), and
+    `pictures` makes their arrays (None: no prompt has one).
     """
 
     def __init__(
@@ -65,15 +84,25 @@ class PromptLoader:
         accumulation: int = 1,
         shuffle: bool = True,
         seed: int = 0,
+        reader: PictureReader | None = None,
+        copies: int = 1,
+        max_patches: int | None = None,
     ):
         self.store, self.prompts, self.updates, self.shuffle, self.seed = store, prompts, updates, shuffle, seed
-        self.row_length, self.batch_size, self.accumulation = row_length, batch_size, accumulation
+        self.row_length, self.batch_size, self.accumulation, self.reader = row_length, batch_size, accumulation, reader
+        self.pictures: RowPictures | None = None
+        if reader is not None:
+            self.pictures = prompt_pictures(reader, store, copies, max_patches)
 
     def record(self, index: int) -> PromptRecord:
         """Reads a prompt of the store."""
         example = self.store[index]
-        extra = json.loads(example.extra)
-        return PromptRecord(index, example.ids.tolist(), extra["prompt"], extra["columns"], example.origin)
+        extra, pictures, columns = json.loads(example.extra), (), {}
+        if "pictures" in extra:
+            pictures = read_pictures(example.extra)
+            columns = {"images": [item.picture.path for item in pictures]}
+        columns |= extra["columns"]
+        return PromptRecord(index, example.ids.tolist(), extra["prompt"], columns, example.origin, pictures)
 
     def rollout(self, number: int) -> list[PromptRecord]:
         """The prompts of a rollout, counted from 0."""

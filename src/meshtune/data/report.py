@@ -70,6 +70,13 @@ class DataReport:
     template_fix: str = "choose a template that writes eos_token, such as plain"
 
     @property
+    def learned_share(self) -> float:
+        """The share of the positions of all rows that have a loss; 1 where it is not known."""
+        positions = self.rows * self.row_length
+        known = positions and self.dataset_type != "prompts" and self.sampled is None
+        return min(1.0, self.counts.trained_tokens / positions) if known else 1.0
+
+    @property
     def samples(self) -> int:
         """The number of documents, pairs or labelled answers to train on."""
         return self.counts.examples // 2 if self.dataset_type == "pairs" else self.counts.examples

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.config.sections import ModelSection
-from meshtune.data.chat_templates import template_text
+from meshtune.data.chat_templates import OWN, suggested_template, template_text
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 from meshtune.lazy import LazyFunction
@@ -94,7 +94,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Loads the tokenizer in a directory or of a hub id, without running any remote code.
 
-    `chat_template` replaces the tokenizer's own: a Jinja file, or one of `chat_templates.template_names()`.
+    `chat_template` replaces the tokenizer's own: a Jinja file, or one of `chat_templates.template_names()`. Without one
+    of either, tokenizers of families whose processor writes prompts in code get the shipped template that does so.
     Raises UserError if there is no tokenizer, if it has no fast (tokenizer.json) form, or if the template is unknown.
     """
     directory = _directory(path, revision)
@@ -102,6 +103,8 @@ def load_tokenizer(
         tokenizer = load_baichuan(directory, template_text("baichuan2"))
     else:
         tokenizer = _from_transformers(directory)
+    if chat_template is None and not tokenizer.chat_template and suggested_template(tokenizer) in OWN:
+        chat_template = suggested_template(tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = template_text(chat_template)
     return tokenizer

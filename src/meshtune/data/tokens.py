@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 check_placeholders = LazyFunction("meshtune.data.pictures.expansion:check_placeholders")
 expand_document = LazyFunction("meshtune.data.pictures.expansion:expand_document")
+expand_prompt = LazyFunction("meshtune.data.pictures.expansion:expand_prompt")
 keep_complete = LazyFunction("meshtune.data.pictures.expansion:keep_complete")
 write_pictures = LazyFunction("meshtune.data.pictures.expansion:write_pictures")
 
@@ -200,6 +201,12 @@ class Tokenize:
         self, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, pictures: PictureReader | None = None
     ):
         self.tokenizer, self.options, self.counts, self.pictures = tokenizer, options, TokenCounts(), pictures
+        if pictures is not None and pictures.prefix and options.policy.train_on_prompt:
+            raise UserError(
+                "this model reads its prompt both ways, so that predicting its tokens would teach nothing",
+                where="data.train_on_prompt",
+                fix="leave it out",
+            )
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()
@@ -264,7 +271,7 @@ class Tokenize:
         for sample in samples:
             self.counts.documents += 1
             try:
-                ids, written = self._prompt_ids(sample.document)
+                ids, written, pictures = self._prompt_ids(sample.document)
             except UserError as problem:
                 if not self.options.skip_bad or problem.where != str(sample.origin):
                     raise
@@ -283,18 +290,27 @@ class Tokenize:
                 continue
             self.counts.examples += 1
             self.counts.tokens += len(ids)
-            extra = json.dumps({"prompt": written, "columns": json.loads(sample.columns)}, ensure_ascii=False)
+            extra = {"prompt": written, "columns": json.loads(sample.columns)}
+            if pictures:
+                extra["pictures"] = json.loads(self._write_pictures(pictures))
             yield Example(
-                np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sample.origin, extra=extra.encode()
+                np.asarray(ids, np.int32),
+                np.zeros(len(ids), np.float32),
+                sample.origin,
+                extra=json.dumps(extra, ensure_ascii=False).encode(),
             )
 
-    def _prompt_ids(self, document: Document) -> tuple[list[int], str | list[dict[str, object]]]:
-        """The ids of a prompt, and the prompt as rewards get it: text or messages."""
+    def _prompt_ids(
+        self, document: Document
+    ) -> tuple[Sequence[int] | np.ndarray, str | list[dict[str, object]], Sequence[DocumentPicture]]:
+        """The ids of a prompt, the prompt as rewards get it (text or messages), and its pictures."""
+        if self.pictures is not None:
+            check_placeholders(self.pictures, document)
         if not isinstance(document, Conversation):
             check_has_place(document)
             ids = self._backend.encode(document.text, add_special_tokens=False).ids
             bos = self._bos.tolist()
-            return (ids if ids[: len(bos)] == bos else [*bos, *ids]), document.text
+            return (ids if ids[: len(bos)] == bos else [*bos, *ids]), document.text, ()
         chat = self.chat
         try:
             text = chat.render(
@@ -302,7 +318,11 @@ class Tokenize:
             )
         except chat.failures as problem:
             raise template_error(problem, where=str(document.origin)) from problem
-        return self._backend.encode(text, add_special_tokens=False).ids, as_dicts(document)
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self.pictures is None or not document.pictures:
+            return ids, as_dicts(document), ()
+        ids, pictures = expand_prompt(self.pictures, document, np.asarray(ids))
+        return ids, as_dicts(document), pictures
 
     def _mask(self, document: Document, sides: int | None) -> MaskedText | None:
         """The document's text with loss weights; None where it is left out because of a mistake."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from meshtune.evaluate.folder import TASKS, read_json, read_lines, write_json, write_lines
-from meshtune.evaluate.harness import Suite, prepare, run_tasks
-from meshtune.evaluate.predict import Predictions, PredictOptions, Record, make_prompts, predict_into
+from meshtune.evaluate.blocks import Blocks
+from meshtune.evaluate.folder import TASKS, join_complete, read_json, read_lines, write_json, write_lines
+from meshtune.evaluate.harness import Suite, Tasks, prepare, run_tasks
+from meshtune.evaluate.predict import Predictions, PredictOptions, Record
 from meshtune.evaluate.statistics import Difference, difference
 from meshtune.evaluate.tasks import Sample, TaskResult, averages
 from meshtune.generate.api import Model
+from meshtune.options import Shard
 
+BENCHMARKS = "benchmarks"  # the results of those that are done, until all are
 LOWER_IS_BETTER = ("loss", "word_perplexity", "byte_perplexity", "bits_per_byte")
 
 
@@ -37,29 +43,94 @@ class Outcome:
 
 
 def evaluate(
-    models: Mapping[str, Callable[[], Model]], evaluation: Evaluation, folder: pathlib.Path, console: Console
-) -> dict[str, Outcome]:
+    models: Mapping[str, Callable[[], Model]],
+    evaluation: Evaluation,
+    folder: pathlib.Path,
+    console: Console,
+    shard: Shard = Shard(),
+) -> dict[str, Outcome] | None:
     """Evaluates models by name, one after the other, with the same prompts and seeds; each in a separate folder.
 
     Tasks are prepared and checked before the first model is loaded. Results that a folder has are not computed again.
+    A shard computes some blocks of the records and some benchmarks; the process that finds no other missing returns
+    the outcomes, all others None.
     """
-    tasks = prepare(evaluation.suite, folder / "tasks") if evaluation.suite.tasks else None
-    outcomes = {}
-    for name, load in models.items():
-        console.print(f"[bold]{name}[/]")
-        model, model_folder = load(), folder / name
-        predictions = None
+    parts = {name: _Parts(folder / name, evaluation, shard) for name in models}
+    with contextlib.ExitStack() as stack:
+        # Each process writes the tasks' files: those of a shard where no other does.
+        own = stack.enter_context(tempfile.TemporaryDirectory()) if shard.count > 1 else folder / "tasks"
+        tasks = prepare(evaluation.suite, pathlib.Path(own)) if evaluation.suite.tasks else None
+        for name, load in models.items():
+            console.print(f"[bold]{name}[/]")
+            parts[name].compute(load(), tasks, console)
+
+    def missing() -> list[object]:
+        return [part for model in parts.values() for part in model.missing()]
+
+    def join() -> dict[str, Outcome]:
+        return {name: model.join() for name, model in parts.items()}
+
+    return join_complete(folder, shard, missing, join, console)
+
+
+class _Parts:
+    """What one model computes for an evaluation, in its folder: blocks of records, and benchmarks, a file each."""
+
+    def __init__(self, folder: pathlib.Path, evaluation: Evaluation, shard: Shard):
+        self._folder, self._suite, self._shard = folder, evaluation.suite, shard
+        self._blocks = None
         if evaluation.records:
-            prompts = make_prompts(model, evaluation.records, evaluation.predicting)
-            predictions = predict_into(model, evaluation.records, prompts, model_folder, evaluation.predicting, console)
-        results, facts = read_results(model_folder), {}
-        if results is None:
-            results = []
-            if tasks is not None:
-                results, facts = run_tasks(model, evaluation.suite, tasks, console=console)
-            write_results(model_folder, results, facts)
-        outcomes[name] = Outcome(predictions, results)
-    return outcomes
+            self._blocks = Blocks(folder, evaluation.records, evaluation.predicting, shard)
+
+    def compute(self, model: Model, tasks: Tasks | None, console: Console) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._blocks is not None and not (self._shard.count > 1 and self._blocks.is_joined):
+            self._blocks.check(model, console, resume=True)
+            self._blocks.compute(model, console)
+        if self._is_joined():
+            return
+        for number, benchmark in enumerate(self._suite.tasks):
+            if self._shard.takes(number) and not self._file(benchmark).is_file():
+                assert tasks is not None
+                results, facts = run_tasks(model, self._suite, tasks.of(benchmark), console=console)
+                self._file(benchmark).parent.mkdir(exist_ok=True)
+                fields = {"results": list(map(dataclasses.asdict, results)), "facts": facts}
+                write_json(self._file(benchmark), fields)
+
+    def missing(self) -> list[object]:
+        blocks = self._blocks.missing() if self._blocks is not None else []
+        benchmarks = () if self._is_joined() else self._suite.tasks
+        return [*blocks, *(name for name in benchmarks if not self._file(name).is_file())]
+
+    def join(self) -> Outcome:
+        predictions = None
+        if self._blocks is not None:
+            predictions = self._blocks.join()
+        if not self._is_joined():
+            parts = [read_json(self._file(benchmark)) for benchmark in self._suite.tasks]
+            results = [_task_result(fields) for part in parts for fields in part["results"]]
+            facts = _join_facts([part["facts"] for part in parts])
+            write_results(self._folder, results, facts)
+            shutil.rmtree(self._folder / BENCHMARKS, ignore_errors=True)
+        return Outcome(predictions, read_results(self._folder) or [])
+
+    def _is_joined(self) -> bool:
+        return (self._folder / TASKS).is_file()
+
+    def _file(self, benchmark: str) -> pathlib.Path:
+        return self._folder / BENCHMARKS / f"{benchmark}.json"
+
+
+def _join_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins what lm-eval says of the benchmarks: by name of the task, and the number of contexts that were cut."""
+    joined: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, int):
+                joined[name] = joined.get(name, 0) + value
+            else:
+                joined[name] = {**joined.get(name, {}), **(value or {})}
+    return joined
 
 
 def write_results(folder: pathlib.Path, results: Sequence[TaskResult], facts: Mapping[str, Any]) -> None:
@@ -77,11 +148,15 @@ def read_results(folder: pathlib.Path) -> list[TaskResult] | None:
         return None
     results = []
     for fields in read_json(folder / TASKS)["tasks"]:
-        rows = read_lines(folder / "samples" / f"{fields['name']}.jsonl")
-        metrics = [{k: tuple(v) if isinstance(v, list) else v for k, v in row["metrics"].items()} for row in rows]
-        samples = [Sample(**{**row, "metrics": values}) for row, values in zip(rows, metrics, strict=True)]
-        results.append(TaskResult(**fields, samples=samples))
+        results.append(_task_result({**fields, "samples": read_lines(folder / "samples" / f"{fields['name']}.jsonl")}))
     return results
+
+
+def _task_result(fields: dict[str, Any]) -> TaskResult:
+    rows = fields["samples"]
+    metrics = [{k: tuple(v) if isinstance(v, list) else v for k, v in row["metrics"].items()} for row in rows]
+    samples = [Sample(**{**row, "metrics": values}) for row, values in zip(rows, metrics, strict=True)]
+    return TaskResult(**{**fields, "samples": samples})
 
 
 def professional_differences(before: Predictions, after: Predictions, seed: int = 0) -> list[Difference]:

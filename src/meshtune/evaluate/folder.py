@@ -7,8 +7,8 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,9 +16,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from meshtune import json_text
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
-from meshtune.runs.output import claim_output
+from meshtune.options import Shard
+from meshtune.runs.output import LOGS, claim_output
 from meshtune.runs.progress import progress_file
 
+Result = TypeVar("Result")
 SETTINGS = "settings.json"
 PREDICTIONS, TOTALS, TASKS = "predictions.jsonl", "metrics.json", "tasks.json"
 MARKDOWN, HTML = "report.md", "report.html"
@@ -26,28 +28,63 @@ MARKDOWN, HTML = "report.md", "report.html"
 
 @contextlib.contextmanager
 def results_folder(
-    folder: pathlib.Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
+    folder: pathlib.Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool, shard: Shard = Shard()
 ) -> Iterator[pathlib.Path | None]:
-    """Holds `folder` for this process and writes `settings`; yields where earlier results were moved to, or None.
+    """Holds `folder`, or a shard of it, for this process and writes `settings`; yields where earlier results were moved
+    to, or None. The processes of the shards of one evaluation share the folder, each going on with what is there.
 
     Raises UserError for a folder with other results, unless `overwrite` moves them aside or `resume` continues with
     them; and for resuming with other settings, which it names.
     """
+    settings = json.loads(json.dumps(settings))
+    if overwrite and shard.count > 1:
+        raise UserError(
+            "a shard cannot move the folder aside, which other shards write to",
+            where="--overwrite",
+            fix="give another --output, or move the folder away yourself",
+        )
+    if check_folder(folder, resume=resume or shard.count > 1, overwrite=overwrite):
+        _check_same(folder, settings)
+    with claim_output(folder, overwrite=overwrite, shard=shard) as aside:
+        write_json(folder / SETTINGS, settings)
+        yield aside
+
+
+def check_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> bool:
+    """Whether `folder` has results to go on with. Raises UserError for a folder with results without `overwrite` or
+    `resume`."""
     if folder.exists() and not folder.is_dir():
         raise UserError("the output is a file, and must be a directory", where=str(folder), fix="give another --output")
-    settings = json.loads(json.dumps(settings))
-    names = sorted(path.name for path in folder.iterdir() if path.name != ".lock") if folder.is_dir() else []
-    if names and resume and not overwrite:
-        _check_same(folder, settings)
-    elif names and not overwrite:
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = [name for name in names if name != LOGS and not name.startswith(".")]
+    if names and not overwrite and not resume:
         raise UserError(
             f"the folder is not empty: it holds {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
             where=str(folder),
-            fix="--resume goes on with the same evaluation, --overwrite moves it aside; or give another --output",
+            fix="--resume continues them, --overwrite moves them aside; or give another output",
         )
-    with claim_output(folder, overwrite=overwrite) as aside:
-        write_json(folder / SETTINGS, settings)
-        yield aside
+    return bool(names) and not overwrite
+
+
+def join_complete(
+    folder: pathlib.Path,
+    shard: Shard,
+    missing: Callable[[], Sequence[object]],
+    join: Callable[[], Result],
+    console: Console,
+) -> Result | None:
+    """Joins the parts of an evaluation in the process that finds none `missing`; None in all others."""
+    if shard.count == 1:
+        return join()
+    with contextlib.ExitStack() as stack:
+        if parts := missing():
+            console.print(f"shard {shard} is complete; parts of others to wait for: {len(parts):,}")
+            return None
+        try:
+            stack.enter_context(claim_output(folder, overwrite=False))
+        except UserError:  # another process joins them
+            return None
+        return None if missing() else join()  # none are left where another has joined them meanwhile
 
 
 def _check_same(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
@@ -64,7 +101,7 @@ def _check_same(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
             raise UserError(
                 f"these results have another {name}: {before.get(name)!r}, not {settings.get(name)!r}",
                 where=str(file),
-                fix="give the same as before, or another --output; --overwrite moves these results aside",
+                fix="give the same as before, or another output; --overwrite moves these results aside",
             )
 
 

@@ -94,6 +94,11 @@ class Tasks:
     manager: Any
     subjects: dict[str, tuple[str, str]]
 
+    def of(self, benchmark: str) -> Tasks:
+        """The tasks of one benchmark."""
+        names = [name for name in self.names if self.subjects.get(name, (name, ""))[0] == benchmark]
+        return dataclasses.replace(self, names=names)
+
 
 def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
     """Reads and checks the files of a suite and writes them, and the tasks over them, into `folder`.

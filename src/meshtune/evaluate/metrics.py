@@ -123,9 +123,10 @@ def check_metrics(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def record_metrics(names: Sequence[str], answers: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
-    """The metrics of each record."""
-    chinese = is_chinese(references)
+def record_metrics(
+    names: Sequence[str], answers: Sequence[str], references: Sequence[str], *, chinese: bool
+) -> list[dict[str, float]]:
+    """The metrics of each record. `chinese`: the data set is, so that texts are cut into words as Chinese is."""
     functions = [RECORD_METRICS[name](chinese) for name in names if name in RECORD_METRICS]
     return [
         {name: round(value, 4) for function in functions for name, value in function(answer, reference).items()}
@@ -133,18 +134,38 @@ def record_metrics(names: Sequence[str], answers: Sequence[str], references: Seq
     ]
 
 
-def total_metrics(
-    names: Sequence[str], answers: Sequence[str], references: Sequence[str], records: Sequence[Mapping[str, float]]
-) -> dict[str, Any]:
-    """The metrics of a data set: means of the records', and bleu and chrf of the whole with sacrebleu's signature,
-    which says how texts were cut into words."""
-    totals: dict[str, Any] = {name: float(np.mean([record[name] for record in records])) for name in records[0]}
-    for name in ("bleu", "chrf"):
+Statistics = dict[str, dict[str, Any]]
+"""By metric: `sums` of counts, which add up over parts of a data set, and sacrebleu's `signature`."""
+
+
+def corpus_statistics(
+    names: Sequence[str], answers: Sequence[str], references: Sequence[str], *, chinese: bool
+) -> Statistics:
+    """The counts that bleu and chrf of a data set are computed from, of a part of it."""
+    statistics: Statistics = {}
+    for name in CORPUS_METRICS:
         if name in names:
-            metrics = optional("sacrebleu.metrics", name)
-            metric = (
-                metrics.BLEU(tokenize="zh" if is_chinese(references) else "13a") if name == "bleu" else metrics.CHRF()
-            )
-            totals[name] = float(metric.corpus_score(list(answers), [list(references)]).score)
-            totals[f"{name}_signature"] = str(metric.get_signature())
+            metric = _corpus_metric(name, chinese)
+            # sacrebleu's public functions take all texts at once; its own bootstrap adds up the same counts.
+            counts = metric._extract_corpus_statistics(list(answers), [list(references)])
+            sums = np.sum(np.asarray(counts, np.int64), axis=0).tolist()
+            statistics[name] = {"sums": sums, "signature": str(metric.get_signature())}
+    return statistics
+
+
+def corpus_scores(parts: Sequence[Statistics]) -> dict[str, Any]:
+    """bleu and chrf of a data set from the statistics of its parts, with sacrebleu's signature, which says how texts
+    were cut into words."""
+    totals: dict[str, Any] = {}
+    for name in parts[0]:
+        score = _corpus_metric(name, False)._aggregate_and_compute([part[name]["sums"] for part in parts])
+        totals |= {name: float(score.score), f"{name}_signature": parts[0][name]["signature"]}
     return totals
+
+
+CORPUS_METRICS = ("bleu", "chrf")
+
+
+def _corpus_metric(name: str, chinese: bool) -> Any:
+    metrics = optional("sacrebleu.metrics", name)
+    return metrics.BLEU(tokenize="zh" if chinese else "13a") if name == "bleu" else metrics.CHRF()

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import pathlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-from rich.console import Console
 
 from meshtune.cache import cache_folder
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.config.sections import DataSection, SourceSection
 from meshtune.data.chat import as_dicts, template_error
-from meshtune.data.conversation import Conversation, Document, Picture, Sample
-from meshtune.data.documents import load_documents
+from meshtune.data.conversation import Conversation, Document, Sample
+from meshtune.data.documents import open_documents
 from meshtune.data.pictures.expansion import check_placeholders, read_pictures
 from meshtune.data.pictures.files import PictureFiles
 from meshtune.data.rendered import Rendered, check_has_place, check_messages_are_written, check_variables_are_read
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
-from meshtune.evaluate.folder import (
-    PREDICTIONS,
-    TOTALS,
-    Report,
-    read_lines,
-    results_folder,
-    show_progress,
-    write_json,
-    write_lines,
-)
-from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
+from meshtune.evaluate.metrics import METRICS
 from meshtune.generate.api import Model
 from meshtune.generate.engine import Engine
 from meshtune.generate.pictures import (
@@ -146,20 +132,41 @@ class Record:
         return str(self.document.origin)
 
 
-def read_records(source: SourceSection, *, system: str | None = None, limit: int | None = None) -> list[Record]:
-    """The records of a source, all of them or the first `limit`.
+class Records(Sequence[Record]):
+    """Records that are read on access, from documents in memory or in files."""
 
-    `system` is the system prompt of conversations that have none. Raises UserError as data.documents does:
-    for an empty data set, say, and for a record without an answer.
+    def __init__(self, documents: Sequence[Sample]):
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Records: ...
+
+    def __getitem__(self, index: int | slice) -> Record | Records:
+        if isinstance(index, slice):
+            assert index.start in (None, 0), "records are numbered from the first"
+            return Records(self._documents[index])
+        record = record_of(range(len(self))[index], self._documents[index])
+        check_has_place(record.document)
+        return record
+
+
+def read_records(source: SourceSection, *, system: str | None = None, limit: int | None = None) -> Records:
+    """The records of a source, all of them or the first `limit`. They are read, and checked, on access.
+
+    `system` is the system prompt of conversations that have none. Raises UserError as data.documents does: here for
+    an empty data set, say, and on access for a record without an answer.
     """
     if limit is not None:
         source = source.model_copy(update={"cap": min(limit, source.cap or limit)})
     files = PictureFiles(str(cache_folder() / "pictures"))
-    documents = load_documents(DataSection(train=[source], packing=False), seed=0, pictures=files).train
-    records = [record_of(number, document) for number, document in enumerate(documents.with_system(system))]
-    for record in records:
-        check_has_place(record.document)
-    return records
+    documents = open_documents(DataSection(train=[source], packing=False), seed=0, pictures=files).train
+    return Records(documents.with_system(system))
 
 
 def record_of(number: int, document: Sample) -> Record:
@@ -203,53 +210,38 @@ def record_prompt(
     return insert_pictures(reader, ids, pictures)
 
 
-def digest(records: Sequence[Record]) -> str:
-    """A hash of all prompts, their pictures and references, to know a data set again."""
-    hashed = hashlib.sha256()
-    for record in records:
-        hashed.update(json.dumps([record.prompt, record.reference], sort_keys=True, default=str).encode() + b"\n")
-        for picture in _pictures(record.document):
-            hashed.update(picture.digest.encode())
-    return f"sha256:{hashed.hexdigest()}"
-
-
-def _pictures(document: Document) -> Sequence[Picture]:
-    return document.pictures if isinstance(document, Conversation) else ()
+def picture_digests(record: Record) -> list[str]:
+    """The digests of a record's pictures, to know them again."""
+    document = record.document
+    return [picture.digest for picture in document.pictures] if isinstance(document, Conversation) else []
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Losses in nats: `loss` per token, over all tokens; `records` per token of each record (None: it has none to
-    learn), and `tokens` of each."""
+    """Losses in nats: `nats` of all tokens, which weigh `weight`; `records` per token of each record (None: it has none
+    to learn), and `tokens` of each."""
 
-    loss: float
+    nats: float
+    weight: float
     records: list[float | None]
     tokens: list[int]
     truncated: int
 
 
-def held_out_loss(
-    model: Model, records: Sequence[Record], *, policy: LossPolicy = LossPolicy(), progress: Report | None = None
-) -> HeldOut:
+def held_out_loss(model: Model, records: Sequence[Record], *, policy: LossPolicy = LossPolicy()) -> HeldOut:
     """The loss on every assistant turn, or the text after its prompt, of records as training tokenises them.
 
-    Records beyond the model's context are cut, and counted. Raises UserError where nothing can be learned from any.
+    Records beyond the model's context are cut, and counted.
     """
     reader = model.picture_reader
     tokenize = Tokenize(model.tokenizer, TokenOptions(max_length=model.engine.context, policy=policy), reader)
     examples = list(tokenize.tokenise_each(record.document for record in records))
     usable = [example for example in examples if example is not None]
-    if not usable:
-        raise UserError(
-            "the data have no answer to compute a loss of",
-            where=records[0].origin.partition(", record")[0],
-            fix="see `meshtune data inspect`, or leave the loss out: --no-loss",
-        )
     texts = [
         TargetText(tuple(example.ids.tolist()), _first(example), _placed_pictures(reader, example))
         for example in usable
     ]
-    targets = iter(model.target_log_probs(texts, progress))
+    targets = iter(model.target_log_probs(texts) if texts else ())
     sums, weights = np.zeros(len(examples)), np.zeros(len(examples))
     for number, example in enumerate(examples):
         if example is not None:
@@ -258,7 +250,7 @@ def held_out_loss(
             weights[number] = weight.sum()
     losses = [float(total / weight) if weight else None for total, weight in zip(sums, weights, strict=True)]
     tokens = [0 if example is None else int(np.count_nonzero(example.weights[1:])) for example in examples]
-    return HeldOut(float(sums.sum() / weights.sum()), losses, tokens, tokenize.counts.truncated)
+    return HeldOut(float(sums.sum()), float(weights.sum()), losses, tokens, tokenize.counts.truncated)
 
 
 def _placed_pictures(reader: PictureReader | None, example: Example) -> PromptPictures | None:
@@ -296,64 +288,8 @@ class PredictOptions:
 class Predictions:
     """The rows of predictions.jsonl, and the totals of metrics.json."""
 
-    rows: list[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
     totals: dict[str, Any]
-
-
-def predict(
-    model: Model,
-    records: Sequence[Record],
-    output: pathlib.Path,
-    options: PredictOptions = PredictOptions(),
-    *,
-    identity: str,
-    resume: bool = False,
-    overwrite: bool = False,
-    console: Console,
-) -> Predictions:
-    """Answers every record into `output`/predictions.jsonl, line by line as answers are complete, and
-    compares them in metrics.json.
-
-    `identity` says whose answers they are. With `resume` answers that are in the folder already stay.
-    Raises UserError as results_folder and check_metrics do, and for a prompt that leaves no room for an
-    answer, before anything is computed.
-    """
-    check_metrics(options.metrics)
-    prompts = make_prompts(model, records, options)
-    settings = {
-        "model": identity,
-        "data": digest(records),
-        "records": len(records),
-        "sampling": dataclasses.asdict(options.sampling),
-        "max_tokens": options.max_tokens,
-        "stop": list(options.stop),
-        "dtype": model.compute.dtype,
-    }
-    with results_folder(output, settings, resume=resume, overwrite=overwrite) as aside:
-        if aside is not None:
-            console.print(f"the old results are now in {aside}", soft_wrap=True)
-        return predict_into(model, records, prompts, output, options, console)
-
-
-def predict_into(
-    model: Model,
-    records: Sequence[Record],
-    prompts: Sequence[Prompt],
-    folder: pathlib.Path,
-    options: PredictOptions,
-    console: Console,
-) -> Predictions:
-    """Answers records into a folder that is this process's; answers that are there already stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = _generate_answers(model, records, prompts, options, folder / PREDICTIONS, console)
-    held_out = None
-    if options.loss:
-        with show_progress(console, "loss") as progress:
-            held_out = held_out_loss(model, records, progress=progress)
-    result = score_answers(rows, options.metrics, held_out)
-    write_lines(folder / PREDICTIONS, result.rows)
-    write_json(folder / TOTALS, result.totals)
-    return result
 
 
 def make_prompts(model: Model, records: Sequence[Record], options: PredictOptions) -> list[Prompt]:
@@ -381,57 +317,3 @@ def make_prompts(model: Model, records: Sequence[Record], options: PredictOption
         stop = (*options.stop, *turn_strings)
         prompts.append(Prompt(request, stop, continued=isinstance(record.prompt, str), name=record.origin))
     return prompts
-
-
-def _generate_answers(
-    model: Model,
-    records: Sequence[Record],
-    prompts: Sequence[Prompt],
-    options: PredictOptions,
-    file: pathlib.Path,
-    console: Console,
-) -> list[dict[str, Any]]:
-    """The answers, those that `file` has already and new ones, which are added to it."""
-    rows = {row["record"]: row for row in read_lines(file)}
-    write_lines(file, rows.values())  # without a line that was cut off
-    pairs = zip(records, prompts, strict=True)
-    remaining = [(record, prompt) for record, prompt in pairs if record.number not in rows]
-    if rows:
-        console.print(f"{len(rows)} of {len(records)} records have an answer already")
-    with file.open("a", encoding="utf-8") as lines, show_progress(console, "answers") as progress:
-        texts = [prompt for _, prompt in remaining]
-        for number, answer in answers(model.engine, model.tokenizer, texts, rows=options.rows):
-            record, _ = remaining[number]
-            rows[record.number] = {
-                "record": record.number,
-                "origin": record.origin,
-                "prompt": record.prompt,
-                "reference": record.reference,
-                "answer": answer.text,
-                "tokens": answer.tokens,
-                "finish_reason": answer.finish_reason,
-            }
-            lines.write(json.dumps(rows[record.number], ensure_ascii=False, default=str) + "\n")
-            lines.flush()
-            progress(len(rows), len(records))
-    return [rows[record.number] for record in records]
-
-
-def score_answers(rows: Sequence[dict[str, Any]], metrics: Sequence[str], held_out: HeldOut | None) -> Predictions:
-    """Answers with their metrics, and the totals."""
-    texts, references = [row["answer"] for row in rows], [row["reference"] for row in rows]
-    by_record = record_metrics(metrics, texts, references)
-    losses = held_out.records if held_out else [None] * len(rows)
-    counts = held_out.tokens if held_out else [0] * len(rows)
-    full = [
-        row | {"metrics": values} | ({"loss": loss, "loss_tokens": tokens} if held_out else {})
-        for row, values, loss, tokens in zip(rows, by_record, losses, counts, strict=True)
-    ]
-    totals: dict[str, Any] = {
-        "records": len(rows),
-        "cut_at_max_tokens": sum(r["finish_reason"] == "length" for r in rows),
-    }
-    totals |= total_metrics(metrics, texts, references, by_record)
-    if held_out:
-        totals |= {"loss": held_out.loss, "loss_tokens": sum(held_out.tokens), "loss_truncated": held_out.truncated}
-    return Predictions(full, totals)

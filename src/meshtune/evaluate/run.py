@@ -24,13 +24,14 @@ from meshtune.evaluate.compare import Evaluation, Outcome, evaluate
 from meshtune.evaluate.folder import results_folder
 from meshtune.evaluate.harness import Suite, prepare
 from meshtune.evaluate.metrics import check_metrics
-from meshtune.evaluate.predict import PredictOptions, Record, digest, record_of
+from meshtune.evaluate.predict import PredictOptions, Record, Records
 from meshtune.evaluate.report import HTML, MARKDOWN, write_report
 from meshtune.evaluate.statistics import Overlap, overlap
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.driver import run_on_all
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
+from meshtune.options import Shard
 from meshtune.runs.output import weights_digests
 from meshtune.runs.sources import Source, find, is_run, run_mesh, split_state
 from meshtune.setup.shortage import explain_shortage
@@ -92,13 +93,16 @@ def evaluate_model(
     trained_on: Sequence[Sample] = (),
     allow_training_data: bool = False,
     job: Job = SINGLE_PROCESS,
+    shard: Shard = Shard(),
 ) -> dict[str, Outcome] | None:
     """Evaluates a model, and what it is compared with before it, into `output` with a report.
 
     `trained_on` is looked through for the records of the evaluation. The processes of `job` share the models of the
-    subject's mesh; process 0 has the outcomes and writes them, the others return None. Raises UserError for an
-    evaluation set that is the training set, unless that is allowed, and for whatever is wrong with model, data and
-    tasks.
+    subject's mesh; process 0 has the outcomes and writes them, the others return None. Of the shards of an evaluation
+    the process that finds none missing has the outcomes, all others return None.
+
+    Raises UserError for an evaluation set that is the training set, unless that is allowed, and for whatever is wrong
+    with model, data and tasks.
     """
     if not evaluation.records and not evaluation.suite.tasks:
         raise UserError("there is nothing to evaluate", fix="give --tasks, --data, or both")
@@ -110,7 +114,7 @@ def evaluate_model(
     models = variants(subject, job)
     if job.process_count == 1:
         return _evaluate_models(
-            models, subject, evaluation, output, console, common, resume=resume, overwrite=overwrite
+            models, subject, evaluation, output, console, common, shard, resume=resume, overwrite=overwrite
         )
     replicas: list[Model] = []
     for load in models.values():
@@ -120,10 +124,10 @@ def evaluate_model(
 
     def main() -> None:
         options = {"resume": resume, "overwrite": overwrite}
-        outcomes.update(_evaluate_models(loaded, subject, evaluation, output, console, common, **options))
+        outcomes.update(_evaluate_models(loaded, subject, evaluation, output, console, common, shard, **options) or {})
 
     run_on_all(job, replicas, main)
-    return outcomes if job.is_main_process else None
+    return outcomes or None
 
 
 def _already(replica: Model, beside: Sequence[Model] = ()) -> Model:
@@ -138,12 +142,15 @@ def _evaluate_models(
     output: pathlib.Path,
     console: Console,
     common: Overlap | None,
+    shard: Shard,
     *,
     resume: bool,
     overwrite: bool,
-) -> dict[str, Outcome]:
-    with results_folder(output, settings(subject, evaluation), resume=resume, overwrite=overwrite):
-        outcomes = evaluate(models, evaluation, output, console)
+) -> dict[str, Outcome] | None:
+    with results_folder(output, settings(subject, evaluation), resume=resume, overwrite=overwrite, shard=shard):
+        outcomes = evaluate(models, evaluation, output, console, shard)
+        if outcomes is None:
+            return None
         chat = "prompts in the chat template" if evaluation.suite.chat else "plain prompts"
         title = f"Evaluation of {pathlib.Path(subject.path).name}"
         report = write_report(output, title, outcomes, overlap=common, protocol=f"lm-eval's, {chat}")
@@ -158,7 +165,7 @@ def settings(subject: Subject, evaluation: Evaluation) -> dict[str, Any]:
     return {
         "model": identity(subject.path, subject.adapter, subject.loading.get("revision")),
         "compare": subject.compare,
-        "data": digest(evaluation.records),
+        "records": len(evaluation.records),
         "predicting": dataclasses.asdict(evaluation.predicting),
         "suite": suite,
         "protocol": "lm-eval",
@@ -209,15 +216,15 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
     return {"base": loader_of(base), "tuned": loader_of(source)}
 
 
-def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
+def run_data(path: str) -> tuple[Records, Sequence[Sample]]:
     """(held-out records, training samples) of a run; empty if it has none, or is no run. The samples of a
     stream, which may be larger than memory, are left out."""
     directory, _ = split_state(path)
     if not is_run(directory) or not (directory / "recipe.yaml").is_file():
-        return [], ()
+        return Records(()), ()
     recipe = load_recipe(str(directory / "recipe.yaml"))
     if recipe.stage.kind not in ("sft", "pt"):
-        return [], ()
+        return Records(()), ()
     if recipe.data.streaming:
         documents = open_documents(recipe.data, seed=recipe.seed)
     else:
@@ -226,9 +233,9 @@ def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
         documents = load_documents(recipe.data, seed=recipe.seed, pictures=files)
     trained_on: Sequence[Sample] = () if recipe.data.streaming else documents.train
     if documents.validation is None:
-        return [], trained_on
+        return Records(()), trained_on
     held_out = documents.validation.with_system(recipe.data.system)
-    return [record_of(number, document) for number, document in enumerate(held_out)], trained_on
+    return Records(held_out), trained_on
 
 
 def make_evaluation(
@@ -288,7 +295,7 @@ def _evaluate(recipe: Recipe, console: Console, job: Job) -> pathlib.Path:
     return output
 
 
-def _evaluation(recipe: Recipe, records: list[Record]) -> Evaluation:
+def _evaluation(recipe: Recipe, records: Sequence[Record]) -> Evaluation:
     section = recipe.evaluate
     assert section is not None
     files = {name: pathlib.Path(path) for name, path in section.tasks.items() if path is not None}

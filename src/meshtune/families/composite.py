@@ -23,6 +23,9 @@ MTP = "next-token prediction head"
 UNUSED = "unused keys and values"
 KEYS_AND_VALUES = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
+# Composites that read prompts both ways, with pictures or without: their text models are not tuned by themselves.
+BOTH_WAYS = ("paligemma",)
+
 # (prefix in the text model alone, prefix in the composite): in files of transformers before 4.52, which later versions
 # go on writing for the model types of that time, and as its modules are named since.
 Prefixes = tuple[tuple[str, str], ...]

@@ -29,9 +29,10 @@ class Wrapper:
     read and the composite does not; `tied` is the default of the composite's tie_word_embeddings in transformers,
     `in_memory` how modules of its text model are named there. Files are in one of `layouts`. `tower` says how prefixes
     of modules of the tower and the projector in memory are written in files, the first that is there. `fields` are
-    further fields of the config that say nothing of the text model. `families` are those of text models whose
-    model_type is of the composite only. Published configs of a `flat` one have the text model's fields outside.
-    `defaults` are fields, by the text model's model_type, that published configs leave out.
+    further fields of the config that say nothing of the text model, `text_fields` those of text_config that it does not
+    read. `families` are those of text models whose model_type is of the composite only. Published configs of a `flat`
+    one have the text model's fields outside. `defaults` are fields, by the text model's model_type, that published
+    configs leave out.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Wrapper:
     layouts: tuple[Prefixes, ...] = (BEFORE, SINCE)
     tower: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fields: tuple[str, ...] = ()
+    text_fields: tuple[str, ...] = ()
     families: Mapping[str, str] = dataclasses.field(default_factory=dict)
     flat: bool = False
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -65,6 +67,11 @@ TOWER = (
     ("model.multi_modal_projector.", ("multi_modal_projector.", "model.multi_modal_projector.")),
 )
 VISUAL = (("model.visual.", ("visual.", "model.visual.")),)
+_PROJECTION = ("embed_vision.embedding_projection", "embed_vision.multimodal_embedder.embedding_projection")
+UNIFIED = tuple(
+    (f"model.{names[-1]}", tuple(prefix + name for name in names for prefix in ("", "model.")))
+    for names in (_PROJECTION, ("vision_embedder.", "embed_vision."))
+)
 MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
 # Of transformers' LlamaConfig and MistralConfig.
 SEVEN = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -77,6 +84,13 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 GLM_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_text": {"head_dim": None, "rms_norm_eps": 1e-5},  # heads divide the width
     "glm4v_moe_text": {"attention_bias": True},
+}
+# Of transformers' GemmaConfig and Gemma2Config.
+GEMMA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"num_key_value_heads": 16, "max_position_embeddings": 8192, "vocab_size": 256_000},
+    "gemma2": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "max_position_embeddings": 8192, "vocab_size": 256_000},
 }
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
@@ -104,6 +118,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma4_unified_text",),
         {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
         optional=("audio embedder",),
+        tower=UNIFIED,
     ),
     **{
         kind: Wrapper(
@@ -193,6 +208,16 @@ WRAPPERS: dict[str, Wrapper] = {
         VISION,
         tower=TOWER,
     ),
+    "paligemma": Wrapper(
+        "PaliGemma and PaliGemma 2",
+        "PaliGemmaForConditionalGeneration",
+        ("gemma", "gemma2"),
+        VISION,
+        tower=TOWER,
+        fields=("_vocab_size", "hidden_size", "ignore_index", "num_hidden_layers", "projection_dim", "vocab_size"),
+        text_fields=("num_image_tokens", "use_bidirectional_attention"),
+        defaults=GEMMA_DEFAULTS,
+    ),
     **{
         kind: Wrapper(
             title,
@@ -279,6 +304,7 @@ def read_composite(
     if inner.get("model_type") not in wrapper.texts:
         return None
     inner = {**_defaults(inner, wrapper), **inner}
+    inner = {field: value for field, value in inner.items() if field not in wrapper.text_fields}
     inner["model_type"] = wrapper.families.get(inner["model_type"], inner["model_type"])
     for field in wrapper.ignored:
         if inner.get(field) is not None:

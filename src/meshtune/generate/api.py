@@ -120,10 +120,12 @@ def generation_layout(mesh: MeshConfig | Mapping[str, int] | None, spec: ModelSp
 def sees(directory: Path) -> bool:
     """Whether a model directory has a tower that is implemented here, and says how pictures are prepared for it."""
     from meshtune.data.pictures.families import FAMILIES
+    from meshtune.families.composite import BOTH_WAYS
     from meshtune.families.vision import TOWERS
 
+    kind = load_config(directory).get("model_type")
     prepared = any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    if not prepared or load_config(directory).get("model_type") not in FAMILIES.keys() & TOWERS.keys():
+    if not (prepared or kind in BOTH_WAYS) or kind not in FAMILIES.keys() & TOWERS.keys():
         return False
     try:
         return load_spec(directory, vision=True)[0].vision is not None
@@ -194,7 +196,7 @@ def plan_merging(choice: bool | None, adapters: Mapping[str, LoadedAdapter], par
     if obstacle is not None or choice is not None:
         return Merging(bool(choice), obstacle or "asked for")
     ((_, adapter),) = adapters.items()
-    size, free = _copied_bytes(adapter, params), min(job.exchange("free memory", _free_bytes()))
+    size, free = _copied_bytes(adapter, params), job.minimum("free memory", [_free_bytes()])[0]
     sizes = (
         f"a second copy of the weights it adapts takes {size / 2**30:.2g} GiB of {free / 2**30:.3g} GiB that are free"
     )

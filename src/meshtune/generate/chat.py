@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from meshtune.generate.api import Model
 
 Overflow = Literal["error", "drop_oldest"]
+
+
+def _shown(message: dict[str, Any]) -> str:
+    """The text of a message, with a mark for each picture."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else "[picture]" for part in content)
 
 
 def _say(notice: str) -> None:
@@ -85,6 +94,15 @@ class ChatSession:
             scheduler=self._scheduler,
         )
         return self._answer(messages, generated)
+
+    def _repr_html_(self) -> str:
+        """The conversation as notebooks show it."""
+        style = "style='text-align: left; vertical-align: top; white-space: pre-wrap'"
+        rows = (
+            f"<tr><th {style}>{html.escape(message['role'])}</th><td {style}>{html.escape(_shown(message))}</td></tr>"
+            for message in self.messages
+        )
+        return f"<table>{''.join(rows)}</table>"
 
     def load(self, picture: object) -> LoadedPicture:
         """Reads a picture, once for all turns. Raises UserError for one that cannot be read, and for a model that reads

@@ -4,6 +4,10 @@ The devices of a mesh exchange parts of every product, so all of them must begin
 that share a mesh take turns. In several processes, process 0 has the requests, the queue and the clients. It announces
 every call that reaches the devices, with its arguments, and the other processes (`follow`) repeat it. So all processes
 run the same programs on the same numbers, whatever process 0 decided them from.
+
+Announcements are sums over the devices, to which the others contribute zeros. A process that waits for one occupies its
+device, and JAX's Gloo, which joins CPUs, waits for half a minute only: so after IDLE seconds without one the others are
+told to wait for a message of the coordinator instead.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ import base64
 import contextlib
 import dataclasses
 import itertools
+import json
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,12 +31,15 @@ import numpy as np
 from meshtune.generate.programs import Feed, Knobs, Switches
 from meshtune.generate.target_log_probs import TargetText
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.weights.tensor_reader import SMALLEST, BroadcastReader, broadcast_reader, neighbours
 
 if TYPE_CHECKING:
     from meshtune.generate.weights import BatchCaches
 
 TAG = "generation"
 FOREVER = 1e9  # seconds: a server may wait for its next request as long as it likes
+IDLE = 3.0  # seconds without an announcement after which the other processes leave their devices
+LENGTH = 8  # bytes of the length before an announcement
 RECORDS: dict[str, type] = {kind.__name__: kind for kind in (Feed, Knobs, TargetText, Switches)}
 
 
@@ -55,6 +64,9 @@ class Driver:
     def __init__(self, job: Job = SINGLE_PROCESS):
         self._job, self._lock = job, threading.RLock()
         self._numbers, self._ended = itertools.count(), list[int]()
+        self._channel: Channel | None = None
+        self._over = False
+        self._listened, self._last = False, 0.0  # whether the others wait at their devices, and since when
 
     def new_batch(self, caches: BatchCaches, model: int) -> int:
         """Announces the caches of a new batch of this model; returns their number."""
@@ -70,13 +82,61 @@ class Driver:
         with self._lock:
             if self._job.process_count > 1:
                 ended = [self._ended.pop() for _ in range(len(self._ended))]
-                self._job.exchange(TAG, {**message, "arguments": encode(arguments), "ended": ended}, FOREVER)
+                self._send({**message, "arguments": encode(arguments), "ended": ended})
             yield
+            self._last = time.monotonic()
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        if self._channel is None:
+            self._channel = Channel()
+            threading.Thread(target=self._release, name="meshtune-idle", daemon=True).start()
+        if not self._listened:
+            self._job.broadcast(TAG, None, timeout=FOREVER)
+            self._listened = True
+        self._channel.send(message)
+
+    def _release(self) -> None:
+        """Lets the other processes leave their devices whenever nothing was announced for a while."""
+        assert self._channel is not None
+        while not self._over:
+            time.sleep(IDLE / 4)
+            with self._lock:
+                if self._listened and time.monotonic() - self._last > IDLE:
+                    self._channel.send({"idle": True})
+                    self._listened = False
 
     def end(self) -> None:
         """Lets the other processes go."""
         with self.announce({"end": True}):
-            pass
+            self._over, self._listened = True, False
+
+
+class Channel:
+    """Takes messages from process 0 to all others, over one device of each process."""
+
+    def __init__(self) -> None:
+        devices = jax.devices()
+        reader, _ = broadcast_reader(devices, neighbours(devices))
+        assert reader is not None
+        self._reader: BroadcastReader = reader
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Sends a message from process 0; the others must call `receive`."""
+        text = json.dumps(message).encode()
+        content = np.frombuffer(len(text).to_bytes(LENGTH, "little") + text, np.uint8)
+        first = np.zeros(SMALLEST, np.uint8)
+        first[: content.size] = content[:SMALLEST]
+        self._reader.broadcast(first, SMALLEST)
+        if content.size > SMALLEST:
+            self._reader.broadcast(content[SMALLEST:], content.size - SMALLEST)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message of process 0."""
+        content = self._reader.broadcast(None, SMALLEST).tobytes()
+        size = LENGTH + int.from_bytes(content[:LENGTH], "little")
+        if size > SMALLEST:
+            content += self._reader.broadcast(None, size - SMALLEST).tobytes()
+        return json.loads(content[LENGTH:size])
 
 
 def driver_for(job: Job, replicas: Sequence[Replica]) -> Driver:
@@ -111,7 +171,12 @@ def follow(job: Job, models: Sequence[Replica]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     batches: dict[int, BatchCaches] = {}
-    while "end" not in (message := job.exchange(TAG, None, FOREVER)[0]):
+    channel = Channel()
+    job.broadcast(TAG, None, timeout=FOREVER)
+    while "end" not in (message := channel.receive()):
+        if "idle" in message:
+            job.broadcast(TAG, None, timeout=FOREVER)
+            continue
         for number in message["ended"]:
             batches.pop(number, None)
         if "new batch" in message:

@@ -9,6 +9,7 @@ from typing import Any
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.driver import Driver, announce
+from meshtune.generate.pictures import PromptPictures, with_prefix
 from meshtune.generate.programs import STEPS
 from meshtune.generate.request import Generation, GenerationRequest, Sampling, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
@@ -102,13 +103,17 @@ class Engine:
         context.
         """
         ids = check_prompt(prompt, self.spec.vocab, self.context, where)
-        if (pictures := fields.get("pictures")) is not None and pictures.end == len(ids):
+        pictures: PromptPictures | None = fields.pop("pictures", None)
+        if pictures is not None and pictures.end == len(ids):
             raise UserError("the prompt ends with a picture", where=where, fix="give at least a word after it")
         if max_tokens is None:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        return GenerationRequest(ids, max_tokens, sampling or Sampling(), stops, adapter=self.adapter, **fields)
+        if self.spec.vision is not None and self.spec.vision.mutual == "prefix":
+            pictures = with_prefix(pictures, len(ids))
+        fields |= {"pictures": pictures, "adapter": self.adapter}
+        return GenerationRequest(ids, max_tokens, sampling or Sampling(), stops, **fields)
 
     def run(
         self,

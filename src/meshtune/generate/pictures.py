@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 import re
@@ -63,10 +64,10 @@ class PromptPicture:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptPictures:
-    """The pictures of a prompt of L tokens, in their order.
+    """The pictures of a prompt of L tokens, in their order; there may be none where tokens see later ones.
 
     `rope_positions` are those of M-RoPE, and `offset` is the difference of such a position and a token's place after
-    the prompt. `reach` is the last position that each token sees. None: the model has no such thing.
+    the prompt. `reach` is the last position that each token sees, 0 its own. None: the model has no such thing.
     """
 
     pictures: tuple[PromptPicture, ...]
@@ -77,7 +78,7 @@ class PromptPictures:
     @cached_property
     def end(self) -> int:
         """The position after the last picture's last token."""
-        return self.pictures[-1].end
+        return self.pictures[-1].end if self.pictures else 0
 
     @property
     def patches(self) -> int:
@@ -86,13 +87,22 @@ class PromptPictures:
 
     def keys(self, ids: Sequence[int]) -> list[int]:
         """The prompt's ids, with a negative number for each token whose embedding is a feature. It is made of the
-        picture and the place in it, so a cache of such a token serves the same place of the same picture only."""
+        picture and the place in it, so a cache of such a token serves the same place of the same picture only. So it is
+        with each token of a prompt that sees its end."""
         keys = list(ids)
         for picture in self.pictures:
             number = int(picture.loaded.digest, 16) << 32
             for place in np.flatnonzero(picture.visual):
                 keys[picture.start + place] = -1 - (number + int(place))
+        if self.prefix:
+            number = int(hashlib.sha256(repr(keys).encode()).hexdigest(), 16) << 32
+            return [-1 - (number + place) for place in range(len(keys))]
         return keys
+
+    @property
+    def prefix(self) -> bool:
+        """Whether all tokens of the prompt see each other."""
+        return self.reach is not None and int(self.reach[0]) == len(self.reach) - 1
 
     def first_after(self, position: int) -> int:
         """The number of the first picture that has a token at or after this position."""
@@ -130,11 +140,11 @@ class PromptPictures:
         """The last position that each token from `start` to `end` sees."""
         if self.reach is None:
             return None
-        return np.concatenate([self.reach, np.arange(len(self.reach), max(end, len(self.reach)))])[start:end]
+        return np.pad(self.reach, (0, max(0, end - len(self.reach))))[start:end]
 
     def piece_end(self, end: int) -> int:
-        """The end of a piece that would end here, but not inside a picture whose tokens see each other both ways."""
-        return end if self.reach is None or not 0 < end <= len(self.reach) else int(self.reach[end - 1]) + 1
+        """The end of a piece that would end here, but not inside a run of tokens that see each other both ways."""
+        return end if self.reach is None or not 0 < end <= len(self.reach) else max(end, int(self.reach[end - 1]) + 1)
 
 
 class TokenPrompt(NamedTuple):
@@ -291,6 +301,13 @@ def insert_pictures(reader: PictureReader, ids: Sequence[int], pictures: Sequenc
         return TokenPrompt(tokens)
     placed = [PromptPicture(start, picture) for start, picture in zip(expanded.starts, pictures, strict=True)]
     return TokenPrompt(tokens, place_pictures(reader, len(tokens), placed))
+
+
+def with_prefix(pictures: PromptPictures | None, length: int) -> PromptPictures:
+    """The pictures, or none, of a text whose first `length` tokens, its prompt, see each other both ways."""
+    from meshtune.data.pictures.positions import prefix_reach
+
+    return dataclasses.replace(pictures or PromptPictures(()), reach=prefix_reach(length, length))
 
 
 def place_pictures(reader: PictureReader, length: int, placed: Sequence[PromptPicture]) -> PromptPictures:

@@ -340,7 +340,8 @@ class Feed:
 
     `token` is the newest and not yet in the cache, `length` the number of tokens that are; `remaining` is how many may
     still be generated (0: the row is empty or done). `stop_ids`, -1 where there is none, end a row. `rope_offset` is
-    added to a token's place for its M-RoPE position; None: no row has one.
+    added to a token's place for its M-RoPE position, and `prefix` is the number of a row's first tokens that see each
+    other whatever the window; None: no row has one.
     """
 
     token: Int[Array, "B"]
@@ -348,6 +349,7 @@ class Feed:
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B n"]
     rope_offset: Int[Array, "B"] | None = None
+    prefix: Int[Array, "B"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -480,6 +482,8 @@ def decode(
         inputs = Inputs(feed.token[:, None], feed.length[:, None], alive.astype(jnp.int32)[:, None])
         if feed.rope_offset is not None:
             inputs = dataclasses.replace(inputs, rope_positions=(feed.length + feed.rope_offset)[:, None])
+        if (prefix := feed.prefix) is not None:
+            inputs = dataclasses.replace(inputs, reach=jnp.where(feed.length < prefix, prefix - 1, 0)[:, None])
         hidden, cache, _ = forward(params, spec, compute, inputs, cache=Cache(layers, feed.length))
         assert cache is not None
         token_logits = logits(params, spec, hidden)[:, 0]

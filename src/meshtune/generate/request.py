@@ -139,11 +139,6 @@ class GenerationRequest:
         """The same request as number `row` of several, which draws with another seed."""
         return dataclasses.replace(self, sampling=self.sampling.of_row(row))
 
-    @property
-    def rope_offset(self) -> int:
-        """The difference of a M-RoPE position and the token's place, after the prompt."""
-        return 0 if self.pictures is None else self.pictures.offset
-
     @functools.cached_property
     def keys(self) -> tuple[int, ...]:
         """The prompt by what caches know its tokens by: their ids, or negative numbers where pictures are."""

@@ -38,7 +38,7 @@ from meshtune.generate.request import (
     Token,
     mask_words,
 )
-from meshtune.generate.visual import piece_arrays
+from meshtune.generate.visual import feed_columns, piece_arrays
 from meshtune.generate.weights import BatchCaches, Weights
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 from meshtune.model.spec import ModelSpec
@@ -276,12 +276,16 @@ class Rows:
 
     def _with_pictures(self, piece: _Piece, row: Row, pictures: PromptPictures, budget: int) -> _Piece:
         """The piece of a text with pictures. Computes the features among the embeddings of its tokens."""
-        text, length = piece.text, piece.length
+        assert row.generation is not None
+        text, length, ids = piece.text, piece.length, row.generation.request.prompt
+        if length == len(text.tokens):
+            return piece
+        # The newest token is decoded, and read as well where earlier ones see it.
         end = pictures.piece_end(min(length + max(0, budget), len(text.tokens)))
         first = features = 0
         if length < pictures.end and any(key < 0 for key in text.tokens[length:end]):
             first, features = row.encoded = row.encoded or self._encode(row, pictures, length)
-        tokens = [max(key, 0) for key in text.tokens[length:end]]
+        tokens = [*ids, *row.generation.ids][length:end]
         return piece._replace(tokens=tokens, pictures=pictures, first=first, features=features)
 
     def _encode(self, row: Row, pictures: PromptPictures, length: int) -> tuple[int, int]:
@@ -547,13 +551,8 @@ class Scheduler:
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
         if any(row.generation and row.generation.request.pictures for row in rows):
-            columns |= self._rope_offsets()
+            columns |= feed_columns([row.generation for row in rows], self._spec)
         return Feed(**{name: np.asarray(column, np.int32) for name, column in columns.items()})  # pyright: ignore
-
-    def _rope_offsets(self) -> dict[str, list[int]]:
-        """The column of M-RoPE's offsets, where any row has one."""
-        offsets = [row.generation.request.rope_offset if row.generation else 0 for row in self._rows.rows]
-        return {"rope_offset": offsets} if any(offsets) else {}
 
     def _count(self) -> None:
         """Counts the tokens of all rows, unless the caches have."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
 from meshtune.data.loader import pack
-from meshtune.generate.pictures import PromptPictures
+from meshtune.generate.pictures import PromptPictures, with_prefix
 from meshtune.generate.programs import (
     Probabilities,
     empty_layers,
@@ -338,6 +338,8 @@ def target_log_probs(
 ) -> list[TargetLogProbs]:
     """The log-probabilities of every text's targets, in order; never over a cache in codes, whatever `compute` says."""
     compute = dataclasses.replace(compute, cache=None)
+    if spec.vision is not None and spec.vision.mutual == "prefix":
+        texts = [dataclasses.replace(text, pictures=with_prefix(text.pictures, text.first)) for text in texts]
     shared = not any(rope.kind in BY_LENGTH for rope in spec.ropes)
     roots = prefix_tree(texts, shared=shared)
     pictured = [number for number, text in enumerate(texts) if text.pictures is not None]

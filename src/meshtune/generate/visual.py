@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +19,8 @@ from meshtune.adapters.adapter_set import select
 from meshtune.arrays.tree import Tree
 from meshtune.generate.pictures import PatchArrays, PromptPictures
 from meshtune.generate.programs import length_bucket
+from meshtune.generate.request import Generation
+from meshtune.model.attention import AttentionSpec
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs, Visual
 from meshtune.model.model_cache import rows_bucket
@@ -103,10 +107,32 @@ def piece_arrays(pieces: Sequence[PicturePiece], rows: int, length: int) -> dict
     for n, piece in enumerate(pieces):
         if piece.pictures is not None:
             put("rope_positions", n, piece.pictures.rope_from(piece.length, piece.end))
+            if piece.features or piece.pictures.prefix:
+                put("reach", n, piece.pictures.reach_from(piece.length, piece.end))
             if piece.features:
                 put("visual", n, piece.pictures.index(piece.first, piece.length, piece.end))
-                put("reach", n, piece.pictures.reach_from(piece.length, piece.end))
     return arrays
+
+
+def feed_columns(generations: Sequence[Generation | None], spec: ModelSpec) -> dict[str, list[int]]:
+    """The columns of a decode step's `Feed` that rows with pictures need: M-RoPE's offsets, and the lengths of prompts
+    whose tokens see each other where the last of them is decoded and the first is beyond a window."""
+    offsets, prefixes, window = [0] * len(generations), [0] * len(generations), _prefix_window(spec)
+    for n, generation in enumerate(generations):
+        if generation is not None and (pictures := generation.request.pictures) is not None:
+            offsets[n] = pictures.offset
+            prompt = len(generation.request.prompt)
+            prefixes[n] = prompt if pictures.prefix and not generation.tokens and prompt > window else 0
+    columns = {"rope_offset": offsets, "prefix": prefixes}
+    return {name: column for name, column in columns.items() if any(column)}
+
+
+@functools.lru_cache(maxsize=8)
+def _prefix_window(spec: ModelSpec) -> float:
+    """The smallest window of layers where all tokens of a prompt see each other; infinite without one."""
+    mixers = [kind.mixer for kind in spec.layer_kinds]
+    windows = [m.window for m in mixers if isinstance(m, AttentionSpec) and m.prefix and m.window is not None]
+    return min(windows, default=math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,5 +150,7 @@ def text_pictures(
     params: Tree, pictures: PromptPictures, count: int, length: int, *, spec: ModelSpec, compute: Compute
 ) -> Pictures:
     """The pictures of a text of `count` tokens in a row of `length`, with their features."""
-    arrays: Any = piece_arrays([WholeText(pictures, count)], 1, length)
+    arrays: Any = piece_arrays([WholeText(pictures, count, features=pictures.patches)], 1, length)
+    if not pictures.patches:
+        return Pictures(**arrays)
     return Pictures((encode(params, pictures.read(0), None, spec=spec, compute=compute),), **arrays)

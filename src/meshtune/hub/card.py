@@ -295,11 +295,11 @@ def _losses(metrics: Path) -> list[tuple[int, float, float | None, float | None]
 
 def _samples(file: Path) -> list[Sample]:
     """The first and the last answer to the first prompts that were answered before the first update."""
-    answers: dict[str, dict[int, str]] = {}
+    answers: dict[tuple[str, str], dict[int, str]] = {}
     for row in _rows(file):
         if isinstance(row.get("prompt"), str) and isinstance(row.get("text"), str):
-            answers.setdefault(row["prompt"], {})[row["step"]] = row["text"]
-    compared = [(prompt, texts) for prompt, texts in answers.items() if 0 in texts and len(texts) > 1]
+            answers.setdefault((row["prompt"], str(row.get("pictures"))), {})[row["step"]] = row["text"]
+    compared = [(prompt, texts) for (prompt, _), texts in answers.items() if 0 in texts and len(texts) > 1]
     return [Sample(prompt, texts[0], max(texts), texts[max(texts)]) for prompt, texts in compared[:SAMPLES_SHOWN]]
 
 

@@ -40,6 +40,7 @@ from meshtune.mesh.rendezvous import (
     PROCESSES,
     SECRET,
 )
+from meshtune.runs.output import CHECKPOINTS
 
 TAIL_LINES = 15  # of a failed worker's log
 # Gloo prints these lines into the middle of tables; they are kept in the log only.
@@ -95,6 +96,27 @@ def launch(command: TrainCommand | ModelCommand, processes: int, devices: int | 
     if failed.signal is not None and failed.signal not in STOP_SIGNALS:
         return EXIT_PROCESS_LOST
     return failed.exit_code or 1
+
+
+def launch_again(command: TrainCommand, processes: int, devices: int | None, restarts: int, console: Console) -> int:
+    """Launches a command that resumes, again and again while it loses processes; returns the last exit code.
+
+    Gives up after `restarts` restarts in a row of which no newer checkpoint came.
+    """
+    newest, fruitless = newest_checkpoint(command.output), 0
+    while (code := launch(command, processes, devices, console)) == EXIT_PROCESS_LOST:
+        before, newest = newest, newest_checkpoint(command.output)
+        fruitless = 0 if newest > before else fruitless + 1
+        if fruitless > restarts:
+            console.print(f"no newer checkpoint came of {restarts} restarts: giving up", style="bold red")
+            break
+        console.print(f"starting again, from update {newest}", markup=False)
+    return code
+
+
+def newest_checkpoint(output: pathlib.Path) -> int:
+    """The number of the newest complete checkpoint of a run, or 0."""
+    return max((int(path.name) for path in (output / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()), default=0)
 
 
 def check_gpus(processes: int, devices: int | None, gpus: int) -> None:
@@ -226,7 +248,7 @@ def _first_failure(workers: list[Worker], ended_here: Container[int] = ()) -> Wo
 
 def _names_another_process(worker: Worker) -> bool:
     text = "\n".join(_log_tail(worker.log))
-    return "error: process " in text and (" was lost: " in text or " failed: " in text)
+    return "error: process " in text and (" was lost: " in text or " failed: " in text or " does not go on: " in text)
 
 
 def _show_failure(worker: Worker, processes: int, console: Console) -> None:

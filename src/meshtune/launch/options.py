@@ -14,6 +14,7 @@ TIME = r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}"  # sbatch: minutes, h:m[:s
 MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80")
 RUNTIMES = ("pyxis", "apptainer")
 RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "tpu": "google.com/tpu"}
+KINDS = ("jobset", "trainjob")
 QUANTITY = r"\d+(\.\d+)?(m|[KMGTP]i?)?"
 ACCELERATORS = r"[A-Za-z0-9.\-]+(:\d+)?"
 
@@ -99,7 +100,12 @@ class SlurmOptions:
 
 @dataclasses.dataclass(frozen=True)
 class JobSetOptions:
-    """The resources requested from Kubernetes: `nodes` pods with `devices` accelerators of `vendor` each (0: CPU pods).
+    """The resources requested from Kubernetes: `nodes` pods in each of `slices`, each with `devices` accelerators of
+    `vendor` (0: CPU pods).
+
+    A slice is what has a fast network of its own: a TPU slice, or a rack. `exclusive_topology` is the label of nodes
+    whose values are given to one slice each. `restart_agent` is an image of JobSet's in-place-restart-agent, with which
+    pods that are left restart without being scheduled again. `priority` is one of Kueue's if there is a `queue`.
 
     `claim` is a PersistentVolumeClaim (ReadWriteMany) that every pod mounts at `mount`. It holds model, data and
     output, and relative paths start there. The recipe is passed in a ConfigMap. `node_labels` (key=value) select nodes.
@@ -109,13 +115,20 @@ class JobSetOptions:
 
     image: str = required("An image that holds Meshtune (docker/).")
     claim: str = required("PersistentVolumeClaim (ReadWriteMany) that every pod mounts.")
-    nodes: int = option(1, "Pods, one per node.", ge=1, flags=("--nodes", "-N"))
+    nodes: int = option(1, "Pods of each slice, one per node.", ge=1, flags=("--nodes", "-N"))
+    slices: int = option(1, "Slices: TPU slices or racks, with a replicated job each.", ge=1)
+    kind: str = option("jobset", "jobset, or trainjob for Kubeflow Trainer.")
     devices: int = option(8, "Accelerators of each pod; 0: CPUs.", ge=0, flags=("--gpus-per-node", "-g"))
     vendor: str = option("nvidia", "nvidia, amd or tpu.")
     mount: str = option("/shared", "Where the claim is mounted; relative paths start there.")
     name: str | None = option(None, "Name of the JobSet; default: that of the output.")
     namespace: str | None = option(None, "Namespace.")
     queue: str | None = option(None, "Kueue's local queue.")
+    priority: str | None = option(None, "Priority class: of Kueue with --queue, else of the pods.")
+    exclusive_topology: str | None = option(
+        None, "Label of nodes, such as cloud.google.com/gke-nodepool: one slice each."
+    )
+    restart_agent: str | None = option(None, "Image of JobSet's in-place-restart-agent: pods restart in place.")
     cpus: str | None = option(None, "CPU cores of each pod.")
     memory: str | None = option(None, "Memory of each pod, as 200Gi.", flags=("--mem",))
     node_labels: tuple[str, ...] = option((), "Only nodes with key=value; may be repeated.", flags=("--node-label",))
@@ -129,6 +142,14 @@ class JobSetOptions:
                 where="--vendor",
                 fix=nearest(self.vendor, RESOURCES) + f"choose from {', '.join(RESOURCES)}",
             )
+        if self.kind not in KINDS:
+            fix = f"{nearest(self.kind, KINDS)}choose {' or '.join(KINDS)}"
+            raise UserError(f"'{self.kind}' is not a kind of job", where="--kind", fix=fix)
+        only_jobset = {"--slices": self.slices > 1, "--restart-agent": self.restart_agent is not None}
+        only_jobset["--exclusive-topology"] = self.exclusive_topology is not None
+        for flag, is_given in only_jobset.items():
+            if is_given and self.kind != "jobset":
+                raise UserError("a TrainJob has no such option", where=flag, fix="leave it out, or give --kind jobset")
         if not self.mount.startswith("/"):
             raise UserError(f"'{self.mount}' is not an absolute path", where="--mount", fix="write it as /shared")
         for flag, value in (("--cpus", self.cpus), ("--mem", self.memory)):

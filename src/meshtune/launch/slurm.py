@@ -15,7 +15,7 @@ from meshtune.launch.train_command import TrainCommand, dns_label, meshtune_exec
 from meshtune.mesh.client import EXIT_PROCESS_LOST
 
 TEMPLATE = pathlib.Path(__file__).with_name("slurm_body.sh")
-MAX_RESTARTS = 20  # after a lost process; restarts after a time limit or preemption are unlimited
+MAX_RESTARTS = 10  # in a row after lost processes, without a newer checkpoint; after time limits there is no limit
 
 
 def batch_script(command: TrainCommand, options: SlurmOptions) -> str:

@@ -34,8 +34,13 @@ case $code in
   1|2) echo "failed with exit code $code, which a restart would not change: see $LOGS" >&2; exit $code ;;
   @STOPPED@) reason="stopped by a signal and saved" ;;
   *) reason="lost a process (exit code $code)"  # @LOST@, or that of the signal that killed it
-    if [ "${SLURM_RESTART_COUNT:-0}" -ge @RESTARTS@ ]; then
-      echo "$reason, after @RESTARTS@ restarts: giving up" >&2
+    # Restarts count in a row of which no newer checkpoint came.
+    newest=$(ls "$OUTPUT/checkpoints" 2>/dev/null | grep -x "[0-9]*" | sort -n | tail -1)
+    read -r before fruitless 2>/dev/null < "$LOGS/.restarts-$SLURM_JOB_ID"
+    [ "${newest:-0}" -gt "${before:-0}" ] && fruitless=0 || fruitless=$((${fruitless:-0} + 1))
+    echo "${newest:-0} $fruitless" > "$LOGS/.restarts-$SLURM_JOB_ID"
+    if [ "$fruitless" -gt @RESTARTS@ ]; then
+      echo "$reason, and no newer checkpoint came of @RESTARTS@ restarts: giving up" >&2
       exit $code
     fi ;;
 esac

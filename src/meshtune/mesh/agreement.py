@@ -28,20 +28,19 @@ def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, f
     """
     flat = {name: _short_text(value) for name, value in _flatten(fields)}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
-    digests = job.exchange(f"{subject}: digest", digest)
-    if len(set(digests)) == 1:
+    difference = job.difference(f"{subject}: digest", digest)
+    if difference is None:
         return
-    # The fields themselves are exchanged only once a digest differs.
-    processes = job.exchange(f"{subject}: fields", {"host": job.host, "fields": flat})
-    differing = next(index for index, digest in enumerate(digests) if digest != digests[0])
-    first, second = processes[0]["fields"], processes[differing]["fields"]
-    name = next(name for name in sorted({*first, *second}) if first.get(name) != second.get(name))
-    equal = digests.count(digests[0])
-    group = f"; {equal} of {len(digests)} processes agree with process 0" if len(digests) > 2 else ""
+    # The fields themselves are sent only once a digest differs.
+    index = difference.process_index
+    host, first = job.broadcast(f"{subject}: fields", [job.host, flat])
+    other_host, other = job.broadcast(f"{subject}: other fields", [job.host, flat], root=index)
+    name = next(name for name in sorted({*first, *other}) if first.get(name) != other.get(name))
+    count = job.process_count
+    group = f"; {difference.equal} of {count} processes agree with process 0" if count > 2 else ""
     raise UserError(
-        f"the processes differ in {subject}: {name} is {first.get(name, 'absent')} on process 0 "
-        f"({processes[0]['host']}) and {second.get(name, 'absent')} on process {differing} "
-        f"({processes[differing]['host']}){group}",
+        f"the processes differ in {subject}: {name} is {first.get(name, 'absent')} on process 0 ({host}) and "
+        f"{other.get(name, 'absent')} on process {index} ({other_host}){group}",
         fix=fix,
     )
 
@@ -50,14 +49,12 @@ def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, f
 def first_of_each_host(job: Job, tag: str) -> Iterator[tuple[int, int]]:
     """Runs the block on the first process of each host, on all hosts at once, and then on the others, so that they can
     reuse the files it has written. Gives the index of this host and the number of hosts."""
-    processes = job.exchange(f"{tag}: hosts", job.host)
-    names = list(dict.fromkeys(processes))
-    is_first = processes.index(job.host) == job.process_index
+    host, hosts, is_first = job.rank(f"{tag}: hosts", job.host)
     if not is_first:
-        job.exchange(tag, None)
-    yield names.index(job.host), len(names)
+        job.barrier(tag)
+    yield host, hosts
     if is_first:
-        job.exchange(tag, None)
+        job.barrier(tag)
 
 
 def code_version() -> dict[str, str]:
@@ -93,11 +90,12 @@ class StopDecision:
     """The facts about one update that all processes share.
 
     `signal` is the highest signal number that any process received (0: none). `seconds[p]` is the time that process p
-    reported for the update before.
+    reported for the update before. `save` says that process 0 asks for a save.
     """
 
     signal: int
     seconds: tuple[float, ...]
+    save: bool = False
 
     @property
     def skew(self) -> float:
@@ -106,7 +104,7 @@ class StopDecision:
 
 
 class StopFlag:
-    """All-gathers each process's signal and step time, outside the training step.
+    """All-gathers each process's signal, step time and wish to save, outside the training step.
 
     `submit` is called after each update is dispatched, and `decision` when that update's metrics are read (one update
     later): decisions come in the order of submission, and the device is never waited for in between. All processes
@@ -127,11 +125,12 @@ class StopFlag:
             self._sharded = NamedSharding(mesh, PartitionSpec("device"))
             self._gather = jax.jit(lambda flags: flags, out_shardings=NamedSharding(mesh, PartitionSpec()))
             self._local_devices = sum(device.process_index == jax.process_index() for device in devices)
-            self._shape = (len(devices), 2)
+            self._shape = (len(devices), 3)
 
-    def submit(self, signal: int | None, seconds: float = 0.0) -> None:
-        """Submits the signal that this process received, if any, and its step time for the update just dispatched."""
-        row = np.array([[signal or 0, seconds]], np.float32)
+    def submit(self, signal: int | None, seconds: float = 0.0, save: bool = False) -> None:
+        """Submits, for the update just dispatched, the signal that this process received, if any, its step time, and
+        whether it asks for a save, of which only process 0's answer counts."""
+        row = np.array([[signal or 0, seconds, save]], np.float32)
         if not self.multi_process:
             self._pending.append(row)
             return
@@ -143,4 +142,4 @@ class StopFlag:
         flags = self._pending.pop(0)
         rows = np.asarray(flags.addressable_data(0) if isinstance(flags, jax.Array) else flags)
         rows = rows[self._rows] if self.multi_process else rows
-        return StopDecision(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]))
+        return StopDecision(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]), bool(rows[0, 2]))

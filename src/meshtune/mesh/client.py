@@ -32,7 +32,8 @@ SILENCE_TIMEOUT = 40.0  # seconds without a message after which a process counts
 MAX_MESSAGE_BYTES = 1 << 26
 MAX_HELLO_BYTES = 1 << 14  # of a connection that has not yet proved that it is a process of this job
 HELLO_TIMEOUT = 10.0  # seconds that it has for that
-PROTOCOL_VERSION = "meshtune-3"
+PROTOCOL_VERSION = "meshtune-4"
+STALLED = "stalled"  # the cause of a job that lives and does not go on
 EXIT_PROCESS_LOST = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the run, the same command resumes it
 
 Message = dict[str, Any]  # JSON; "type" says which of its other keys are present
@@ -40,7 +41,8 @@ Message = dict[str, Any]  # JSON; "type" says which of its other keys are presen
 
 @dataclasses.dataclass(frozen=True)
 class JobEnd:
-    """Why a job ends. `cause` is "start" (it cannot begin), "lost" (a process is gone) or "failed" (a process raised).
+    """Why a job ends. `cause` is "start" (it cannot begin), "lost" (a process is gone), STALLED or "failed" (a process
+    raised).
 
     `process_index` and `host` name the process that caused it; `message`, `where` and `fix` are those of a UserError.
     """
@@ -75,11 +77,17 @@ def configure_socket(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def send(connection: socket.socket, lock: threading.Lock, message: Message) -> bool:
-    """Sends one message. False if the connection is closed: the thread that reads from it reports the loss."""
+def encode(message: Message) -> bytes:
+    """A message as a line of JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def send(connection: socket.socket, lock: threading.Lock, message: Message | bytes) -> bool:
+    """Sends one message, encoded or not. False if the connection is closed: the thread that reads from it reports the
+    loss."""
     try:
         with lock:
-            connection.sendall(json.dumps(message).encode() + b"\n")
+            connection.sendall(message if isinstance(message, bytes) else encode(message))
     except OSError:
         return False
     return True
@@ -119,7 +127,7 @@ class Client:
     """One process's connection to the coordinator.
 
     When the job ends, `on_end` is called in a background thread with the reason. Before `on_end` is set, and while
-    `exchange` waits, the reason is raised by `exchange` instead.
+    `reduce` waits, the reason is raised by `reduce` instead.
     """
 
     def __init__(self, info: ProcessInfo, address: tuple[str, int], timeout: float):
@@ -128,19 +136,21 @@ class Client:
         self.job_end: JobEnd | None = None
         self.ended = threading.Event()
         self.leaving = False
+        self.steps = 0  # of its loop that the main thread has taken, for the coordinator
         self._lock, self._received = threading.Lock(), queue.Queue[Message]()
-        self._exchanging = False
+        self._waiting = False
         self._connection, self._messages = join(info, address, timeout)
         threading.Thread(target=self._receive, name="meshtune-client", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="meshtune-heartbeat", daemon=True).start()
 
-    def exchange(self, tag: str, value: object, timeout: float) -> list[Any]:
-        """The `value` (JSON) of every process, in order of process, once all have called with the same `tag`.
+    def reduce(self, reduction: str, tag: str, value: object, timeout: float) -> Any:
+        """Reduces the `value` (JSON) of every process, once all have called with the same `tag` and `reduction`.
 
-        Raises: UserError if the job ends meanwhile, or if a process has not called within `timeout` seconds.
+        Returns this process's result of one of mesh.reductions. Raises: UserError if the job ends meanwhile, or if a
+        process has not called within `timeout` seconds.
         """
-        self._exchanging = True
-        send(self._connection, self._lock, {"type": "put", "tag": tag, "value": value})
+        self._waiting = True
+        send(self._connection, self._lock, {"type": "put", "reduction": reduction, "tag": tag, "value": value})
         try:
             while True:
                 message = self._received.get(timeout=timeout)
@@ -148,7 +158,7 @@ class Client:
                     assert self.job_end is not None
                     raise self.job_end.to_error()
                 if message["tag"] == tag:
-                    return message["values"]
+                    return message["result"]
         except queue.Empty:
             raise UserError(
                 f"not every process reached '{tag}' within {timeout:.0f} s",
@@ -156,7 +166,7 @@ class Client:
                 fix="look at the logs of the processes that are late",
             ) from None
         finally:
-            self._exchanging = False
+            self._waiting = False
 
     def report_failure(self, job_end: JobEnd) -> None:
         """Ends the job for every process; returns once the coordinator has passed the reason on."""
@@ -174,7 +184,7 @@ class Client:
     def _receive(self) -> None:
         self._connection.settimeout(SILENCE_TIMEOUT)
         for message in self._messages:
-            if message["type"] == "values":
+            if message["type"] == "result":
                 self._received.put(message)
             elif message["type"] == "end":
                 self._end(JobEnd(**message["job_end"]))
@@ -187,13 +197,13 @@ class Client:
         self.job_end = job_end
         self.ended.set()
         self._received.put({"type": "end"})
-        if self.on_end is not None and not self.leaving and not self._exchanging:
+        if self.on_end is not None and not self.leaving and not self._waiting:
             self.on_end(job_end)
 
     def _send_heartbeats(self) -> None:
         while not self.leaving and not self.ended.is_set():
             time.sleep(HEARTBEAT_INTERVAL)
-            send(self._connection, self._lock, {"type": "heartbeat"})
+            send(self._connection, self._lock, {"type": "heartbeat", "steps": self.steps})
 
 
 def join(info: ProcessInfo, address: tuple[str, int], timeout: float) -> tuple[socket.socket, Iterator[Message]]:

@@ -14,6 +14,7 @@ from meshtune.options import option
 
 # Outermost first: tp exchanges the most and gets neighbouring devices, dp the least and goes across hosts.
 AXES = ("dp", "fsdp", "cp", "ep", "tp")
+SLICE_AXES = ("dp", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class MeshConfig:
     tp: int = option(1, "Heads, ffn and vocabulary are split.", ge=-1)
     cp: int = option(1, "The sequence is split; parameters as with fsdp.", ge=-1)
     ep: int = option(1, "Experts are split.", ge=-1)
+    dcn: str | None = option(None, "The axis that crosses TPU slices: dp (default) or fsdp.")
 
     def __post_init__(self):
         for axis, size in self.sizes.items():
@@ -37,6 +39,12 @@ class MeshConfig:
                     where=f"mesh.{axis}",
                     fix="give a whole number from 1 up, or -1 for all remaining devices",
                 )
+        if self.dcn not in (None, *SLICE_AXES):
+            raise UserError(
+                f"'{self.dcn}' cannot cross slices",
+                where="mesh.dcn",
+                fix=f"choose {' or '.join(SLICE_AXES)}: the others exchange too much for the network between slices",
+            )
         open_axes = [axis for axis, size in self.sizes.items() if size == -1]
         if len(open_axes) > 1:
             raise UserError(f"{' and '.join(open_axes)} are both -1", where="mesh", fix="set at most one axis to -1")
@@ -75,6 +83,23 @@ def resolve_mesh(config: MeshConfig, devices: int) -> MeshConfig:
             fix=f"give fixed axes whose product divides {devices}, or start the job with a multiple of {fixed} devices",
         )
     return dataclasses.replace(config, **{open_axis: devices // fixed})
+
+
+def slice_factors(config: MeshConfig, slices: int) -> dict[str, int]:
+    """The slices along each axis of a mesh without an open axis, 1 along all but one.
+
+    Raises: UserError if the axis that crosses slices does not divide by them: others would cross them unnoticed.
+    """
+    axis = config.dcn or "dp"
+    if config.sizes[axis] % slices:
+        raise UserError(
+            f"the devices are {slices} slices with a slow network between them, and the mesh {config} has "
+            f"{axis}={config.sizes[axis]} across it, which does not divide by {slices}",
+            where="mesh",
+            fix=f"give mesh.dp={slices} mesh.fsdp=-1, or another dp that divides by {slices}; where a replica is "
+            f"larger than a slice, mesh.dcn=fsdp with an fsdp that divides by {slices}",
+        )
+    return {name: slices if name == axis else 1 for name in AXES}
 
 
 def _wrong_count(config: MeshConfig, expected: int, devices: int) -> UserError:

@@ -1,5 +1,5 @@
-"""The coordinator, on process 0: accepts connections, exchanges values between processes, and broadcasts the reason a
-job ends."""
+"""The coordinator, on process 0: accepts connections, reduces values of all processes, and broadcasts the reason a job
+ends."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ from meshtune.mesh.client import (
     JobEnd,
     Message,
     configure_socket,
+    encode,
     process_lost,
     proof,
     receive_messages,
     send,
 )
+from meshtune.mesh.reductions import REDUCTIONS
 from meshtune.mesh.rendezvous import COORDINATOR, SECRET, ProcessInfo
 
-MAX_STRANGERS = 256  # connections without a proof yet; of more the oldest is closed
+MAX_STRANGERS = 256  # connections without a proof yet, or twice the processes; of more the oldest is closed
+BACKLOG = 4096  # connections that wait to be accepted
 
 
 @dataclasses.dataclass
 class _Connection:
-    """An accepted client. `last_message` is the monotonic time of its latest message."""
+    """An accepted client. `last_message` is the monotonic time of its latest message, `steps` what that said of the
+    steps of its loop."""
 
     process_index: int
     host: str
@@ -45,6 +49,7 @@ class _Connection:
     socket: socket.socket
     last_message: float
     closed: bool = False
+    steps: int = 0
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
@@ -91,6 +96,12 @@ class Coordinator:
         with self.lock:
             return [index for index in range(self.info.process_count) if index not in self.connections]
 
+    def least_steps(self) -> tuple[int, str, bool]:
+        """(index, host, whether others took more steps) of the process that took the fewest steps of its loop."""
+        with self.lock:
+            connections = sorted(self.connections.values(), key=lambda each: (each.steps, each.process_index))
+        return connections[0].process_index, connections[0].host, connections[-1].steps > connections[0].steps
+
     def end(self, job_end: JobEnd) -> None:
         """Broadcasts the reason the job ends; calls after the first have no effect."""
         with self.lock:
@@ -110,6 +121,7 @@ class Coordinator:
         self.server.close()
 
     def _accept(self) -> None:
+        limit = max(MAX_STRANGERS, 2 * self.info.process_count)
         while True:
             try:
                 accepted, _ = self.server.accept()
@@ -120,7 +132,7 @@ class Coordinator:
                 continue
             with self.lock:
                 self.strangers.append(accepted)
-                oldest = self.strangers.popleft() if len(self.strangers) > MAX_STRANGERS else None
+                oldest = self.strangers.popleft() if len(self.strangers) > limit else None
             if oldest is not None:
                 _shut(oldest)
             threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
@@ -143,7 +155,9 @@ class Coordinator:
             for message in messages:
                 connection.last_message = time.monotonic()
                 if message["type"] == "put":
-                    self._put(connection.process_index, message["tag"], message["value"])
+                    self._put(connection.process_index, message)
+                elif message["type"] == "heartbeat":
+                    connection.steps = message["steps"]
                 elif message["type"] == "failed":
                     self.end(JobEnd(**message["job_end"]))
                 elif message["type"] == "goodbye":
@@ -219,19 +233,24 @@ class Coordinator:
             self.connections[client.process_index] = client
         return None
 
-    def _put(self, process_index: int, tag: str, value: object) -> None:
-        """Stores a process's value for `tag`; the last one to arrive sends all of them to every process."""
+    def _put(self, process_index: int, message: Message) -> None:
+        """Stores a process's value for its tag; the last one to arrive sends its result to every process."""
+        tag = message["tag"]
         with self.lock:
             by_process = self.values.setdefault(tag, {})
-            by_process[process_index] = value
+            by_process[process_index] = message["value"]
             if len(by_process) < self.info.process_count:
                 return
             del self.values[tag]
             self.started = True
             connections = list(self.connections.values())
-        values = [by_process[index] for index in range(self.info.process_count)]
+        results = REDUCTIONS[message["reduction"]]([by_process[index] for index in range(self.info.process_count)])
+        encoded: dict[int, bytes] = {}  # by the identity of a result, which most share
         for connection in connections:
-            send(connection.socket, connection.lock, {"type": "values", "tag": tag, "values": values})
+            result = results[connection.process_index]
+            if id(result) not in encoded:
+                encoded[id(result)] = encode({"type": "result", "tag": tag, "result": result})
+            send(connection.socket, connection.lock, encoded[id(result)])
 
     def _lose(self, connection: _Connection, reason: str) -> None:
         if not connection.closed:
@@ -298,13 +317,13 @@ def _listen(host: str, port: int) -> socket.socket:
     """
     for family, address in addresses(host):
         try:
-            return socket.create_server((address, port), family=family)
+            return socket.create_server((address, port), family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", port), dualstack_ipv6=dual, family=family)
+    return socket.create_server(("", port), dualstack_ipv6=dual, family=family, backlog=BACKLOG)
 
 
 def addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:

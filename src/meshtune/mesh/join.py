@@ -7,6 +7,7 @@ mistake of the user; 1 a defect, on this process or on the one that the message 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import re
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshtune.errors import UserError
-from meshtune.mesh.client import EXIT_PROCESS_LOST, Client, JobEnd
+from meshtune.mesh.client import EXIT_PROCESS_LOST, STALLED, Client, JobEnd
 from meshtune.mesh.coordinator import Coordinator, find_second_coordinator
 from meshtune.mesh.rendezvous import ProcessInfo
 
@@ -45,12 +46,11 @@ def join(
         )
     jax_port = _free_port() if coordinator is not None else None
     hello = {"host": client.host, "jax": jax.__version__, "port": jax_port, "gpus": gpus}
-    hellos = _gather_hellos(coordinator, client, hello, timeout - (time.monotonic() - started))
-    _check_same_environment(hellos)
+    port = _start(coordinator, client, hello, timeout - (time.monotonic() - started))
     exit_on_job_end(client, _wait_for_others(coordinator))
     bound = coordinator.bound_host if coordinator is not None else None
     bind_address = bound and (f"[{bound}]:{jax_port}" if ":" in bound else f"{bound}:{jax_port}")
-    _initialize_jax(info, f"{host}:{hellos[0]['port']}", device_ids, timeout, bind_address)
+    _initialize_jax(info, f"{host}:{port}", device_ids, timeout, bind_address)
     return client, coordinator
 
 
@@ -58,14 +58,15 @@ def _wait_for_others(coordinator: Coordinator | None) -> Callable[[], None]:
     return coordinator.close if coordinator is not None else lambda: None
 
 
-def _gather_hellos(
-    coordinator: Coordinator | None, client: Client, hello: Mapping[str, object], timeout: float
-) -> list[dict[str, object]]:
+def _start(coordinator: Coordinator | None, client: Client, hello: Mapping[str, object], timeout: float) -> int:
+    """Waits for all processes, and returns the port of JAX's own service. Process 0 compares the hellos."""
     if coordinator is None:
         # Longer than the coordinator's own timeout, so that it can first report which processes are missing.
-        return client.exchange("start", hello, timeout + 10)
+        client.reduce("gather", "start", hello, timeout + 10)
+        return client.reduce("first", "port", None, timeout + 10)[1]
     try:
-        return client.exchange("start", hello, timeout)
+        _check_same_environment(client.reduce("gather", "start", hello, timeout))
+        return client.reduce("first", "port", hello["port"], timeout)[1]
     except UserError as error:
         reason = _missing_processes(coordinator, client, timeout) or error
     coordinator.end(job_end_of(client, reason, cause="start"))
@@ -219,7 +220,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _exit_on_end(client: Client, job_end: JobEnd, wait_for_others: Callable[[], None]) -> None:
     # JAX aborts this process within a tenth of a second after process 0 is gone, with a message that names no process.
-    deadline = time.monotonic() + (0.0 if job_end.cause == "lost" else MAIN_THREAD_GRACE)
+    deadline = time.monotonic() + (0.0 if job_end.cause in ("lost", STALLED) else MAIN_THREAD_GRACE)
     while time.monotonic() < deadline:
         if client.leaving:
             return
@@ -233,6 +234,8 @@ def _report_and_exit(client: Client, job_end: JobEnd, wait_for_others: Callable[
     show_cursor = "\x1b[?25h\n" if sys.stderr.isatty() else "\n"  # a progress bar may have hidden the cursor
     lines = [f"error: {job_end.message}", *([f"where: {job_end.where}"] if job_end.where else [])]
     lines += [f"  fix: {job_end.fix}"] if job_end.fix else []
+    if job_end.cause == STALLED:
+        faulthandler.dump_traceback(2)
     os.write(2, (show_cursor + "\n".join(lines) + "\n").encode())
     client.close()
     wait_for_others()

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtune.kernels.attention import AttentionSharding
-from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
+from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh, slice_factors
 
 # The axes that shard weights in addition to tp. ep shards experts; for arrays without experts it is one more axis of
 # fsdp, so that rows and dense weights are sharded over it too.
@@ -162,11 +162,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """The mesh over `devices` (default: all devices of the job), with all of AXES, including those of size 1.
 
     Devices are taken host by host, so that the outermost axes (dp first) cross hosts and the inner ones stay within a
-    host wherever the sizes allow. Raises: UserError as `resolve_mesh` does.
+    host wherever the sizes allow; of the slices of a TPU, `config.dcn` names the axis that crosses them. Raises:
+    UserError as `resolve_mesh` and `slice_factors` do.
     """
     devices = list(jax.devices() if devices is None else devices)
     config = resolve_mesh(config, len(devices))
-    return Mesh(_device_array(devices, tuple(config.sizes.values())), AXES)
+    return Mesh(_device_array(devices, config), AXES)
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
@@ -174,15 +175,21 @@ def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     return AbstractMesh(tuple(config.sizes.values()), AXES, (AxisType.Auto,) * len(AXES))  # JAX 0.11 makes it explicit
 
 
-def _device_array(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    """The devices in the mesh's shape: TPUs by their torus, all others by process and id."""
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """The number of TPU slices that the devices belong to."""
+    return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
+
+
+def _device_array(devices: list[jax.Device], config: MeshConfig) -> np.ndarray:
+    """The devices in the mesh's shape: TPUs by their slices and torus, all others by process and id."""
+    shape = tuple(config.sizes.values())
     if devices[0].platform == "tpu" and len(devices) > 1:
         from jax.experimental import mesh_utils  # only TPUs need it
 
-        slices = len({getattr(device, "slice_index", 0) for device in devices})
-        if slices > 1 and shape[0] % slices == 0:
-            shape_in_slice = (shape[0] // slices, *shape[1:])
-            return mesh_utils.create_hybrid_device_mesh(shape_in_slice, (slices, *(1,) * (len(shape) - 1)), devices)
+        if (slices := count_slices(devices)) > 1:
+            across = tuple(slice_factors(config, slices).values())
+            in_slice = tuple(size // factor for size, factor in zip(shape, across, strict=True))
+            return mesh_utils.create_hybrid_device_mesh(in_slice, across, devices)
         return mesh_utils.create_device_mesh(shape, devices)
     ordered = np.empty(len(devices), object)
     ordered[:] = sorted(devices, key=lambda device: (device.process_index, device.id))

@@ -16,6 +16,8 @@ from meshtune.errors import UserError
 
 COORDINATOR, PROCESSES, PROCESS = "MESHTUNE_COORDINATOR", "MESHTUNE_PROCESSES", "MESHTUNE_PROCESS"
 LOCAL_PROCESS, LOCAL_PROCESSES = "MESHTUNE_LOCAL_PROCESS", "MESHTUNE_LOCAL_PROCESSES"
+JAX_PROCESSES, JAX_PROCESS = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+SLICE, SLICES = "MESHTUNE_SLICE", "MESHTUNE_SLICES"  # of pods, whose index counts from 0 in each slice
 LOCAL_DEVICES, JOB, SECRET = "MESHTUNE_LOCAL_DEVICES", "MESHTUNE_JOB", "MESHTUNE_SECRET"
 PORT = 61400  # the default: above the ephemeral ports that operating systems assign
 FIRST_PORT, PORTS = 61440, 4096  # for jobs that share nodes: the port is chosen by the job's number
@@ -90,7 +92,8 @@ def _from_meshtune(env: Environment) -> ProcessInfo | None:
     if count <= 1 and PROCESS not in env:
         return ProcessInfo(launcher="Meshtune", local_devices=devices)
     if PROCESS not in env and "JOB_COMPLETION_INDEX" in env:
-        index = _integer(env, "JOB_COMPLETION_INDEX")
+        per_slice = max(1, count // _integer(env, SLICES, 1))
+        index = _integer(env, SLICE, 0) * per_slice + _integer(env, "JOB_COMPLETION_INDEX")
     else:
         index = _integer(env, PROCESS)
     if count > 1:
@@ -175,6 +178,20 @@ def _from_kubeflow(env: Environment) -> ProcessInfo | None:
     return ProcessInfo(_integer(env, "PROCESS_ID"), _integer(env, "NUM_PROCESSES"), f"{address}:{port}", "Kubeflow")
 
 
+def _from_jax_variables(env: Environment) -> ProcessInfo | None:
+    """Reads the variables of jax.distributed, which Kubeflow Trainer v2 and Iris set."""
+    if JAX_PROCESSES not in env and JAX_PROCESS not in env:
+        return None
+    because = "JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS belong together"
+    for name in (JAX_PROCESSES, JAX_PROCESS):
+        _require(env, name, because)
+    index, count = _integer(env, JAX_PROCESS), _integer(env, JAX_PROCESSES)
+    if count <= 1:
+        return ProcessInfo(index, count, launcher="JAX variables")
+    address = env.get(COORDINATOR) or _require(env, "JAX_COORDINATOR_ADDRESS", because)
+    return ProcessInfo(index, count, address, "JAX variables")
+
+
 def _from_kubernetes(env: Environment) -> ProcessInfo | None:
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
         return None
@@ -191,6 +208,7 @@ LAUNCHERS: tuple[Callable[[Environment], ProcessInfo | None], ...] = (
     _from_open_mpi,
     _from_skypilot,
     _from_kubeflow,
+    _from_jax_variables,
     _from_tpu_workers,
     _from_kubernetes,
 )

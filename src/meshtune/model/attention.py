@@ -63,20 +63,25 @@ def attend(
     *,
     chunk: int | None = None,
     reaches: bool = False,
+    prefix: bool = False,
     **options: Any,
 ) -> Float[Array, "B T H h"]:
     """Attention of the tokens `rows` to those of `past`, None for themselves.
 
-    With `reaches` tokens see as far as rows.reach, where there is one. With `chunk` a token sees only its own part of
-    its document, each of that many tokens. `options` are arguments of the kernels: scale, window, softcap, causal,
-    slopes, sinks, caches.
+    With `reaches` tokens see as far as rows.reach, where there is one; with `prefix` those that have one see all tokens
+    before them, whatever the window. With `chunk` a token sees only its own part of its document, each of that many
+    tokens. `options` are arguments of the kernels: scale, window, softcap, causal, slopes, sinks, caches.
     """
     kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
     positions = {"q_positions": rows.positions, "kv_positions": kv_positions}
     segments = {"q_segments": rows.segment_ids, "kv_segments": kv_segments, "q_parents": rows.parent_ids}
     if chunk is not None:
         segments = _chunk_segments(positions, segments, chunk)
-    reach = rows.reach if reaches else None
+    reach, window = rows.reach if reaches else None, options.get("window")
+    if reach is not None:
+        if prefix and window is not None:  # which no token of the prefix is beyond from such a position
+            positions["q_positions"] = jnp.where(reach > 0, jnp.minimum(rows.positions, window - 1), rows.positions)
+        reach = jnp.maximum(reach, rows.positions)
     options |= {"aligned": past is None and options.get("causal", True) and reach is None, "q_reach": reach}
     options |= {"packed": compute.packed or chunk is not None}
     sharding = None if compute.layout is None else compute.layout.attention_sharding()
@@ -228,8 +233,9 @@ class AttentionSpec(Mixer):
     neither normalised nor rotated as keys are; `v_norm` normalises values. A layer `stores` its keys and values under a
     name for later layers, each of which `reads` them in place of computing keys and values, and has a cache of none.
     With `causal` False tokens see the later ones of their segment too, as in a vision tower, and with `windowed` those
-    of their window of a picture only. With `reaches` tokens of a picture in the text see each other both ways.
-    `clipped` is that of linear_params, for all projections.
+    of their window of a picture only. With `reaches` tokens of a picture in the text see each other both ways; with
+    `prefix` so do all tokens of a document up to the answer, in windows too. `clipped` is that of linear_params, for
+    all projections.
     """
 
     heads: int
@@ -258,6 +264,7 @@ class AttentionSpec(Mixer):
     causal: bool = True
     windowed: bool = False
     reaches: bool = False
+    prefix: bool = False
     clipped: bool = False
     name: ClassVar[str] = "attn"
 
@@ -323,6 +330,7 @@ class AttentionSpec(Mixer):
                 stored = {self.stores: memory if past is None else memory | {"past": past}}
         rows = _within_windows(context.sequences) if self.windowed else context.sequences
         options: dict[str, Any] = self._score_options() | {"chunk": self.chunk, "caches": caches}
+        options["prefix"] = self.prefix
         if self.alibi is not None or self.sinks:
             options |= self._score_arrays(node)
         mixed = attend(qkv["q"], qkv["k"], qkv["v"], rows, past, context.compute, **options)
@@ -385,7 +393,8 @@ class AttentionSpec(Mixer):
     @property
     def _reach(self) -> int | None:
         """The greatest number of tokens that one sees; None without a limit."""
-        return min((limit for limit in (self.window, self.chunk) if limit is not None), default=None)
+        limits = () if self.prefix else (self.window, self.chunk)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _score_options(self) -> dict[str, Any]:
         """Options of scores, for the kernel that runs and for the request that is asked about."""

@@ -48,7 +48,8 @@ class Inputs:
     Rotary embeddings turn by `rope_positions`, where there are any, in place of them: [B, T], or [B, T, 3] of M-RoPE.
     `embeds` are used in place of the embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name.
     Both are differentiated. Features of `visual` take the place of the embeddings of the tokens that stand for them.
-    `reach` is the last position that a token sees in layers whose tokens of a picture see each other both ways.
+    `reach` is the last position that a token sees, where that may be after its own (else 0), in layers whose tokens of
+    a picture see each other both ways.
     """
 
     tokens: Int[Array, "B T"]
@@ -68,8 +69,8 @@ class SequenceInfo:
     """Where the tokens of a batch are in their documents, for all layers. It is not differentiated.
 
     `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model. `windows` are the
-    segments of attention within windows of pictures, in towers that have it, `reach` the last positions that tokens see
-    where that is not their own.
+    segments of attention within windows of pictures, in towers that have it, `reach` that of
+    Inputs.
     """
 
     positions: Int[Array, "B T"]

@@ -228,13 +228,13 @@ class VisionSpec:
     Patches of `side` x `side` pixels with `channels` numbers each, repeated for `frames` frames, are projected to
     `width`. `stacks` are its layers. A tower of tiles has `tile` patches in each, which see each other; patches of
     others see those of their segment. With `class_token` a trained vector stands before the patches of each tile, with
-    a position of its own. `patch_norm` comes before positions, `first_norm` before the layers, `norm` after them.
-    `newline`: there is a trained embedding for the end of a row of features. `taps` make features of what leaves the
-    tapped layers, which are added to what leaves the first layers of the decoder (DeepStack,
-    https://arxiv.org/abs/2406.04334). In windowed layers patches see those of their window, `window` x `window` patches
-    of a picture. `mutual`: the tokens of a picture see each other both ways in all layers of the decoder, or in those
-    with a sliding window, by Inputs.reach. `centred`: pixels from 0 to 1 are brought to -1 to 1. `partial`: its files
-    have more layers, which are not computed.
+    a position of its own. `pixel_norm` comes before the projection, `patch_norm` before positions, `first_norm` before
+    the layers, `norm` after them. `newline`: there is a trained embedding for the end of a row of features. `taps` make
+    features of what leaves the tapped layers, which are added to what leaves the first layers of the decoder
+    (DeepStack, https://arxiv.org/abs/2406.04334). In windowed layers patches see those of their window, `window` x
+    `window` patches of a picture. `mutual`: the tokens of a picture see each other both ways in all layers of the
+    decoder, or in those with a sliding window, by Inputs.reach; `prefix`: so do all tokens up to the answer. `centred`:
+    pixels from 0 to 1 are brought to -1 to 1. `partial`: its files have more layers, which are not computed.
     """
 
     kind: str
@@ -249,13 +249,14 @@ class VisionSpec:
     class_token: bool = False
     positions: PatchPositions | None = None
     rope: RopeSpec | None = None
+    pixel_norm: NormSpec | None = None
     patch_norm: NormSpec | None = None
     first_norm: NormSpec | None = None
     norm: NormSpec | None = None
     newline: bool = False
     taps: tuple[ProjectorSpec, ...] = ()
     window: int | None = None
-    mutual: Literal["all", "windows"] | None = None
+    mutual: Literal["all", "windows", "prefix"] | None = None
     centred: bool = False
     partial: bool = False
 
@@ -276,7 +277,8 @@ class VisionSpec:
 
     def params(self, embed: int) -> tuple[Tree, Tree]:
         """The ArraySpecs of (the tower outside of its layers, the projector): {patches [D, frames x pixels], class [D],
-        positions [n, D], patch_norm, first_norm, norm, taps}, and those of ProjectorSpec with newline [embed]."""
+        positions [n, D], pixel_norm, patch_norm, first_norm, norm, taps}, and those of ProjectorSpec with newline
+        [embed]."""
         width, vector = (self.width, "embed"), ArraySpec((self.width,), "float32", ("embed",), role="vector")
         tree: Tree = {"patches": linear_params(width, (self.frames * self.pixels, "whole"), self.patch_bias)}
         if self.class_token:
@@ -285,6 +287,8 @@ class VisionSpec:
             entries = self.positions.entries + int(self.class_token)
             table = ArraySpec((entries, self.width), "float32", ("whole", "embed"), role="table")
             tree["positions"] = {"weight": table}
+        if self.pixel_norm is not None:
+            tree["pixel_norm"] = self.pixel_norm.params(self.frames * self.pixels, "whole")
         for name in ("patch_norm", "first_norm", "norm"):
             if (norm := getattr(self, name)) is not None:
                 tree[name] = norm.params(self.width, "embed")
@@ -422,6 +426,8 @@ def _embed_patches(
         patches = jnp.repeat(still, spec.frames, axis=3).reshape(*patches.shape[:2], -1)
     if spec.centred:
         patches = 2 * (patches - 0.5)
+    if spec.pixel_norm is not None:
+        patches = spec.pixel_norm(patches, node["pixel_norm"])
     x = linear(patches, node["patches"])
     if spec.patch_norm is not None:
         x = spec.patch_norm(x, node["patch_norm"])

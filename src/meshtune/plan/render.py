@@ -11,6 +11,8 @@ from rich.text import Text
 
 from meshtune import terminal
 from meshtune.costs.decoding import RolloutCost
+from meshtune.costs.hardware import Target
+from meshtune.costs.reliability import Reliability
 from meshtune.costs.roofline import EFFICIENCY
 from meshtune.mesh.config import MeshConfig
 from meshtune.plan.report import PlanReport, StepPlan
@@ -43,6 +45,8 @@ def print_report(report: PlanReport, arguments: Sequence[str], console: Console 
     if report.remedies:
         parts.append(_remedies(report))
     parts += [_roofline(best), _times(report)]
+    if report.reliability is not None:
+        parts.append(_reliability(report.reliability, report.target))
     if report.coverage:
         parts.append(_coverage(report))
     if report.table:
@@ -120,6 +124,30 @@ def _roles(best: StepPlan, report: PlanReport) -> Table:
         parts = ", ".join(f"{role} {size_in_words(size)}" for role, size in best.host.items())
         per_host = size_in_words(best.host_bytes * report.target.per_host)
         table.add_row("host memory", size_in_words(best.host_bytes), f"per device ({parts}); {per_host} per host")
+    return table
+
+
+def _reliability(run: Reliability, target: Target) -> Table:
+    table = Table(title=f"\n{format_duration(run.seconds)} on {target}", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("", style="dim")
+    table.add_row("failures", f"{run.failures:.3g}", f"one in {format_duration(run.mtbf)}")
+    kept_waiting = (
+        f"updates wait {format_duration(run.save_seconds)}, writing takes {format_duration(run.write_seconds)}"
+    )
+    table.add_row("a save", size_in_words(run.save_bytes), kept_waiting)
+    table.add_row("a restart reads", size_in_words(run.restart_bytes), f"{format_duration(run.restart_seconds)} in all")
+    table.add_row("best between saves", format_duration(run.interval), "checkpoint.every")
+    ten = f"{100 * run.default_goodput:.1f}% with ten saves a run"
+    table.add_row(
+        "goodput", f"{100 * run.goodput:.1f}%", f"of the time is in updates that are kept; {ten}", style="bold"
+    )
+    for number, limit in enumerate(run.limits[:3]):
+        verdict = "breaks" if limit.load > 1 else "holds"
+        table.add_row(
+            f"{'first, ' if not number else ''}{limit.name}", f"{100 * limit.load:.3g}%", f"{verdict}: {limit.text}"
+        )
     return table
 
 

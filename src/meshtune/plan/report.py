@@ -16,6 +16,7 @@ from meshtune.costs.collectives import Collective
 from meshtune.costs.decoding import Lengths, RolloutCost
 from meshtune.costs.estimate import ROLES, estimated_collectives, reference_bytes
 from meshtune.costs.hardware import Target
+from meshtune.costs.reliability import Reliability
 from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.data.documents import CheckedSource, DocumentList, load_documents
 from meshtune.data.prepare import prepare_data
@@ -202,7 +203,7 @@ class PlanReport:
     `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
     is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe.
     `updates` are those of the whole recipe; `price` is per hour of one device. `reason` says why no compiler was used.
-    `coverage` says what the method adapts or trains.
+    `coverage` says what the method adapts or trains, `reliability` what failures cost over a given time.
     """
 
     target: Target
@@ -217,6 +218,7 @@ class PlanReport:
     reserve: float
     reason: str
     coverage: list[Decision]
+    reliability: Reliability | None = None
 
     @property
     def best(self) -> StepPlan:
@@ -425,6 +427,7 @@ def to_json(report: PlanReport) -> dict[str, object]:
         "steps_source": report.updates.source,
         "run_seconds": report.run_seconds,
         "cost": report.cost,
+        "reliability": None if report.reliability is None else dataclasses.asdict(report.reliability),
         "notes": [choice.text for choice in report.coverage],
         "recipe_overrides": best.predicted.shown_overrides,
         "remedies": [_remedy_to_json(remedy) for remedy in report.remedies],

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
-from meshtune.data.loader import pack, unpacked_rows
+from meshtune.data.loader import PackedRows, pack, unpacked_rows
 from meshtune.objectives.config import DistillConfig, GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
 from meshtune.rollout.shared import Span, fill_shared_rows, plan_shared_rows
 
@@ -32,6 +32,23 @@ class CompletionRows:
             result[span.row, span.start : span.stop] = of_tokens
         return result
 
+    def documents(self) -> list[list[tuple[int, int, int]]]:
+        """The segments of each row, in order: the number of a completion that has the segment's prompt, and the
+        positions of its first token and after its last, in that prompt with the completion."""
+        completions, parents = dict[tuple[int, int], int](), self.arrays.get("parent_ids")
+        for number, span in enumerate(self.spans):
+            completions[span.row, span.segment] = number
+            if parents is not None:
+                completions[span.row, int(parents[span.row, span.start])] = number
+        rows = []
+        for row, (segments, positions) in enumerate(
+            zip(self.arrays["segment_ids"], self.arrays["positions"], strict=True)
+        ):
+            places = [np.flatnonzero(segments == segment) for segment in range(1, int(segments.max()) + 1)]
+            ends = [(int(positions[place[0]]), int(positions[place[-1]]) + 1) for place in places]
+            rows.append([(completions[row, number], *end) for number, end in enumerate(ends, start=1)])
+        return rows
+
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
         """The values [B, T] of every completion's tokens."""
         return [array[span.row, span.start : span.stop] for span in self.spans]
@@ -45,17 +62,27 @@ def completion_rows(
     packing: bool = True,
     shared: bool = False,
     together: bool = False,
+    patches: Sequence[int] | None = None,
+    max_patches: int = 0,
 ) -> CompletionRows:
     """Lays the completions of every prompt out in rows, those that hold something first.
 
     `sizes` are those of the logical axes of the arrays: rows, positions, and segments of a row, at most. Each
     completion comes with its prompt, or with `shared` after its prompt, once for all of a row. With `together` the
-    completions of a prompt, which must fit in a row, are neighbours in one.
+    completions of a prompt, which must fit in a row, are neighbours in one. `patches` are those of each prompt's
+    pictures, of which a row has `max_patches` at most.
     """
     count, length = sizes["batch"], sizes["length"]
     if shared:
         of_group = [[len(ids) for ids in group] for group in completions]
-        plan = plan_shared_rows([len(prompt) for prompt in prompts], of_group, length, together=together)
+        plan = plan_shared_rows(
+            [len(prompt) for prompt in prompts],
+            of_group,
+            length,
+            together=together,
+            patches=patches,
+            max_patches=max_patches,
+        )
         assert len(plan) <= count, f"{len(plan)} rows for {count}"
         plan += [[] for _ in range(count - len(plan))]
         arrays, groups = fill_shared_rows(prompts, completions, plan, length)
@@ -63,7 +90,15 @@ def completion_rows(
     else:
         groups = [[(prompt, ids) for ids in group] for prompt, group in zip(prompts, completions, strict=True)]
         units = groups if together else [[pair] for group in groups for pair in group]
-        arrays, spans = _fill_rows(units, count, length, packing=packing)
+        if patches is not None:
+            per_pair = np.repeat(np.asarray(patches, np.int64), [len(group) for group in groups])
+            patches = per_pair.reshape(len(units), -1).sum(1)
+        lengths = np.array([sum(len(prompt) + len(ids) - 1 for prompt, ids in unit) for unit in units], np.int64)
+        order = np.arange(len(units))
+        plan = unpacked_rows(order)
+        if packing:
+            plan = pack(lengths, order, length, patches=patches, max_patches=max_patches)
+        arrays, spans = _fill_rows(units, plan, count, length)
     arrays |= empty_arrays(["units", "completion"], sizes)
     for span in spans:
         arrays["completion"][span.row, span.start : span.stop] = 1.0
@@ -72,13 +107,10 @@ def completion_rows(
 
 
 def _fill_rows(
-    units: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], count: int, length: int, *, packing: bool
+    units: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], plan: PackedRows, count: int, length: int
 ) -> tuple[dict[str, np.ndarray], list[Span]]:
-    """Packs units of neighbours, each a prompt and a completion; the arrays of `count` rows, and the span of every
-    completion."""
-    lengths = np.array([sum(len(prompt) + len(ids) - 1 for prompt, ids in unit) for unit in units], np.int64)
-    order = np.arange(len(units))
-    plan = pack(lengths, order, length) if packing else unpacked_rows(order)
+    """Fills the rows of a plan with units of neighbours, each a prompt and a completion; the arrays of `count` rows,
+    and the span of every completion."""
     assert len(plan) <= count, f"{len(plan)} rows for {count}"
     arrays = {name: np.zeros((count, length), np.int32) for name in TOKEN_ARRAYS if name != "weights"}
     spans: list[list[Span]] = [[] for _ in units]

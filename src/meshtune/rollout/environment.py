@@ -297,7 +297,7 @@ class Episodes:
         self._records, self._job, self._tag, self._most_ids = records, job, tag, most_ids
         self._kinds = [environments.kind_of(record) for record in records]
         texts = environments.reset(records) if job.is_main_process else None
-        texts = job.exchange(f"environments of {tag}", texts)[0]
+        texts = job.broadcast(f"environments of {tag}", texts)
         cache: dict[str, tuple[list[int], AnswerFormat]] = {}
         self._prompts, self.prompt_ids, self._formats = [], list[list[int]](), list[AnswerFormat]()
         for record, kind, text in zip(records, self._kinds, texts, strict=True):
@@ -364,7 +364,7 @@ class Episodes:
                 )
                 for turn in calling
             }
-        results = self._job.exchange(f"tools of {self._tag}", results)[0]
+        results = self._job.broadcast(f"tools of {self._tag}", results)
         suffixes: dict[int, list[int]] = {}
         for turn in calling:
             self._turns[turn.number] += 1

@@ -11,6 +11,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.config.sections import RolloutSection
 from meshtune.errors import UserError
 from meshtune.generate.engine import Engine
+from meshtune.generate.pictures import PromptPictures
 from meshtune.generate.request import Generation, Sampling
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -84,12 +85,14 @@ def generate(
     where: Sequence[str],
     progress: Callable[[int, int], None] | None = None,
     follow_turns: FollowTurns | None = None,
+    pictures: Sequence[PromptPictures | None] | None = None,
 ) -> list[list[Completion]]:
     """Returns `samples` completions of every prompt. The caches are gone when it returns.
 
     `params` is the whole tree, adapters in place, of which a CPU may have a copy meanwhile (generate.weights).
     `seed_of(prompt, sample)` seeds each completion; `where` names the prompts. `progress(done, all)` is called as
-    completions end. `follow_turns` gets the turns that have ended, and may continue them.
+    completions end. `follow_turns` gets the turns that have ended, and may continue them. `pictures` are those of each
+    prompt.
 
     Raises: UserError for a prompt that leaves no room in the context, and for logits that are not finite.
     """
@@ -112,6 +115,7 @@ def generate(
             alternatives=0,
             reports_drawn=True,
             where=where[prompt],
+            pictures=None if pictures is None else pictures[prompt],
         )
         running[scheduler.submit(request)] = number
 

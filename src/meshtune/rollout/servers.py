@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from meshtune.errors import UserError
@@ -29,7 +30,7 @@ def ask_server(address: str, body: object, deadline: float, *, failure: str, fix
     for number in range(1, TRIES + 1):
         request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
         try:
-            answer = _read(request, deadline)
+            answer = read_answer(request, deadline)
         except urllib.error.HTTPError as error:
             problem = f"it answered {error.code}: {error.read(300).decode('utf-8', 'replace')}"
             if error.code < 500 and error.code not in (408, 429):
@@ -53,10 +54,12 @@ def server_error(address: str, failure: str, problem: str, fix: str) -> UserErro
     return UserError(f"{failure}: {problem}", where=address, fix=fix)
 
 
-def _read(request: urllib.request.Request, deadline: float) -> bytes:
-    """The answer, if all of it comes before the deadline."""
+def read_answer(
+    request: urllib.request.Request, deadline: float, open_url: Callable[..., Any] = urllib.request.urlopen
+) -> bytes:
+    """Returns the answer if all of it comes before the deadline. Raises OSError and HTTPException otherwise."""
     parts, size = [], 0
-    with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as response:
+    with open_url(request, timeout=max(0.01, deadline - time.monotonic())) as response:
         while part := response.read1(1 << 20):
             parts.append(part)
             size += len(part)

@@ -70,8 +70,11 @@ def plan_shared_rows(
     row_length: int,
     *,
     together: bool = False,
+    patches: Sequence[int] | None = None,
+    max_patches: int = 0,
 ) -> list[Row]:
-    """Places all completions of all groups in rows of `row_length` positions.
+    """Places all completions of all groups in rows of `row_length` positions, whose pictures have `max_patches` at
+    most, each group's prompt `patches`.
 
     A group (one prompt, one entry in each argument, lengths in tokens) takes prompt - 1 positions and those of its
     completions, which have one each for every token. Groups are placed whole, by decreasing size in the fullest row
@@ -85,10 +88,11 @@ def plan_shared_rows(
         if prompt < 1 or prompt - 1 + max(completions, default=0) > row_length:
             sizes = f"{prompt} and {max(completions, default=0)} tokens"
             raise ValueError(f"group {group}: a prompt and a completion of {sizes} for rows of {row_length}")
-    rows = _Rows([prompt - 1 for prompt in prompt_lengths], lengths, row_length)
+    prompts = [prompt - 1 for prompt in prompt_lengths]
+    rows = _Rows(prompts, lengths, row_length, patches or [0] * len(prompts), max_patches)
     pieces = [piece for group in range(len(lengths)) for piece in rows.split(group)]
     for group, completions in sorted(pieces, key=lambda piece: (-rows.size(*piece), piece)):
-        place = rows.fullest_row(rows.size(group, completions))
+        place = rows.fullest_row(group, rows.size(group, completions))
         rows.contents[place].setdefault(group, []).extend(completions)
     if not together:
         rows.remove_sparse_rows()
@@ -101,11 +105,13 @@ def plan_shared_rows(
 @dataclasses.dataclass
 class _Rows:
     """The rows of a plan: `contents` are the completions of each group in each row, `prompts` the positions that each
-    group's prompt takes, `lengths` those of its completions."""
+    group's prompt takes, `lengths` those of its completions, `patches` those of its prompt's pictures."""
 
     prompts: list[int]
     lengths: list[list[int]]
     row_length: int
+    patches: Sequence[int]
+    max_patches: int
     contents: list[dict[int, list[int]]] = dataclasses.field(default_factory=list)
 
     def size(self, group: int, completions: Sequence[int]) -> int:
@@ -114,6 +120,10 @@ class _Rows:
 
     def free(self, content: dict[int, list[int]]) -> int:
         return self.row_length - sum(self.size(group, completions) for group, completions in content.items())
+
+    def has_patches(self, content: dict[int, list[int]], group: int) -> bool:
+        """Whether a row has room for the pictures of one more group."""
+        return sum(self.patches[n] for n in {*content, group}) <= self.max_patches
 
     def split(self, group: int) -> list[tuple[int, list[int]]]:
         """The group in pieces that fit a row each: one, or as few as first-fit by decreasing length makes."""
@@ -130,9 +140,13 @@ class _Rows:
     def by_length(self, group: int, completions: Sequence[int]) -> list[int]:
         return sorted(completions, key=lambda n: (-self.lengths[group][n], n))
 
-    def fullest_row(self, size: int) -> int:
-        """The index of the fullest row with room for `size` positions, of a new one if there is none."""
-        fitting = [(free, place) for place, content in enumerate(self.contents) if (free := self.free(content)) >= size]
+    def fullest_row(self, group: int, size: int) -> int:
+        """The index of the fullest row with room for `size` positions of a group, of a new one if there is none."""
+        fitting = [
+            (free, place)
+            for place, content in enumerate(self.contents)
+            if (free := self.free(content)) >= size and self.has_patches(content, group)
+        ]
         if fitting:
             return min(fitting)[1]
         self.contents.append({})
@@ -164,7 +178,11 @@ class _Rows:
         length, prompt = self.lengths[group][n], self.prompts[group]
         room = [(place, self.free(content), group in content) for place, content in enumerate(contents)]
         sharing = [(free, place) for place, free, has_prompt in room if has_prompt and free >= length]
-        emptier = [(-free, place) for place, free, has_prompt in room if not has_prompt and free >= prompt + length]
+        emptier = [
+            (-free, place)
+            for place, free, has_prompt in room
+            if not has_prompt and free >= prompt + length and self.has_patches(contents[place], group)
+        ]
         if not (sharing or emptier):
             return False
         contents[min(sharing or emptier)[1]].setdefault(group, []).append(n)

@@ -17,7 +17,9 @@ from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.config.rewards import reward_names
 from meshtune.data.conversation import Origin
+from meshtune.data.pictures.rows import Segment
 from meshtune.data.prompts import PromptLoader, PromptRecord
+from meshtune.generate.pictures import PromptPicture, PromptPictures, place_pictures, record_picture
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -54,6 +56,8 @@ from meshtune.rollout.scoring import Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.data.pictures.expansion import DocumentPicture
+    from meshtune.data.pictures.reader import PictureReader
     from meshtune.rollout.teacher_server import TeacherServer
 
 HELD_OUT = -1  # the number of the rollouts of validation prompts: all evaluations draw with the same seeds
@@ -134,8 +138,10 @@ class RolloutSource:
 
     def empty_batch(self) -> dict[str, np.ndarray]:
         """The arrays of a batch that holds nothing: of their shapes and dtypes."""
-        names = online_arrays(self.recipe, shared=self._shared)
-        return micro_batches(empty_arrays(names, self.rows_sizes), self.loader.accumulation)
+        arrays = empty_arrays(online_arrays(self.recipe, shared=self._shared), self.rows_sizes)
+        if (pictures := self.loader.pictures) is not None:
+            arrays |= pictures.empty_arrays(self.loader.batch_size, self.loader.row_length, pictures.sizes[0])
+        return micro_batches(arrays, self.loader.accumulation)
 
     def next(self, step: int, state: Any) -> RolloutBatch:
         """The batch of update `step`. Raises: UserError as generation and rewards do."""
@@ -166,7 +172,7 @@ class RolloutSource:
         """Process 0 reads the rollout's file, for all."""
         content = read_rollout(self._folder, number) if self._job.is_main_process else None
         text = None if content is None else content.hex()
-        text = self._job.exchange(f"saved rollout {number}", text)[0]
+        text = self._job.broadcast(f"saved rollout {number}", text)
         if text is not None:
             return decode_rollout(bytes.fromhex(text))
         if part:
@@ -178,7 +184,7 @@ class RolloutSource:
         content = encode_rollout(self.generate(number, self._params_of(state)))
         if self._job.is_main_process:
             write_rollout(self._folder, number, content)
-        self._job.exchange(f"rollout {number}", None)
+        self._job.barrier(f"rollout {number}")
         rollout = decode_rollout(content)
         assert rollout is not None
         return rollout
@@ -193,8 +199,7 @@ class RolloutSource:
         samples = self.options.samples
         group_ids = np.repeat(np.arange(len(records)), samples)
         of_completion = [record for record in records for _ in range(samples)]
-        prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
-        computed = self._log_probs(params, prompts, completions)
+        computed = self._log_probs(params, of_completion, completions)
         recipe = self.recipe if self.kl_coef is None else with_kl_coef(self.recipe, self.kl_coef)
         made = rollout_tokens(recipe, completions, scores.values, self._weights, group_ids, computed)
         metrics = rollout_metrics(completions, scores, self.reward_names, made.rewards, group_ids)
@@ -223,8 +228,16 @@ class RolloutSource:
         if self._environments is not None:
             return self._generate_episodes(self._environments, params, records, number, samples)
         prompts = [record.ids for record in records]
+        pictures = None
+        if self.loader.reader is not None:
+            pictures = [prompt_pictures(self.loader.reader, record) for record in records]
         return self._draw(
-            params, prompts, samples, records, lambda *place: sample_seed(self.recipe.seed, number, *place)
+            params,
+            prompts,
+            samples,
+            records,
+            lambda *place: sample_seed(self.recipe.seed, number, *place),
+            pictures=pictures,
         )
 
     def _generate_episodes(
@@ -255,6 +268,7 @@ class RolloutSource:
         records: Sequence[PromptRecord],
         seed_of: Callable[[int, int], int],
         follow_turns: FollowTurns | None = None,
+        pictures: Sequence[PromptPictures | None] | None = None,
     ) -> list[list[Completion]]:
         model = self.model
         return generate(
@@ -269,6 +283,7 @@ class RolloutSource:
             [str(record.origin) for record in records],
             self.progress,
             follow_turns,
+            pictures,
         )
 
     def _score(self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int) -> Scores:
@@ -276,7 +291,7 @@ class RolloutSource:
         result = None
         if self._rewards is not None:
             result = self._rewards.score(self._completions(records, groups, number)).to_json()
-        return Scores.from_json(self._job.exchange(f"rewards of rollout {number}", result)[0])
+        return Scores.from_json(self._job.broadcast(f"rewards of rollout {number}", result))
 
     def _completions(
         self, records: Sequence[PromptRecord], groups: Sequence[Sequence[Completion]], number: int
@@ -305,7 +320,7 @@ class RolloutSource:
         return str(self.model.tokenizer.decode(completion.ids, skip_special_tokens=True))
 
     def _log_probs(
-        self, params: Tree, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+        self, params: Tree, records: Sequence[PromptRecord], completions: Sequence[Completion]
     ) -> dict[str, list[np.ndarray]]:
         """Values of every completion's tokens before the first update: `old`, `entropies`, `values_old` and
         `reference_tokens`, as far as the loss needs them."""
@@ -315,7 +330,7 @@ class RolloutSource:
             return result
         size = len(completions) // self.options.updates
         for start in range(0, len(completions), size):
-            rows = self._lay_out(prompts[start : start + size], completions[start : start + size])
+            rows = self._lay_out(records[start : start + size], completions[start : start + size])
             if "old" in needed:
                 scores = self.model.scorer(params, rows.arrays, self.loader.accumulation)
                 result.setdefault("old", []).extend(rows.gather(scores["log_probs"]))
@@ -330,23 +345,35 @@ class RolloutSource:
 
     # Batches
 
-    def _lay_out(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> CompletionRows:
-        """Lays completions out in rows; `prompts` has one entry for each."""
-        pairs = zip(prompts, (completion.ids for completion in completions), strict=True)
-        # An environment may give the completions of a record different prompts.
-        groups = [
-            (prompt, [ids for _, ids in group]) for prompt, group in itertools.groupby(pairs, lambda pair: pair[0])
-        ]
+    def _lay_out(self, records: Sequence[PromptRecord], completions: Sequence[Completion]) -> CompletionRows:
+        """Lays completions out in rows; `records` has one entry for each."""
+        pictures = self.loader.pictures
+
+        # An environment may give the completions of a record different prompts, and prompts about two pictures may
+        # have the same tokens.
+        def prompt(pair: tuple[PromptRecord, Completion]) -> tuple[list[int], Sequence[DocumentPicture]]:
+            return prompt_ids(*pair), pair[0].pictures
+
+        pairs = zip(records, completions, strict=True)
+        groups = [(key, [ids for _, ids in group]) for key, group in itertools.groupby(pairs, prompt)]
         rows = completion_rows(
-            [prompt for prompt, _ in groups],
-            [group for _, group in groups],
+            [ids for (ids, _), _ in groups],
+            [[completion.ids for completion in group] for _, group in groups],
             self.rows_sizes,
             packing=self.recipe.data.packing,
             shared=self._shared,
             together=STAGES[self.recipe.stage.kind].unit_segments == 2,
+            patches=None if pictures is None else [pictures.count(placed) for (_, placed), _ in groups],
+            max_patches=0 if pictures is None else pictures.sizes[0],
         )
-        drawn = rows.scatter([np.array(completion.drawn, np.float32) for completion in completions])
-        return dataclasses.replace(rows, arrays=rows.arrays | {"completion": drawn})
+        arrays = rows.arrays | {"completion": rows.scatter([np.array(x.drawn, np.float32) for x in completions])}
+        if pictures is not None:
+            segments = [
+                [Segment(records[number].pictures, stop, records[number].origin, start) for number, start, stop in row]
+                for row in rows.documents()
+            ]
+            arrays |= pictures.segment_arrays(segments, self.loader.row_length)
+        return dataclasses.replace(rows, arrays=arrays)
 
     def _batch(self, rollout: Rollout, step: int, part: int) -> RolloutBatch:
         records = [self.loader.record(index) for index in rollout.prompts]
@@ -354,8 +381,7 @@ class RolloutSource:
         span = slice(part * size, (part + 1) * size)
         of_completion = [record for record in records for _ in range(samples)][span]
         completions = rollout.completions[span]
-        prompts = [prompt_ids(*pair) for pair in zip(of_completion, completions, strict=True)]
-        rows = self._lay_out(prompts, completions)
+        rows = self._lay_out(of_completion, completions)
         arrays = dict(rows.arrays)
         for name in online_arrays(self.recipe, shared=self._shared):
             if name not in arrays:
@@ -422,6 +448,15 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def prompt_of(record: PromptRecord, completion: Completion) -> str | list[dict[str, Any]]:
     """The prompt of a completion as people and rewards read it, with the text of its environment."""
     return record.prompt if completion.episode is None else completion.episode.prompt
+
+
+def prompt_pictures(reader: PictureReader, record: PromptRecord) -> PromptPictures | None:
+    """The pictures of a prompt, whose files are read when their features are computed."""
+    if not record.pictures:
+        return None
+    where = str(record.origin)
+    placed = [PromptPicture(item.start, record_picture(reader, item.picture, where)) for item in record.pictures]
+    return place_pictures(reader, len(record.ids), placed)
 
 
 def prompt_ids(record: PromptRecord, completion: Completion) -> list[int]:

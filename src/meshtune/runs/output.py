@@ -30,6 +30,7 @@ from meshtune.digests import (
 from meshtune.errors import UNREADABLE, UserError
 from meshtune.json_text import read_json
 from meshtune.mesh.processes import Job
+from meshtune.options import Shard
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 CONSOLE_LOG = "console.log"
@@ -103,8 +104,9 @@ def _unusable(output: pathlib.Path, error: OSError) -> UserError:
 
 
 @contextlib.contextmanager
-def claim_output(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path | None]:
-    """Locks `output` for this process. With `overwrite`, existing contents are first moved to another directory.
+def claim_output(output: pathlib.Path, *, overwrite: bool, shard: Shard = Shard()) -> Iterator[pathlib.Path | None]:
+    """Locks `output`, or a shard of it, for this process. With `overwrite`, its contents are first moved to another
+    directory.
 
     Yields the directory that an earlier run was moved to, or None. The operating system releases the lock when the
     process ends. Raises: UserError if another process holds the lock.
@@ -112,14 +114,14 @@ def claim_output(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.P
     output.mkdir(parents=True, exist_ok=True)
     aside = None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_lock(output))
+        stack.enter_context(_lock(output, shard))
         if overwrite and _content(output):
             aside = _free_name(output)
             os.rename(output, aside)
             output.mkdir()
             if (aside / LOGS).is_dir():
                 os.rename(aside / LOGS, output / LOGS)  # they are being written: a launch adds to them
-            stack.enter_context(_lock(output))
+            stack.enter_context(_lock(output, shard))
         yield aside
 
 
@@ -181,7 +183,8 @@ def _content(output: pathlib.Path) -> list[str]:
     if not output.is_dir():
         return []
     names = sorted(path.name for path in output.iterdir())
-    return [name for name in names if name not in (LOCK, LOGS, CONSOLE_LOG) and not name.endswith(".partial")]
+    own = (LOGS, CONSOLE_LOG)
+    return [name for name in names if name not in own and not name.startswith(LOCK) and not name.endswith(".partial")]
 
 
 def _free_name(output: pathlib.Path) -> pathlib.Path:
@@ -192,13 +195,16 @@ def _free_name(output: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _lock(output: pathlib.Path) -> Iterator[None]:
-    with (output / LOCK).open("w") as file:
+def _lock(output: pathlib.Path, shard: Shard) -> Iterator[None]:
+    name, part = LOCK, "this output"
+    if shard.count > 1:
+        name, part = f"{LOCK}-{shard.index}-of-{shard.count}", f"shard {shard} of this output"
+    with (output / name).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                "another process is writing to this output",
+                f"another process is writing to {part}",
                 where=str(output),
                 fix="wait for that run, or give another output",
             ) from None
@@ -279,9 +285,7 @@ def find_damage_collectively(
     `local` is what `find_local_damage` has already found.
     """
     damage = find_local_damage(directory, job, required=required) if local is None else local
-    for process_damage in job.exchange(f"digests of {directory.name}", damage):
-        damage |= process_damage
-    return damage
+    return job.merge(f"digests of {directory.name}", damage)
 
 
 def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:

@@ -42,8 +42,11 @@ def newest_rollout(output: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a prompt's last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    """The text of a prompt's last message, with a mark in the place of each picture."""
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content", "")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "<image>")) for part in content)
+    return str(content)
 
 
 def print_rollouts(rows: Sequence[Mapping[str, Any]], limit: int, console: Console | None = None) -> None:

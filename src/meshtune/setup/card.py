@@ -113,7 +113,9 @@ def diagnose(device: Device, *, attached: bool, version: Callable[[str], str | N
         return Diagnosis(device, [*_abilities(device), _proof(device)], "")
     plugins = [plugin for plugin in known_plugins() if plugin.serves(device)]
     installed = [plugin for plugin in known_plugins() if any(version(name) for name in plugin.plugins)]
-    chosen = next((plugin for plugin in plugins if plugin in installed), plugins[0] if plugins else None)
+    driver = _nvidia("driver_version") if attached and any(plugin.driver for plugin in plugins) else None
+    served = [plugin for plugin in plugins if driver is None or _numbers(driver) >= _numbers(plugin.driver)]
+    chosen = next((plugin for plugin in served if plugin in installed), (served or plugins or [None])[0])
     findings, commands = [], []
 
     def add(about: str, problem: str | None, otherwise: str = "", command: str = "") -> None:
@@ -135,9 +137,8 @@ def diagnose(device: Device, *, attached: bool, version: Callable[[str], str | N
         needs += [chosen.needs] if chosen.needs else []
         needs += [f"{name}={value} in the environment" for name, value in chosen.variables.items()]
         if attached and chosen.driver:
-            found = _nvidia("driver_version")
-            old = found is None or _numbers(found) < _numbers(chosen.driver)
-            add("driver", f"{found or 'none is found'}: {needs[0]} is needed" if old else None, found or "",
+            old = driver is None or chosen not in served
+            add("driver", f"{driver or 'none is found'}: {needs[0]} is needed" if old else None, driver or "",
                 "update the driver of the card")  # fmt: skip
         elif needs:
             findings.append(Finding("needs", "; ".join(needs)))
@@ -176,15 +177,13 @@ def _abilities(device: Device) -> list[Finding]:
     if device.platform == "tpu":
         kernels = "splash attention"
     elif plain is None:
-        kernels = "Triton: attention, decoding, products of experts and of 4-bit weights"
+        kernels = "Triton: attention, decoding, products of experts"
     else:
         kernels = f"XLA's own operations; not Triton's: {plain}"
     return [
         Finding("types", types),
         Finding("kernels", kernels),
-        Finding(
-            "formats", "16-bit, nf4, int8, fp8 and mxfp4 weights, decoded where the chip has no products of theirs"
-        ),
+        Finding("formats", "16-bit, nf4, int8, fp8 and mxfp4 weights; codes are decoded before each product"),
     ]
 
 

@@ -5,6 +5,7 @@ the chosen kernels.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -30,6 +31,7 @@ WIDE_BYTES = 128 * 2**20  # target size of one MLP activation, 16-bit, per devic
 ATTENTION_BYTES = 64 * 2**20  # target size of one array of queries, 16-bit, per device
 LOGITS_BYTES = 64 * 2**20  # target size of the float32 logits that exist at once on a device
 LEAST = 256  # tokens on a device: shorter chunks make matmuls too small to use it well
+HEAD = {"cpu": 16}  # tokens whose logits cost as much as reading the head once; on accelerators about LEAST
 
 
 def chunks_of(
@@ -79,11 +81,21 @@ def chunks_of(
     return mlp, attention, choices
 
 
-def loss_chunk_of(recipe: Recipe, spec: ModelSpec, rows: int, length: int, layout: Layout | None) -> tuple[int, str]:
+def loss_chunk_of(
+    recipe: Recipe,
+    spec: ModelSpec,
+    rows: int,
+    length: int,
+    layout: Layout | None,
+    learned: float = 1.0,
+    platform: str = "",
+) -> tuple[int, str]:
     """Returns the positions of each row whose logits exist at once, and why, for micro-batches of `rows` rows.
 
     Every chunk reads the whole head, and adds to all of its gradient where it is trained, so that a device should have
-    LEAST tokens in each, even if their logits are more than LOGITS_BYTES.
+    LEAST tokens in each, even if their logits are more than LOGITS_BYTES. Positions that are not learned come last and
+    their chunks are left out (kernels.cross_entropy), so where only a share `learned` of all positions is, the last
+    chunk that is computed should not be much longer than what is left for it.
     """
     asked_for = recipe.compute.loss_chunk
     if asked_for is not None:
@@ -92,7 +104,20 @@ def loss_chunk_of(recipe: Recipe, spec: ModelSpec, rows: int, length: int, layou
     token_bytes = 4 * spec.vocab // (layout.size("tp") if layout is not None else 1)
     positions = max(LEAST, LOGITS_BYTES // token_bytes) // device_rows
     chunk = min(max(16, 1 << (max(1, positions).bit_length() - 1)), length)
-    size = max(1, chunk * device_rows * token_bytes >> 20)
+    tokens, total = chunk * device_rows, length * device_rows
+    read = HEAD.get(platform, LEAST)
+    least = max(device_rows, read)
+    sizes = [tokens, *(1 << power for power in range(tokens.bit_length()) if least <= 1 << power < tokens)]
+
+    def cost(size: int) -> float:
+        """Of the chunks of a row, in positions; the last one is half empty, as a rule."""
+        return (size if size >= total else learned * total + size / 2) + math.ceil(learned * total / size) * read
+
+    best = min(sizes, key=cost)
+    if best < tokens:
+        share = Translatable("auto: {share} of the positions are learned", share=f"{learned:.0%}")
+        return max(1, best // device_rows), share
+    size = max(1, tokens * token_bytes >> 20)
     return chunk, Translatable("auto: {size} MiB of logits at once on a device", size=size)
 
 
@@ -252,8 +277,10 @@ def compute_of(
     length: int,
     layout: Layout | None = None,
     machine: Machine | None = None,
+    learned: float = 1.0,
 ) -> tuple[Compute, list[Decision]]:
-    """Resolves the compute options for micro-batches of `rows` rows (over all devices) of `length` positions.
+    """Resolves the compute options for micro-batches of `rows` rows (over all devices) of `length` positions, of which
+    the share `learned` has a loss.
 
     Raises: UserError for a forced attention backend that does not support the model.
     """
@@ -262,7 +289,7 @@ def compute_of(
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
     remat, why = _remat_of(recipe)
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
-    chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
+    chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout, learned, machine.platform)
     tokens = Decision("loss_chunk", Translatable("{count} tokens", count=chunk * rows), reason)
     compute = Compute(
         precision.compute,

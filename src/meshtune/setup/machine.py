@@ -17,6 +17,7 @@ from rich.table import Table
 
 from meshtune.costs.hardware import Device, Target, find_device, known_devices
 from meshtune.errors import UserError
+from meshtune.mesh.layout import count_slices
 from meshtune.mesh.processes import Job
 from meshtune.setup.shortage import host_memory
 
@@ -96,7 +97,7 @@ ROUNDS = 4  # of each measurement; the fastest counts
 def local_target(machine: Machine, hosts: int = 1) -> Target:
     """The devices of this job, spread evenly over `hosts`, as a target."""
     per_host = max(1, len(machine.devices) // hosts)
-    return Target(hosts, per_host, local_device(machine, per_host))
+    return Target(hosts, per_host, local_device(machine, per_host), count_slices(machine.devices))
 
 
 def local_device(machine: Machine, per_host: int = 1) -> Device:
@@ -176,9 +177,9 @@ def local_devices(index: int = 0, host: str = "") -> ProcessDevices:
 
 
 def gather_devices(job: Job) -> list[ProcessDevices]:
-    """Exchanges device descriptions between all processes of the job; returns them in order of process."""
+    """The devices of every process of the job, in order, on process 0; an empty list on the others."""
     local = dataclasses.asdict(local_devices(job.process_index, job.host))
-    return [ProcessDevices(**fields) for fields in job.exchange("devices", local)]
+    return [ProcessDevices(**fields) for fields in job.gather("devices", local)]
 
 
 def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:

@@ -77,7 +77,7 @@ def materialize_start(
         "vocab": start.spec.vocab,
         "new_layers": start.blocks,
     }
-    is_there = all(job.exchange("start: record", _read_record(dest) == record))
+    is_there = job.all("start: record", _read_record(dest) == record)
     damage = find_damage_collectively(dest, job, required=True) if is_there else {}
     if damage:
         log(f"what the run starts from is damaged ({damage_error(dest, damage, '').what}) and is written again")

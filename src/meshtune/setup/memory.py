@@ -33,8 +33,7 @@ def free_memory(job: Job, devices_per_host: int) -> FreeMemory:
     free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in devices if "bytes_limit" in stats]
     # A device whose allocator tells nothing is not checked.
     local = host if shared else min(free, default=1 << 60)
-    figures = job.exchange("free memory", [local, host])
-    return FreeMemory(min(device for device, _ in figures), min(host for _, host in figures), shared)
+    return FreeMemory(*job.minimum("free memory", [local, host]), shared)
 
 
 def memory_in_use() -> int:

@@ -21,7 +21,7 @@ from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.costs.workload import Candidate, PersistentArray, Workload, layout_on, workload_on
 from meshtune.errors import UserError, amount
 from meshtune.lazy import LazyFunction
-from meshtune.mesh.config import MeshConfig, resolve_mesh
+from meshtune.mesh.config import MeshConfig, resolve_mesh, slice_factors
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.gather import check_batch, check_experts
 from meshtune.model.model_cache import rows_bucket
@@ -261,6 +261,7 @@ def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: 
     config = recipe.mesh
     check_experts(config.ep, workload.spec)
     mesh = resolve_mesh(config, target.devices)
+    slice_factors(mesh, target.slices)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, length or row_length(recipe)
     check_batch(mesh, rows, length)
     layout = layout_on(mesh, workload.spec)
@@ -341,9 +342,11 @@ def override_arguments(overrides: Overrides) -> list[str]:
 
 
 def _meshes(target: Target) -> Iterator[MeshConfig]:
-    """Every way to factor the devices into dp, fsdp, cp and tp, with tp inside a host."""
+    """Every way to factor the devices into dp, fsdp, cp and tp, with tp inside a host, and only dp across slices."""
     devices = target.devices
     for dp in _divisors(devices):
+        if dp % target.slices:
+            continue
         for tp in _divisors(devices // dp):
             if tp <= target.per_host:
                 for cp in _divisors(devices // (dp * tp)):
@@ -375,7 +378,7 @@ def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple
     best = ranked[0]
     local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
     chosen = dict(best.overrides) | ({ROWS: best.rollout.rows} if best.rollout and ROWS in keys else {})
-    overrides, decisions = job.exchange("autotuned keys", [chosen, local])[0]
+    overrides, decisions = job.broadcast("autotuned keys", [chosen, local])
     return apply_overrides(recipe, overrides), [Decision(*fields) for fields in decisions]
 
 

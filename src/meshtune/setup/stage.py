@@ -102,6 +102,12 @@ def batch_arrays(
         names += picture_arrays(spec)
         sizes |= {"patches": planned_patches(recipe, spec, length), "pixels": spec.vision.pixels, "grid": 4, "axes": 3}
     if recipe.rollout is not None:
+        if spec.vision is not None and spec.vision.mutual == "prefix":
+            raise UserError(
+                "this model reads its prompts both ways, which online stages do not do yet",
+                where=f"stage: {recipe.stage.kind}",
+                fix="use sft or dpo, or another model that sees",
+            )
         sizes |= named_sizes(recipe)
     arrays = ((name, BATCH_ARRAYS[name]) for name in names)
     return {name: ((micro_batches, *array.shape(sizes)), np.dtype(array.dtype)) for name, array in arrays}
@@ -109,8 +115,9 @@ def batch_arrays(
 
 def picture_arrays(spec: ModelSpec) -> list[str]:
     """The arrays that a batch with pictures has in addition."""
-    sections = any(rope.sections for rope in spec.ropes)
-    return ["patches", "patch_segments", "patch_grid", "visual", *(["mrope_positions"] if sections else [])]
+    assert spec.vision is not None
+    further = {"mrope_positions": any(rope.sections for rope in spec.ropes), "reach": spec.vision.mutual is not None}
+    return ["patches", "patch_segments", "patch_grid", "visual", *(name for name, reads in further.items() if reads)]
 
 
 def scoring_passes(recipe: Recipe) -> int:

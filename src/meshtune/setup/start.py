@@ -15,7 +15,7 @@ from meshtune.data.tokenizer import NewTokens, tokenizer_of
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.families.balancing import with_aux_loss, with_bias_update_rate
-from meshtune.families.composite import with_text_fields
+from meshtune.families.composite import BOTH_WAYS, with_text_fields
 from meshtune.families.expansion import expanded_config, group_layers
 from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
@@ -62,6 +62,12 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     if blocks:
         config = expanded_config(config, blocks)
     spec = spec_of(config, source, dtype, vision=recipe.vision is not None)
+    if recipe.vision is None and config.get("model_type") in BOTH_WAYS:
+        raise UserError(
+            f"a {config['model_type']} reads its prompt both ways, which its text model by itself does not",
+            where="vision",
+            fix="add a section vision to the recipe, which may be empty ({}): texts without pictures are trained too",
+        )
     if section.adapter is not None:
         assert method.adapters is not None, "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))

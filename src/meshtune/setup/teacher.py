@@ -14,9 +14,11 @@ from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.config.recipe import Recipe
 from meshtune.config.rewards import ModelReward
+from meshtune.data.prepare import open_reader
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.quantised import quantised_leaves
+from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
 from meshtune.model.gather import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -27,6 +29,8 @@ from meshtune.weights.load import load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,19 @@ class Teacher:
             return params
         return resume_adapter(self.source.adapter, self.arrays, self.spec, params, layout).parameters
 
+    def check_pictures(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Raises UserError if the teacher reads other patches of a picture than the student: both get the same."""
+        if recipe.vision is None:
+            return
+        student, teacher = open_reader(recipe, tokenizer), picture_reader(self.source.base, recipe.vision, tokenizer)
+        if student.key() != teacher.key():
+            raise UserError(
+                "the teacher scales or cuts pictures in another way than the student, and both read the same patches",
+                where="teacher.path, model.path",
+                fix="use a teacher of the student's family with the same preprocessor_config.json; or generate answers "
+                "with this one (meshtune predict) and learn them by stage: sft",
+            )
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises UserError if the teacher has another tokenizer than the student."""
         ours, theirs = tokenizer.get_vocab(), load_tokenizer(self.source.tokenizer).get_vocab()
@@ -83,7 +100,7 @@ def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool 
     if section.is_server:
         return None
     source = (find if weights else _find_config)(section.path, revision=section.revision)
-    spec, _ = load_spec(source.base, dtype)
+    spec, _ = load_spec(source.base, dtype, vision=recipe.vision is not None)
     if spec.scored:
         raise UserError(
             "the teacher is a reward model: it gives scores, and predicts no tokens",

@@ -243,13 +243,14 @@ def _load_base(run: Run, console: Console, job: Job, group: int, waiting: Sequen
             layout=run.layout,
             quantize=run.quantize,
             broadcast=run.recipe.model.load == "broadcast" and run.layout is not None,
+            replicas=run.recipe.model.load == "replica",
             group=group,
             waiting=list(waiting),
             plain=flatten(run.arrays.trainable),
             progress=lambda done, of: status.update(f"loading weights: {size_in_words(done)} of {size_in_words(of)}"),
             report=reports.append,
         )
-    for line in job.exchange("loading", reports[0].line):
+    for line in job.gather("loading", reports[0].line):
         text = line.partition(": ")[2] if job.process_count == 1 else line
         console.print(f"[bold]loaded[/] {text}", highlight=False)
     return params

@@ -27,6 +27,7 @@ from meshtune.mesh.agreement import StopFlag
 from meshtune.model.gather import to_device
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
+from meshtune.train.checkpoint.save_timer import SaveTimer
 from meshtune.train.evaluation.evaluate import Cadence, EarlyStopping, Evaluation
 from meshtune.train.report.events import (
     Evaluated,
@@ -43,6 +44,7 @@ from meshtune.train.report.events import (
 )
 from meshtune.train.report.metrics_log import DeviceMetrics
 from meshtune.train.step.state import Metrics, TrainState
+from meshtune.train.watchdog import Watchdog
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -233,8 +235,9 @@ class Task:
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns
     (prompt, text, pictures) triples, are optional, as is `lost_updates`, which warns of updates that are rounded away.
-    Each of `saved` is called with (trainable, step) after each save. `announce(done)` says what makes the next update
-    slower than others, if so.
+    Each of `saved` is called with (trainable, step) after each save. `save_timer` asks for saves besides those of the
+    cadence; that of process 0 decides for all. `watchdog` ends a job that stands still. `announce(done)` says what
+    makes the next update slower than others, if so.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -252,6 +255,8 @@ class Task:
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str, tuple[str, ...]]]] | None = None
     saved: Sequence[Callable[[Tree, int], None]] = ()
+    save_timer: SaveTimer = dataclasses.field(default_factory=SaveTimer)
+    watchdog: Watchdog = dataclasses.field(default_factory=Watchdog)
     lost_updates: LostUpdates | None = None
     announce: Callable[[int], str | None] = lambda done: None
 
@@ -288,6 +293,7 @@ class _Loop:
         self.stop = 0  # the signal that all processes have agreed to stop on
         self.seconds = 0.0
         self.saved: int | None = None
+        self.save_due = False  # by the clock, as all processes have agreed
         self.last_loss: float | None = None
         self.last_evaluation: float | None = None
         self.clock = time.perf_counter()
@@ -301,7 +307,8 @@ class _Loop:
             self._at_start()
         self.clock = time.perf_counter()
         if not self.early_stopping.stop:
-            done = self._updates(done, total)
+            with self.task.watchdog:
+                done = self._updates(done, total)
         self.events.emit(Stopped(done, self._reason(done)))
         return Ended(self.state, done, self.early_stopping, self.stop or None, self.last_loss, self.last_evaluation)
 
@@ -312,7 +319,8 @@ class _Loop:
                 if self.task.batches.uses_state and pending is not None:
                     self._report(*pending)
                     pending = None
-                batch = self.task.batches.next(done, self.state)
+                with self.task.watchdog.paused() if self.task.batches.uses_state else contextlib.nullcontext():
+                    batch = self.task.batches.next(done, self.state)
                 if batch.rollout_rows:
                     self._emit(RolledOut(done + 1, batch.rollout_rows))
                 if self.task.batches.uses_state:
@@ -323,9 +331,12 @@ class _Loop:
                     self._emit(Note(announcement))
                 if self.task.lost_updates is not None:
                     self.task.lost_updates.before(self.state.trainable, done)
+                self.task.watchdog.step()
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
-                self.stop_flag.submit(self.interrupt.received, self.seconds)
+                save = self.task.save_timer.request(lambda: self.checkpoints.writing)
+                self.stop_flag.submit(self.interrupt.received, self.seconds, save)
+                self.task.watchdog.step()
                 if pending is not None:
                     self._report(*pending)
                 pending = (batch, metrics, announcement is not None)
@@ -334,14 +345,16 @@ class _Loop:
                 if self._something_due(done):
                     self._report(*pending)
                     pending = None
-                    self._whatever_is_due(done)
+                    with self.task.watchdog.paused():
+                        self._whatever_is_due(done)
                     self.clock = time.perf_counter()
         finally:
             self.task.batches.close()
         if pending is not None:
             self._report(*pending)
         if done > start and self.saved != done:
-            self._save(done)
+            with self.task.watchdog.paused():
+                self._save(done)
         return done
 
     def _warn(self, done: int) -> None:
@@ -362,7 +375,7 @@ class _Loop:
 
     def _something_due(self, done: int) -> bool:
         due = self.task.cadence
-        return due.evaluate(done) or due.sample(done) or due.save(done)
+        return due.evaluate(done) or due.sample(done) or due.save(done) or self.save_due
 
     def _whatever_is_due(self, done: int) -> None:
         due = self.task.cadence
@@ -371,15 +384,17 @@ class _Loop:
             best = self._evaluate(done, counts=True)
         if due.sample(done):
             self._sample(done)
-        if due.save(done) or (best and self.task.keep_best):
+        if due.save(done) or self.save_due or (best and self.task.keep_best):
             self._save(done)
 
     def _report(self, batch: TrainBatch, metrics: Metrics, slow: bool) -> None:
         values = jax.device_get(metrics)
         decision = self.stop_flag.decision()
         self.stop = self.stop or decision.signal
+        self.save_due = self.save_due or decision.save
         if not bool(values["finite"]) and values.get("loss_scale", 0.0) < 1:
             raise _not_finite(self.task, batch, values, self.checkpoints)
+        self.task.watchdog.update()
         finished = time.perf_counter()
         seconds, self.clock = finished - self.clock, finished
         self.seconds = seconds
@@ -430,8 +445,10 @@ class _Loop:
         record = dataclasses.replace(
             self.task.record, step=done, best=best, stale=stale, kl_coef=self.task.batches.kl_coef
         )
+        started = time.monotonic()
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
-        self.saved = done
+        self.task.save_timer.saved(time.monotonic() - started)
+        self.saved, self.save_due = done, False
         self._emit(Saved(done, self.checkpoints.path(done)))
         for saved in self.task.saved:
             saved(self.task.shown(self.state), done)
@@ -454,8 +471,10 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
     loss, norm = float(values["loss"]), float(values["grad_norm"])
     value = f"the loss is {loss}" if not np.isfinite(loss) else f"the gradient's norm is {norm}"
+    other = "compute.precision=float32"
     if "loss_scale" in values:
         value = f"float16 overflows at any scale of the loss down to 1: {value}"
+        other += " (mixed where the device has bfloat16)"
     which = ", ".join(str(number + 1) for number in bad)
     named = list(dict.fromkeys(str(origin) for number in bad for row in batch.origins[number] for origin in row))
     unnamed = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""
@@ -467,5 +486,5 @@ def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray],
     return UserError(
         f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {status}",
         where="; ".join(named[:MOST_RECORDS]) + unnamed,
-        fix=f"look at these records; {again} and a lower rate ({lower}) or compute.precision=float32",
+        fix=f"look at these records; {again} and a lower rate ({lower}) or {other}",
     )

@@ -36,6 +36,7 @@ from meshtune.rollout.source import RolloutModel, RolloutSource
 from meshtune.rollout.teacher_server import TeacherServer
 from meshtune.runs.output import CHECKPOINTS
 from meshtune.runs.rollouts import print_rollouts
+from meshtune.setup.stage import vision_training
 from meshtune.train.assemble import LoadedRun, load_run
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.report.progress import log_console
@@ -105,8 +106,9 @@ def _rewards(run: LoadedRun, start: int | None, environments: Environments | Non
 def _reference(run: LoadedRun) -> Callable[[Tree], Tree]:
     """Returns the function from the current parameters to those of the reference model: the base with its adapters
     off, or a copy of the parameters that the run starts from."""
-    stage = run.recipe.stage
-    if run.method.reference_obstacle is None or not (getattr(stage, "beta", 0.0) or getattr(stage, "kl_coef", 0.0)):
+    stage, vision = run.recipe.stage, vision_training(run.recipe)
+    is_base = run.method.reference_obstacle is None and not (vision and vision.train)
+    if is_base or not (getattr(stage, "beta", 0.0) or getattr(stage, "kl_coef", 0.0)):
         return lambda params: without_adapters(without_critic(params))
     start = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))(without_critic(run.model.trainable))
     return lambda params: merge(start, run.model.frozen)

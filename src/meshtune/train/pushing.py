@@ -86,7 +86,7 @@ class Pusher:
         if interval is None or self._saves % interval or step == self._run.total_steps:  # the end has a push of its own
             return
         busy = self._sending is not None and not self._sending.done()
-        if self._run.job.exchange("hub: busy", busy)[0]:
+        if self._run.job.broadcast("hub: busy", busy):
             self._say(f"not pushed after update {step}: the push before it is still being sent")
             return
         self._collect()

@@ -29,6 +29,7 @@ from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reas
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.loop import Ended, Task, interruptible, run_loop
 from meshtune.train.report import banner, events, metrics_log, page
+from meshtune.train.report.attempts import AttemptsLog, read_goodput
 from meshtune.train.report.events import Sink, open_sinks
 from meshtune.train.report.plot import LossPlot, SmoothedLoss
 from meshtune.train.report.progress import ConsoleLog, ProgressBar, log_console
@@ -159,14 +160,14 @@ def _train_or_shrink(run: PreparedRun, checkpoints: Checkpoints) -> Result | Pre
 def _claim_output(run: PreparedRun) -> Iterator[None]:
     """Holds the output directory for this job, on process 0 for all, and opens the log of the console in it."""
     if not run.job.is_main_process:
-        run.job.exchange("output", None)
+        run.job.barrier("output")
         yield
         return
     with claim_output(run.output, overwrite=run.recipe.overwrite) as aside:
         if aside is not None:
             run.console.print(f"the old run is now in {aside}", soft_wrap=True)
         run.log.open(run.output)
-        run.job.exchange("output", None)
+        run.job.barrier("output")
         yield
 
 
@@ -215,6 +216,8 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
         saver.close()
     for line in banner.summary_lines(probes, lambda fields: _write_run(run, fields)):
         console.print(line)
+    if run.job.is_main_process and (goodput := read_goodput(run.output)).attempts > 1:
+        console.print(f"[bold]goodput[/] {goodput}")
     if ended.interrupted is not None and ended.step < run.total_steps:
         return _stop(run, ended, loss)
     return _finish(loaded, ended, checkpoints, record, task, loss)
@@ -263,6 +266,7 @@ def _sinks(run: PreparedRun, start: int, history: Sequence[Mapping[str, object]]
     headline = stage.headline + (("kl", "KL"), ("kl_coef", "KL coefficient")) * has_target
     progress = ProgressBar(run.console, loss, run.log, headline=headline)
     sinks: list[Sink] = [loss, progress, metrics_log.MetricsLog(output, interval=log.every), plot]
+    sinks.append(AttemptsLog(output, time.time() - (time.monotonic() - run.started)))
     return sinks + [events.TRACKERS[name](output, log.project, run.fields, start) for name in log.trackers]
 
 

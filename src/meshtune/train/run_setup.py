@@ -34,7 +34,7 @@ from meshtune.model.gather import check_batch
 from meshtune.runs.output import RECIPE, check_output, check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
 from meshtune.setup.fit import MemoryCheck
-from meshtune.setup.machine import device_table, gather_devices, hosts, local_target, this_machine
+from meshtune.setup.machine import device_table, gather_devices, local_target, this_machine
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.search import MICRO, NAMES, ROWS, apply_overrides, autotune, merge_decisions
@@ -144,11 +144,11 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     require_agreement(job, "the code", code_version(), fix="run the same image or environment on every host")
     require_agreement(job, "the recipe", fields, fix="give every process the same recipe and overrides")
     processes = gather_devices(job)
-    console.print(device_table(processes))
     if job.is_main_process:
+        console.print(device_table(processes))
         check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
         events.check_installed(list(recipe.log.trackers))
-    machine, host_count = this_machine(), len(hosts(processes))
+    machine, host_count = this_machine(), job.rank("hosts", job.host)[1]
     target = local_target(machine, host_count)
     requested = with_saved_choices(recipe, output, job)
     recipe, autotuned = autotune(requested, target, job)
@@ -158,6 +158,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
     if run.teacher is not None:
         run.teacher.check_tokenizer(tokenizer)
+        run.teacher.check_pictures(recipe, tokenizer)
     elif recipe.teacher is not None:
         teacher_server(recipe.teacher, tokenizer, run.spec.vocab, job).check()
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
@@ -165,7 +166,9 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     length = data.train.row_length
     if run.layout is not None:
         check_batch(MeshConfig(**run.layout.mesh.shape), run.rows, length)
-    compute, decisions = compute_of(recipe, run.spec, run.precision, run.rows, length, run.layout)
+    compute, decisions = compute_of(
+        recipe, run.spec, run.precision, run.rows, length, run.layout, learned=data.report.learned_share
+    )
     decisions += [] if reference is None else [reference]
     total = recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
     decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, run.rows)]
@@ -188,7 +191,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         compute=compute,
         base=base,
         adapter=adapter,
-        processes_per_host=max(1, len(processes) // host_count),
+        processes_per_host=max(1, job.process_count // host_count),
         free=free_memory(job, target.per_host),
         started=started,
     )
@@ -226,7 +229,7 @@ def with_saved_choices(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe
         with contextlib.suppress(UserError, ValueError):
             saved = load_recipe(output / RECIPE, notify=silent)
             micro_batch, rows = saved.train.micro_batch, None if saved.rollout is None else saved.rollout.rows
-    micro_batch, rows = job.exchange("saved choices", [micro_batch, rows])[0]
+    micro_batch, rows = job.broadcast("saved choices", [micro_batch, rows])
     choices = {}
     if (
         recipe.train.micro_batch == "auto"
@@ -249,7 +252,7 @@ def _fitting(run: PreparedRun) -> PreparedRun:
     shrinks = shortage is not None and run.halves and run.recipe.compute.memory_check
     rows = run.memory.micro_batch() if shrinks else None
     fields = None if shortage is None else [shortage.what, shortage.where, shortage.fix, rows]
-    fields = run.job.exchange("memory check", fields)[0]
+    fields = run.job.broadcast("memory check", fields)
     if fields is None:
         return run
     problem, where, fix, rows = fields
@@ -267,7 +270,7 @@ def _with_rollout_rows(run: PreparedRun) -> PreparedRun:
     rollout = run.recipe.rollout
     if rollout is None or run.requested.rollout is None or run.requested.rollout.rows is not None:
         return run
-    rows = run.job.exchange("rows of a rollout", run.memory.rollout_rows())[0]
+    rows = run.job.broadcast("rows of a rollout", run.memory.rollout_rows())
     if rows is None or (rollout.rows is not None and rows >= rollout.rows):
         return run
     chosen = Decision(NAMES[ROWS], f"{amount(rows, 'completion')} at once", "auto: the most that fit the free memory")
@@ -280,7 +283,15 @@ def with_micro_batch(run: PreparedRun, rows: int) -> PreparedRun:
     recipe = apply_overrides(run.recipe, {MICRO: rows})
     run = dataclasses.replace(run, recipe=recipe)
     data = _prepare_data(run, run.tokenizer, terminal.console(quiet=True), (0, 1))
-    compute, decisions = compute_of(recipe, run.spec, run.precision, rows, data.train.row_length, run.layout)
+    compute, decisions = compute_of(
+        recipe,
+        run.spec,
+        run.precision,
+        rows,
+        data.train.row_length,
+        run.layout,
+        learned=data.report.learned_share,
+    )
     fresh = {choice.name: choice for choice in decisions}
     chosen = Decision("micro_batch", amount(rows, "row"), "auto: made smaller until it fits")
     outdated = (chosen.name, TOO_LARGE)
@@ -331,12 +342,11 @@ def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job
     """Raises CompiledShortage, on all processes alike, for a step whose temporary arrays exceed the free memory of
     a device. Its arguments are there already, but for what a CPU's estimate counts of the host."""
     free = free_memory(job, memory.target.per_host).device
-    figures = job.exchange("compiled memory", [arguments, temporary])
-    arguments, temporary = max(figures, key=sum)
+    arguments, temporary = job.maximum("compiled memory", [arguments, temporary])
     if temporary <= free:
         return
     rows, fix = memory.micro_batch(arguments + temporary), memory.fix(arguments + temporary)
-    rows, fix = job.exchange("compiled memory: fix", [rows, fix])[0]
+    rows, fix = job.broadcast("compiled memory: fix", [rows, fix])
     error = CompiledShortage(
         f"the compiled step needs {size_in_words(arguments + temporary)} of memory on each device, "
         f"{size_in_words(temporary)} of them beside what is loaded, and {size_in_words(free)} are free",

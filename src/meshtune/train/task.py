@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from meshtune.arrays.tree import Tree, merge, named_leaves
-from meshtune.config.recipe import Recipe
+from meshtune.config.recipe import CheckpointSection, Recipe
+from meshtune.config.section import seconds_of
+from meshtune.costs.goodput import mean_time_between_failures
 from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
@@ -24,6 +26,7 @@ from meshtune.setup.memory import size_in_words
 from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.assemble import LoadedRun, step_for
 from meshtune.train.checkpoint.checkpoints import Record
+from meshtune.train.checkpoint.save_timer import SaveTimer
 from meshtune.train.evaluation.evaluate import (
     Cadence,
     EarlyStopping,
@@ -37,6 +40,7 @@ from meshtune.train.loop import BatchSource, LoadedBatches, LostUpdates, PlacedB
 from meshtune.train.run_setup import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import Metrics, TrainState, result_params
+from meshtune.train.watchdog import Watchdog
 
 rollout_source = LazyFunction("meshtune.train.online:rollout_source")
 named_rows = LazyFunction("meshtune.rollout.distill:NamedRows")
@@ -76,6 +80,8 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
             sample=at_interval(recipe.sample.every, run.total_steps),
             save=at_interval(save_interval(recipe.checkpoint.every, run.total_steps), run.total_steps),
         ),
+        save_timer=_save_timer(recipe.checkpoint),
+        watchdog=Watchdog(run.job, factor=recipe.train.hang_factor, seconds=recipe.train.hang_seconds),
         record=record,
         early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
         keep_best=recipe.checkpoint.keep_best,
@@ -88,6 +94,16 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         if run.optimizer.blocks is not None or recipe.optimizer.stochastic_rounding
         else LostUpdates(run.arrays.trainable, rates, record.step),
     )
+
+
+def _save_timer(options: CheckpointSection) -> SaveTimer:
+    """Returns the timer of saves that `checkpoint.every` sets by a time or `auto`."""
+    if not isinstance(options.every, str):
+        return SaveTimer()
+    if options.every != "auto":
+        return SaveTimer(seconds_of(options.every))
+    mtbf = mean_time_between_failures(jax.device_count()) if options.mtbf is None else seconds_of(options.mtbf)
+    return SaveTimer(mtbf=mtbf)
 
 
 def _announcement(recipe: Recipe, matrices: int, start: int, done: int) -> str | None:

@@ -34,7 +34,13 @@ from meshtune.weights.packed import as_in_files, model_tensors, parts_to_read, w
 from meshtune.weights.read_plan import Device
 from meshtune.weights.safetensors_files import TensorInfo, headers, samples, tensor_names
 from meshtune.weights.shards import Progress, Shards, read_into
-from meshtune.weights.tensor_reader import BroadcastReader, TensorReader, broadcast_reader
+from meshtune.weights.tensor_reader import (
+    BroadcastReader,
+    TensorReader,
+    broadcast_reader,
+    neighbours,
+    replica_groups,
+)
 
 STATM = Path("/proc/self/statm")
 INTERVAL = 0.01  # seconds between looks at the resident memory; reading it takes some 20 microseconds
@@ -233,6 +239,7 @@ def load_params(
     layout: Layout | None = None,
     quantize: QuantizeConfig | None = None,
     broadcast: bool = False,
+    replicas: bool = False,
     group: int | None = None,
     waiting: Collection[str] = (),
     plain: Collection[str] = (),
@@ -256,7 +263,8 @@ def load_params(
     are never on a device; the host briefly holds the largest of them twice.
 
     With `broadcast` one process of each group of `group` neighbouring ones (None: one group) reads what the group needs
-    and broadcasts it; the others open no file. Every process must then call this.
+    and broadcasts it; the others open no file. With `replicas` the processes of the first replica under dp read what
+    they hold and broadcast it to those that hold the same. Every process must then call this.
     `progress(done, total)` counts bytes of files; `report` is called once, at the end, with this process's figures.
     A reward model's score that the directory lacks is left out (see `with_score`).
     Raises UserError if config and weights disagree, or a quantisation block does not divide a row, before anything is
@@ -267,8 +275,10 @@ def load_params(
     arrays |= quantised_leaves({path: array for path, array in arrays.items() if path not in plain}, quantize, spec)
     devices: list[Device] = [None]
     broadcaster: BroadcastReader | None = None
-    if layout is not None and broadcast:
-        broadcaster, group_devices = broadcast_reader(np.asarray(layout.mesh.devices).flatten().tolist(), group)
+    if layout is not None and (broadcast or replicas):
+        job_devices = np.asarray(layout.mesh.devices).flatten().tolist()
+        groups = replica_groups(layout.mesh) if replicas else neighbours(job_devices, group)
+        broadcaster, group_devices = broadcast_reader(job_devices, groups)
         devices = [*group_devices]
     elif layout is not None:
         devices = [*_local_devices(layout)]

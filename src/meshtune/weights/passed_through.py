@@ -40,7 +40,7 @@ def passed_tensors(source: Path, spec: ModelSpec, job: Job = SINGLE_PROCESS) -> 
             for name, info in infos.items()
             if passed_through(spec, name) is not None
         ]
-    entries = job.exchange("export: passed through", entries)[0]
+    entries = job.broadcast("export: passed through", entries)
     return [
         StoredTensor(name, TensorInfo(tuple(shape), dtype, Path(file), start, nbytes))
         for name, shape, dtype, file, start, nbytes in entries

@@ -55,7 +55,7 @@ def publish_directory(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) 
     its own files are on disk. Raises UserError, on every process, where `dest` holds something else, or where it cannot
     be written.
     """
-    number = job.exchange("publish: number", os.getpid())[0]
+    number = job.broadcast("publish: number", os.getpid())
     partial, old = (dest.with_name(f".{dest.name}.{suffix}-{number}") for suffix in ("partial", "old"))
     locked = contextlib.ExitStack()
     try:

@@ -262,17 +262,33 @@ class BroadcastReader:
         return json.loads(self.broadcast(text, size).tobytes())
 
 
-def broadcast_reader(
-    devices: Sequence[jax.Device], processes: int | None = None
-) -> tuple[BroadcastReader | None, list[jax.Device]]:
-    """(the reader of this process's group, all devices of the group).
-
-    `devices` are those of the job; a group is `processes` neighbouring processes (None: all). The reader is None where
-    a process is a group by itself.
-    """
+def neighbours(devices: Sequence[jax.Device], processes: int | None = None) -> list[list[int]]:
+    """Groups of `processes` neighbouring processes of a job (None: all of them)."""
     ranks = sorted({device.process_index for device in devices})
-    rank, size = ranks.index(jax.process_index()), processes or len(ranks)
-    group = ranks[rank // size * size :][:size]
+    size = processes or len(ranks)
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+
+def replica_groups(mesh: Mesh) -> list[list[int]]:
+    """Groups of processes whose devices hold the same shards, since they differ in dp only."""
+    axis = mesh.axis_names.index("dp")
+    places: dict[int, set[tuple[int, ...]]] = {}
+    for index, device in np.ndenumerate(np.asarray(mesh.devices)):
+        places.setdefault(device.process_index, set()).add(index[:axis] + index[axis + 1 :])
+    groups: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for process in sorted(places):
+        groups.setdefault(frozenset(places[process]), []).append(process)
+    return list(groups.values())
+
+
+def broadcast_reader(
+    devices: Sequence[jax.Device], groups: Sequence[Sequence[int]]
+) -> tuple[BroadcastReader | None, list[jax.Device]]:
+    """(the reader of this process's group, all devices of the group), of the `devices` of a job.
+
+    The first process of a group reads. The reader is None where a process is a group by itself.
+    """
+    group = next(group for group in groups if jax.process_index() in group)
     first = [next(device for device in devices if device.process_index == number) for number in group]
     reader = BroadcastReader(first) if len(group) > 1 else None
     return reader, [device for device in devices if device.process_index in group]

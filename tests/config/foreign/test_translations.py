@@ -41,6 +41,17 @@ def test_what_is_frozen_of_a_model_that_sees(recipe_of, translate_file):
     seeing = AXOLOTL | {"base_model": "Qwen/Qwen2-VL-7B-Instruct", "processor_type": "AutoProcessor"}
     assert recipe_of(seeing).vision.train == ["projector", "tower"]
     assert recipe_of(seeing | {"freeze_mm_modules": True}).vision.train == []
+    groups = [("a", ["visual.merger"], 1e-4), ("b", ["model.visual.blocks", "visual.patch_embed"], 2e-6)]
+    rates = {"lr_groups": [{"name": name, "modules": modules, "lr": rate} for name, modules, rate in groups]}
+    optimizer = recipe_of(seeing | rates).optimizer
+    assert (optimizer.projector_learning_rate, optimizer.tower_learning_rate) == (1e-4, 2e-6)
+    for case in (
+        seeing | rates | {"freeze_mm_modules": True},  # nothing of a part that is not trained
+        seeing | {"lr_groups": [{"name": "a", "modules": ["q_proj"], "lr": 1e-4}]},
+        seeing | {"lr_groups": [{"name": "a", "modules": ["visual.merger", "visual.blocks"], "lr": 1e-4}]},
+        AXOLOTL | rates,
+    ):
+        assert "lr_groups" in [finding.key for finding in translate_file(case).refused]
 
 
 def test_llama_factory_defaults_are_written_out(recipe_of):

@@ -23,9 +23,11 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from families.case import Case, Randomise
+from families.cases.gemma2 import CASES as GEMMA2
 from families.cases.gemma4 import CASES as GEMMA4_TEXT
 from families.cases.lfm2 import CASES as LFM2
 from families.cases.ministral import CASES as MINISTRAL
@@ -297,6 +299,24 @@ GEMMA3 = VisionCase(
     merge=2,
 )
 
+PALI_PIXELS = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def read_paligemma(image: Image.Image) -> Sight:
+    pixels = np.stack(PALI_PIXELS(image)["pixel_values"])
+    return sight_of_tiles(pixels, 7, 1, {"pixel_values": torch.tensor(pixels)})
+
+
+def paligemma(name: str, text: str, **config: Any) -> VisionCase:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False} | ENCODER
+    outside = {"vision_config": vision, "projection_dim": 32, "image_token_index": IMAGE}
+    case = Case(name, "paligemma", {"head_dim": 8, **config}, text=text, outside=outside, auto_class=SEES)
+    return VisionCase(dataclasses.replace(case, variant=text == "gemma"), read_paligemma, prefix=True)
+
+
+PALIGEMMA = paligemma("paligemma", "gemma")
+PALIGEMMA2 = paligemma("paligemma2", "gemma2", **GEMMA2[0].config)
+
 LLAVA_PIXELS = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
 NEXT_PIXELS = LlavaNextImageProcessorPil(
     size={"shortest_edge": 28},
@@ -378,6 +398,27 @@ def gemma4(name: str, tokens: int, text: Mapping[str, Any], **vision: Any) -> Vi
     return VisionCase(case, read, merge)
 
 
+def gemma4_unified(tokens: int) -> VisionCase:
+    """Patches of 10 x 10 pixels, each a token."""
+    side, pool = 5, 2
+
+    def read(image: Image.Image) -> Sight:
+        height, width = get_aspect_ratio_preserving_size(image.height, image.width, side, tokens * pool**2, pool)
+        pixels = (np.asarray(image.resize((width, height))) / np.float32(255)).transpose(2, 0, 1)
+        places = np.stack(np.meshgrid(np.arange(width // 10), np.arange(height // 10)), -1).reshape(-1, 2)
+        patches, places = pad_along_first_dim(convert_image_to_patches(pixels, 10), places, tokens)
+        inputs = {"pixel_values": torch.tensor(patches)[None], "image_position_ids": torch.tensor(places)[None]}
+        return dataclasses.replace(sight_of_tiles(pixels[None], 10, 1, inputs), mutual=True, kinds="mm_token_type_ids")
+
+    embedder = {"patch_size": side, "pooling_kernel_size": pool, "mm_embed_dim": 24, "mm_posemb_size": 40}
+    embedder |= {"output_proj_dims": 24, "initializer_range": 0.2}
+    outside = {"vision_config": embedder, "audio_config": None, "image_token_id": IMAGE, "tie_word_embeddings": False}
+    text = GEMMA4_TEXT[2]
+    fields = {"vocab_size": 97, "pad_token_id": 0, **text.config}
+    options = {"outside": outside, "auto_class": SEES, "randomise": text.randomise}
+    return VisionCase(Case("gemma4_unified", "gemma4_unified", fields, text=text.model_type, **options), read)
+
+
 def randomise_gemma4(name: str, tensor: torch.Tensor) -> bool:
     """Limits of linear layers that bite."""
     if name.endswith(("_min", "_max")):
@@ -391,6 +432,7 @@ def randomise_gemma4(name: str, tensor: torch.Tensor) -> bool:
 PER_LAYER = {name: value for name, value in GEMMA4_TEXT[0].config.items() if "expert" not in name and "moe" not in name}
 MUTUAL = {**GEMMA4_TEXT[1].config, "use_bidirectional_attention": "vision"}
 GEMMA4 = gemma4("gemma4", 12, PER_LAYER, use_clipped_linears=True)
+GEMMA4_UNIFIED = gemma4_unified(12)
 GEMMA4_MUTUAL = gemma4("gemma4_mutual", 12, MUTUAL, standardize=True)
 
 PIXTRAL_PIXELS = PixtralImageProcessorPil(size={"longest_edge": 60}, patch_size={"height": 12, "width": 12})
@@ -488,6 +530,8 @@ CASES = (
     QWEN3_VL,
     QWEN3_VL_MOE,
     GEMMA3,
+    PALIGEMMA,
+    PALIGEMMA2,
     LLAVA,
     LLAVA_NEXT,
     MISTRAL3,
@@ -496,6 +540,7 @@ CASES = (
     QWEN3_5_MOE,
     GEMMA4,
     GEMMA4_MUTUAL,
+    GEMMA4_UNIFIED,
     GLM4V,
     GLM4V_MOE,
     LFM2_VL,

@@ -49,12 +49,14 @@ class Sight:
 @dataclasses.dataclass(frozen=True, eq=False)
 class VisionCase:
     """A tiny model that sees, and how it reads a picture. `merge` patches of a side are one feature. `rounding` is the
-    share of a gradient that float32 loses where sums are made in another order."""
+    share of a gradient that float32 loses where sums are made in another order. With `prefix` all tokens of a prompt
+    see each other."""
 
     case: Case
     read: Callable[[Image.Image], Sight]
     merge: int = 1
     rounding: float = 1e-5
+    prefix: bool = False
 
     @property
     def name(self) -> str:
@@ -87,12 +89,21 @@ def cut_tiles(tiles: Sequence[np.ndarray], side: int, merge: int) -> tuple[np.nd
     return np.concatenate([p for p, _ in parts]), numbers, np.concatenate([grid for _, grid in parts])
 
 
+class Answer(list[int]):
+    """The token ids at the end of a document, whose tokens before see each other."""
+
+
 # A document: runs of token ids, and pictures.
 Document = Sequence[list[int] | Sight]
 
 
 def ids_of(document: Document) -> list[int]:
     return [token for part in document for token in (part.tokens if isinstance(part, Sight) else part)]
+
+
+def prompt_length(document: Document) -> int | None:
+    """The number of tokens before a document's answer; None where it has none."""
+    return len(ids_of(document)) - len(document[-1]) if isinstance(document[-1], Answer) else None
 
 
 def turns_of(document: Document) -> np.ndarray:
@@ -148,10 +159,13 @@ def batch_of(rows: Sequence[Sequence[Document]], length: int, patches: int) -> d
             arrays["reach"][number, span] = reach
             arrays["targets"][number, at : at + len(ids) - 1] = ids[1:]
             arrays["weights"][number, at : at + len(ids) - 1] = np.asarray(visual[1:]) == 0
+            if (prompt := prompt_length(document)) is not None:
+                arrays["reach"][number, span] = np.where(np.arange(len(ids)) < prompt, prompt - 1, 0)
+                arrays["weights"][number, at : at + prompt - 1] = 0
             if has_turns:
                 arrays["mrope_positions"][number, span] = turns_of(document)
             at = span.stop
-    if not any(sight.mutual for sight in sights):
+    if not any(sight.mutual for sight in sights) and prompt_length(rows[0][0]) is None:
         del arrays["reach"]
     if not has_turns:
         del arrays["mrope_positions"]
@@ -189,6 +203,8 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     kinds = (inputs["input_ids"] == IMAGE).int()
     if sights and sights[0].kinds is not None:
         inputs[sights[0].kinds] = kinds
+    if (prompt := prompt_length(document)) is not None:
+        inputs["token_type_ids"] = (torch.arange(kinds.shape[1]) >= prompt).int()[None]
     return inputs
 
 
@@ -206,7 +222,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     """(logits [T, V] of each document in a row by itself, the mean loss of all targets that are words)."""
     total, weight, every = torch.zeros(()), 0, []
     for document in documents:
-        out = model(**torch_inputs(document)).logits[0]
+        out = model(**_with_mask(model, torch_inputs(document))).logits[0]
         every.append(out.detach().numpy())
         batch = batch_of([[document]], len(out), sum(len(p.patches) for p in document if isinstance(p, Sight)))
         mask = torch.tensor(np.asarray(batch["weights"][0]) > 0)
@@ -214,6 +230,16 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
         total = total + torch.nn.functional.cross_entropy(out[mask], targets[mask], reduction="sum")
         weight += int(mask.sum())
     return every, total / weight
+
+
+def _with_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with the mask that generation uses: of Gemma 4 12B, whose forward makes another one by itself."""
+    if model.config.model_type != "gemma4_unified":
+        return inputs
+    embeds = torch.zeros((*inputs["input_ids"].shape, 1))
+    places, kinds = torch.arange(embeds.shape[1])[None], inputs.get("mm_token_type_ids")
+    mask = model.create_masks_for_generate(model.config, embeds, None, None, places, kinds)
+    return inputs | {"attention_mask": mask}
 
 
 def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Document]) -> tuple[float, Tree]:

@@ -14,7 +14,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from families.case import directory
-from families.vision.cases import GEMMA3, INTERNVL, LLAVA, MISTRAL3, QWEN2_VL, QWEN3_VL_MOE
+from families.vision.cases import (
+    GEMMA3,
+    GEMMA4_UNIFIED,
+    INTERNVL,
+    LLAVA,
+    MISTRAL3,
+    PALIGEMMA,
+    PALIGEMMA2,
+    QWEN2_VL,
+    QWEN3_VL_MOE,
+)
 from families.vision.sights import VisionCase, load
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
@@ -62,17 +72,26 @@ def plain(name: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
+def unified(name: str) -> str:
+    """The name in memory, for one in published files of Gemma 4 12B."""
+    name = name.replace("embed_vision.embedding_projection", "embed_vision.multimodal_embedder.embedding_projection")
+    return name.replace("vision_embedder.", "embed_vision.")
+
+
 @pytest.mark.parametrize(
     ("case", "renamed"),
     [
         (INTERNVL, since),
         (GEMMA3, since),
         (GEMMA3, with_vision_model),
+        (PALIGEMMA2, since),
+        (PALIGEMMA2, with_vision_model),
+        (GEMMA4_UNIFIED, unified),
         (LLAVA, with_vision_model),
         (QWEN2_VL, plain),
         (MISTRAL3, since),
     ],
-    ids=["internvl", "gemma3", "gemma3 published", "llava published", "qwen2_vl published", "mistral3"],
+    ids=lambda value: value.name if isinstance(value, VisionCase) else value.__name__,
 )
 def test_every_layout_of_names_is_read_and_written_as_it_came(
     case: VisionCase, renamed: Callable[[str], str], tmp_path: pathlib.Path
@@ -103,6 +122,26 @@ def test_published_configs_of_qwen2_vl_have_the_fields_of_the_text_model_outside
 
     change_config(model, flatten_text)
     assert load_spec(model, "float32", vision=True)[0] == load_spec(directory(QWEN2_VL.case), "float32", vision=True)[0]
+
+
+def test_published_configs_of_paligemma_leave_out_what_is_gemmas_default(tmp_path: pathlib.Path):
+    """And have fields of the processor, and of transformers before 4.42."""
+    model = copy_model(PALIGEMMA, tmp_path)
+
+    def publish(config: dict[str, Any]) -> None:
+        text, vision = config["text_config"], config["vision_config"]
+        for name in ("max_position_embeddings", "use_bidirectional_attention", "attention_bias", "hidden_act"):
+            text.pop(name, None)
+        text["num_image_tokens"] = vision["num_image_tokens"] = 16
+        vision |= {"projection_dim": 32, "projector_hidden_act": "gelu_fast"}
+        config |= {"_vocab_size": 97, "vocab_size": 96, "hidden_size": 2048, "ignore_index": -100}
+
+    change_config(model, publish)
+    published, _ = load_spec(model, "float32", vision=True)
+    spec, params = load(PALIGEMMA)
+    assert (published.vision, published.max_length) == (spec.vision, 8192)
+    read = load_params(model, published)
+    assert all(jax.tree.map(np.array_equal, flatten(read), flatten(params)).values())
 
 
 def test_published_files_of_qwen3_vl_have_their_experts_transposed(tmp_path: pathlib.Path):
@@ -147,6 +186,8 @@ def set_field(part: str | None, field: str, value: object) -> Callable[[dict[str
         (GEMMA3, set_field(None, "mm_tokens_per_image", 9), "do not average to 9"),
         (LLAVA, set_field(None, "vision_feature_layer", -9), "is no layer of the 3"),
         (QWEN2_VL, set_field("vision_config", "hidden_size", 40), "features are 40 wide"),
+        (PALIGEMMA2, set_field(None, "projection_dim", 48), "features are 48 wide"),
+        (GEMMA4_UNIFIED, set_field("vision_config", "output_proj_dims", 48), "other fields make it 24"),
     ],
 )
 def test_a_tower_that_is_not_known_or_does_not_fit_is_refused(

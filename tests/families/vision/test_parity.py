@@ -12,6 +12,7 @@ import torch
 from families.case import torch_model
 from families.vision.cases import CASES
 from families.vision.sights import (
+    Answer,
     Document,
     VisionCase,
     batch_of,
@@ -37,6 +38,8 @@ DIFFERENTIATED = ("qwen3_vl", "gemma3")
 def documents_of(case: VisionCase) -> list[Document]:
     """Two pictures of different sizes between words, and words alone."""
     wide, tall = case.read(picture(60, 30, 1)), case.read(picture(40, 50, 2))
+    if case.prefix:
+        return [[words(5, 3), wide, words(4, 4), tall, Answer(words(6, 5))], [words(11, 6), Answer(words(6, 7))]]
     return [[words(5, 3), wide, words(4, 4), tall, words(6, 5)], [words(17, 6)]]
 
 

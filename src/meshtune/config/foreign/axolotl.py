@@ -30,7 +30,6 @@ from meshtune.config.foreign.models import NotExpandableError, check_model, is_e
 
 NAME = "axolotl"
 ADAPTERS = "lora dora loftq"
-ONE_RATE = "only LoRA+, projector and tower have rates other than optimizer.learning_rate"
 CONTEXT_PARALLEL = ("context_parallel_size", "context_parapllel_size", "sequence_parallel_degree")
 
 MODEL: Table = {
@@ -46,9 +45,9 @@ MODEL: Table = {
     "resize_token_embeddings_to_32x": part("model.pad_vocab_to", flag, False),
     **parts("model", mapping, ABSENT, "model_config overrides_of_model_config"),
     "reinit_weights": refused("a run starts from weights", "save a random model with transformers first"),
-    "embedding_lr": refused(ONE_RATE, "leave it out", ()),
-    "embedding_lr_scale": refused(ONE_RATE, "leave it out", ()),
-    "lr_groups": refused(ONE_RATE, "leave it out", ([],)),
+    "embedding_lr": refused(models.ONE_RATE, "leave it out", ()),
+    "embedding_lr_scale": refused(models.ONE_RATE, "leave it out", ()),
+    "lr_groups": part("optimizer", models.rate_groups),
     "unfrozen_parameters": part("method.modules", names),
     "model_quantization_config": part("quantize", text),
     "model_quantization_config_kwargs": part("quantize", mapping),
@@ -263,6 +262,7 @@ def train(draft: Draft) -> None:
     kind = _stage(draft)
     _method(draft)
     models.put_vision(draft, "base_model", "freeze_mm_modules")
+    models.put_part_rates(draft, "lr_groups")
     _quantize(draft)
     validation = axolotl_data.data(draft, kind)
     draft.apply()

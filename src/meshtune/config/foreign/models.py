@@ -12,7 +12,7 @@ import dataclasses
 import pathlib
 import re
 
-from meshtune.config.foreign.draft import Draft, refused
+from meshtune.config.foreign.draft import Draft, entries, mapping, names, number, refused
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 
@@ -20,10 +20,10 @@ VISION = "it is a model of images, video or sound of a family that is not read h
 # Families whose pictures are read, by the names of their models, and by model_type.
 SEES = (
     r"Qwen2-VL|Qwen2\.5-VL|Qwen3-VL|InternVL\d.*-hf|SmolVLM-|SmolVLM2|Idefics3|llava-1\.5|llava-v1\.6|GLM-4\.[156]V"
-    r"|LFM2-VL"
+    r"|LFM2-VL|paligemma"
 )
 SEEING = """internvl idefics3 smolvlm qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe llava llava_next glm4v glm46v
-    glm4v_moe lfm2_vl""".split()
+    glm4v_moe lfm2_vl paligemma""".split()
 OWN_CODE = "its code is in its repository, which is never run here"
 PIXELS = refused("pictures are scaled by the model's own rules", "leave it out; or write vision: {max_pixels: ...}")
 # Models of other tools' examples, by what their names contain.
@@ -76,6 +76,38 @@ def put_vision(draft: Draft, key: str, freezes: str | None = None) -> None:
     else:
         note = "pictures are read; the tower and the projector stay as they are, which the other tool adapts too"
         draft.put("vision.train", [], key, note=note, differs=True)
+
+
+ONE_RATE = "only LoRA+, projector and tower have rates other than optimizer.learning_rate"
+# Modules of families that see, by the part that they are of; a group's modules are parts of their names.
+PARTS = {
+    "projector": ("multi_modal_projector", "visual.merger", "connector"),
+    "tower": ("vision_tower", "vision_model", "visual.blocks", "visual.patch_embed"),
+}
+
+
+def rate_groups(value: object) -> list[tuple[list[str], float]]:
+    """The modules and the rate of each of axolotl's groups, {name, modules, lr}."""
+    groups = [mapping(group) for group in entries(value)]
+    return [(names(group.get("modules")), number(group.get("lr"))) for group in groups]
+
+
+def put_part_rates(draft: Draft, key: str) -> None:
+    """Writes the rates of groups of modules, each of which is of a part that is trained in full; refuses others."""
+    rates: dict[str, float] = {}
+    for modules, rate in draft.get(key) or ():
+        parts = [
+            part
+            for part in draft.value("vision.train") or ()
+            if modules and all(any(name in module for name in PARTS[part]) for module in modules)
+        ]
+        if not parts or parts[0] in rates:
+            fix = f"leave it out, or name all of one part: {', '.join(PARTS['projector'])}; {', '.join(PARTS['tower'])}"
+            draft.refuse(key, f"{ONE_RATE}, where they are trained in full", fix)
+            return
+        rates[parts[0]] = rate
+    for part, rate in rates.items():
+        draft.put(f"optimizer.{part}_learning_rate", rate, key)
 
 
 def lacking(path: str) -> str | None:

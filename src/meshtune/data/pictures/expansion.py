@@ -21,15 +21,21 @@ class DocumentPicture:
     start: int
 
 
+def picture_rows(pictures: Sequence[DocumentPicture]) -> list[list[str | int]]:
+    """The pictures of a document as JSON can hold them."""
+    return [[p.picture.path, p.picture.digest, p.picture.width, p.picture.height, p.start] for p in pictures]
+
+
 def write_pictures(pictures: Sequence[DocumentPicture]) -> bytes:
     """The pictures of a document as JSON, for its store."""
-    rows = [[p.picture.path, p.picture.digest, p.picture.width, p.picture.height, p.start] for p in pictures]
-    return json.dumps(rows, ensure_ascii=False).encode() if rows else b""
+    return json.dumps(picture_rows(pictures), ensure_ascii=False).encode() if pictures else b""
 
 
 def read_pictures(extra: bytes) -> list[DocumentPicture]:
-    """The pictures of a document, as `write_pictures` wrote them."""
-    return [DocumentPicture(Picture(*row[:4]), row[4]) for row in json.loads(extra)] if extra else []
+    """The pictures of a document, as `write_pictures` wrote them, or of a prompt (see tokens.Tokenize.prompts)."""
+    rows = json.loads(extra) if extra else []
+    rows = rows.get("pictures", []) if isinstance(rows, dict) else rows
+    return [DocumentPicture(Picture(*row[:4]), row[4]) for row in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +97,19 @@ def expand_document(
     return expanded.ids, weights, expanded.places[answers], placed
 
 
+def expand_prompt(
+    reader: PictureReader, document: Conversation, ids: np.ndarray
+) -> tuple[np.ndarray, list[DocumentPicture]]:
+    """The ids of a prompt with the tokens of its pictures, and these. Raises UserError as `expand`, and for a prompt
+    that ends with a picture: an answer is drawn after a token of text."""
+    where, pictures = str(document.origin), document.pictures
+    expanded = expand(reader, ids, [picture.size for picture in pictures], where)
+    if ids[-1] == reader.placeholder_id:
+        fix = "write a word after it, or use a chat template that begins the answer"
+        raise UserError("the prompt ends with a picture", where=where, fix=fix)
+    return expanded.ids, [DocumentPicture(*placed) for placed in zip(pictures, expanded.starts, strict=True)]
+
+
 def check_placeholders(reader: PictureReader, document: Document) -> None:
     """Raises UserError for words of a document that stand for pictures, and for a picture the model cannot take."""
     is_chat = isinstance(document, Conversation)
@@ -103,6 +122,12 @@ def check_placeholders(reader: PictureReader, document: Document) -> None:
                 where=str(document.origin),
                 fix="remove it: give the picture under images or as a part; or write the word in another way",
             )
+    if reader.prefix and is_chat and any(m.role != "assistant" and m.weight for m in document.messages):
+        raise UserError(
+            "a turn of the prompt has a weight, and this model reads its prompt both ways: there is nothing to predict",
+            where=str(document.origin),
+            fix="leave the weight out",
+        )
     for picture in document.pictures if isinstance(document, Conversation) else ():
         try:
             reader.layout(*picture.size)

@@ -38,6 +38,7 @@ LFM2 = "meshtune.data.pictures.lfm2:Lfm2Pixels"  # transformers' own needs torch
 GLM4V = f"{_MODELS}.glm4v.image_processing_pil_glm4v"
 GLM46V = f"{_MODELS}.glm46v.image_processing_pil_glm46v"
 GEMMA4 = f"{_MODELS}.gemma4.image_processing_pil_gemma4"
+SIGLIP = f"{_MODELS}.siglip.image_processing_pil_siglip"
 PIXTRAL = f"{_MODELS}.pixtral.image_processing_pil_pixtral"
 
 
@@ -370,7 +371,7 @@ def _pixtral(files: ModelFiles, vision: VisionSection) -> PictureReader:
 @dataclasses.dataclass(frozen=True)
 class OneTile:
     """Whole pictures scaled to one size, whose tokens stand between `before` and `after` (Gemma3Processor,
-    LlavaProcessor)."""
+    LlavaProcessor, PaliGemmaProcessor)."""
 
     patch: int
     merge: int
@@ -408,33 +409,53 @@ def _gemma3(files: ModelFiles, vision: VisionSection) -> PictureReader:
     return PictureReader(family, begin, files.id(begin), (begin, image, end), surroundings=("\n\n", "\n\n"), reach=True)
 
 
+def _paligemma(files: ModelFiles, vision: VisionSection) -> PictureReader:
+    refuse_crops(vision, "PaliGemma")
+    side = _side(files.settings.get("size", {"height": 224, "width": 224}), str(files.directory))
+    image = files.token("image_token", "<image>")
+    family = OneTile(files.patch, 1, side, files.id(image))
+    return PictureReader(family, image, files.id(image), (image,), prefix=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemma4:
-    """Whole pictures, scaled up or down to at most `tokens` features (Gemma4Processor)."""
+    """Whole pictures, scaled up or down to at most `tokens` features of `pool` x `pool` squares of `side` pixels
+    (Gemma4Processor). Those squares are patches, or with `unified` a feature is one patch (Gemma4UnifiedProcessor)."""
 
-    patch: int
-    merge: int
+    side: int
+    pool: int
     tokens: int
     ids: tuple[int, int, int]
+    unified: bool = False
     tile_patches: int = 0
+
+    @property
+    def patch(self) -> int:
+        """The side of a patch in pixels."""
+        return self.side * self.pool if self.unified else self.side
+
+    @property
+    def merge(self) -> int:
+        """The side of a block of patches that make a feature."""
+        return 1 if self.unified else self.pool
 
     def layout(self, width: int, height: int) -> Layout:
         """The layout of a picture of this size."""
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
-        limit = self.tokens * self.merge**2
-        height, width = get_aspect_ratio_preserving_size(height, width, self.patch, limit, self.merge)
+        limit = self.tokens * self.pool**2
+        height, width = get_aspect_ratio_preserving_size(height, width, self.side, limit, self.pool)
         rows, columns = height // self.patch, width // self.patch
         (begin, image, end), count = self.ids, rows * columns // self.merge**2
         return [begin, *[image] * count, end], [0, *range(1, count + 1), 0], [(rows, columns)]
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
-        """The picture, of which the processor gives patches row by row, with their places and some for padding."""
+        """The picture, of which the processor gives squares row by row, with their places and some for padding."""
         places = np.asarray(output["image_position_ids"])[0]
         columns, rows = places.max(axis=0) + 1
-        patches = np.asarray(output["pixel_values"])[0][: rows * columns]
-        split = patches.reshape(rows, columns, self.patch, self.patch, -1)
-        return [split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * self.patch, columns * self.patch)]
+        squares = np.asarray(output["pixel_values"])[0][: rows * columns]
+        split = squares.reshape(rows, columns, self.side, self.side, -1)
+        return [split.transpose(4, 0, 2, 1, 3).reshape(-1, rows * self.side, columns * self.side)]
 
 
 def _gemma4(files: ModelFiles, vision: VisionSection) -> PictureReader:
@@ -451,8 +472,10 @@ def _gemma4(files: ModelFiles, vision: VisionSection) -> PictureReader:
         for name, default in (("boi", "<|image>"), ("image", "<|image|>"), ("eoi", "<image|>"))
     ]
     begin, image, end = (files.id(name) for name in names)
-    family = Gemma4(files.patch, merge, tokens, (begin, image, end))
-    reach = bool((files.config.get("text_config") or {}).get("use_bidirectional_attention"))
+    unified = files.config["model_type"] == "gemma4_unified"
+    family = Gemma4(files.patch, merge, tokens, (begin, image, end), unified)
+    default = "vision" if unified else None
+    reach = bool((files.config.get("text_config") or {}).get("use_bidirectional_attention", default))
     return PictureReader(family, names[1], image, tuple(names), reach=reach)
 
 
@@ -539,8 +562,10 @@ FAMILIES: dict[str, tuple[Callable[[ModelFiles, VisionSection], PictureReader], 
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM),
     "mistral3": (_pixtral, {"PixtralImageProcessor": PIXTRAL}),
     "gemma3": (_gemma3, {"Gemma3ImageProcessor": GEMMA3}),
+    "paligemma": (_paligemma, {"SiglipImageProcessor": SIGLIP}),
     "lfm2_vl": (read_lfm2, {"Lfm2VlImageProcessor": LFM2}),
     "gemma4": (_gemma4, {"Gemma4ImageProcessor": GEMMA4}),
+    "gemma4_unified": (_gemma4, {"Gemma4UnifiedImageProcessor": f"{GEMMA4}:Gemma4ImageProcessorPil"}),
     "llava": (_llava, {"CLIPImageProcessor": CLIP, "LlavaImageProcessor": LLAVA}),
     "llava_next": (_llava_next, {"LlavaNextImageProcessor": LLAVA_NEXT}),
 }

@@ -27,10 +27,16 @@ def mrope_positions(length: int, pictures: Sequence[tuple[int, tuple[int, int, i
 
 
 def reach_positions(visual: np.ndarray) -> np.ndarray:
-    """The last position in its document that each token sees, int32 [n]: its own, or the last of its picture, whose
-    tokens see each other (`visual` int32 [n] is not 0 for them; pictures have other tokens between them)."""
-    last = np.arange(len(visual), dtype=np.int32)
+    """The last position in its document that each token of a picture sees, whose tokens see each other, int32 [n]; 0
+    for others (`visual` int32 [n] is 0 for them; pictures have other tokens between them)."""
+    last = np.where(visual != 0, np.arange(len(visual), dtype=np.int32), 0)
     inner = (visual[:-1] != 0) & (visual[1:] != 0)
     for index in np.flatnonzero(inner)[::-1]:
         last[index] = last[index + 1]
     return last
+
+
+def prefix_reach(length: int, prefix: int) -> np.ndarray:
+    """The last position that each of `length` tokens sees where the first `prefix` of them see each other, int32
+    [length]; 0 for those after."""
+    return np.where(np.arange(length) < prefix, prefix - 1, 0).astype(np.int32)

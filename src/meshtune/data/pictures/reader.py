@@ -91,8 +91,8 @@ class PictureReader:
     `placeholder` is the text that stands for a picture in rendered conversations, `placeholder_id` its token;
     `reserved` are all texts that only pictures have. `surroundings` are texts that go before and after the placeholder,
     `frame` the tokens of the chat template around a picture that are cut off with it. `mrope` and `reach` say which
-    further arrays the model reads. `processor` is the image processor's class, `settings` its options as JSON. `areas`
-    are the recipe's max_pixels and min_pixels.
+    further arrays the model reads, and with `prefix` all tokens of a prompt see each other. `processor` is the image
+    processor's class, `settings` its options as JSON. `areas` are the recipe's max_pixels and min_pixels.
     """
 
     family: Family
@@ -105,6 +105,7 @@ class PictureReader:
     frame: tuple[int | None, int | None] = (None, None)
     mrope: bool = False
     reach: bool = False
+    prefix: bool = False
     channels: int = 3
     areas: tuple[int | None, int | None] = (None, None)
 

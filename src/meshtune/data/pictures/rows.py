@@ -5,32 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshtune.arrays.batch import empty_arrays
 from meshtune.data.pictures.expansion import DocumentPicture, read_pictures
 from meshtune.data.pictures.files import load_picture
-from meshtune.data.pictures.positions import mrope_positions, reach_positions
+from meshtune.data.pictures.positions import mrope_positions, prefix_reach, reach_positions
 from meshtune.data.pictures.reader import PictureReader
+from meshtune.data.store import Store
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
+    from meshtune.data.answered_prompts import AnsweredPrompts
+    from meshtune.data.conversation import Origin
     from meshtune.data.loader import PackedRows
-    from meshtune.data.store import Store
     from meshtune.data.tokens import Example
 
 _LANES = 128  # a row's patches are a multiple of this where pictures have no tiles, for the attention's blocks
 
 
-def patch_counts(reader: PictureReader, store: Store) -> np.ndarray:
-    """The patches of each document of a store, int64 [documents]."""
-    counts = np.zeros(len(store), np.int64)
-    for document in np.flatnonzero(store.column("extra_lengths")).tolist():
+def patch_counts(reader: PictureReader, store: Store | AnsweredPrompts) -> np.ndarray:
+    """The patches of each document or prompt of a store, int64 [documents]."""
+    counts, documents = np.zeros(len(store), np.int64), np.arange(len(store))
+    if isinstance(store, Store):
+        documents = np.flatnonzero(store.column("extra_lengths"))
+    for document in documents.tolist():
         pictures = read_pictures(store[document].extra)
         counts[document] = sum(reader.layout(*item.picture.size).patches for item in pictures)
     return counts
+
+
+class Segment(NamedTuple):
+    """The tokens of a document with these pictures, from `start` up to, not including, `stop`, as a segment of a row.
+
+    Pictures before `start` are in another segment, which this one continues."""
+
+    pictures: Sequence[DocumentPicture]
+    stop: int
+    origin: Origin
+    start: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,68 +59,95 @@ class RowPictures:
     patches: np.ndarray
 
     def arrays(self, rows: Sequence[Sequence[Example]], length: int) -> dict[str, np.ndarray]:
+        """The arrays of rows with these examples (see `segment_arrays`)."""
+        return self.segment_arrays(
+            [
+                [Segment(read_pictures(example.extra), len(example.ids) - 1, example.origin) for example in examples]
+                for examples in rows
+            ],  # the last token is only a target
+            length,
+        )
+
+    def empty_arrays(self, rows: int, length: int, patches: int) -> dict[str, np.ndarray]:
+        """Zeros for the arrays of `rows` rows of `length` tokens with `patches` patches each."""
+        reader = self.reader
+        sizes = {"batch": rows, "length": length, "patches": patches, "pixels": reader.pixels, "grid": 4, "axes": 3}
+        names = ["patches", "patch_segments", "patch_grid", "visual"]
+        return empty_arrays([*names, *["mrope_positions"] * reader.mrope, *["reach"] * reader.reach], sizes)
+
+    def segment_arrays(self, rows: Sequence[Sequence[Segment]], length: int) -> dict[str, np.ndarray]:
         """patches, patch_segments, patch_grid and visual (see arrays.batch) of rows of `length` tokens with these
-        examples, and what else the model reads; nothing where no row has a picture.
+        segments, and what else the model reads; nothing where no row has a picture.
 
         Raises UserError, naming the record, for a picture that is damaged, was changed or is gone.
         """
-        placed = [list(_pictures_of(examples)) for examples in rows]
-        needed = max((sum(self._patches(item) for *_, item in row) for row in placed), default=0)
+        placed = [list(_pictures_of(segments)) for segments in rows]
+        needed = max((self.count([item for *_, item in row]) for row in placed), default=0)
         if needed == 0:
             return {}
-        size = min(size for size in self.sizes if size >= needed)
         reader, decoded = self.reader, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
-        axes = {"batch": len(rows), "length": length, "patches": size, "pixels": reader.pixels, "grid": 4}
-        arrays = empty_arrays(["patches", "patch_segments", "patch_grid", "visual"], axes)
+        arrays = self.empty_arrays(len(rows), length, min(size for size in self.sizes if size >= needed))
         for row, pictures in enumerate(placed):
-            patch = segment = 0
-            for example, begin, item in pictures:
+            patch = tile = 0
+            for document, begin, item in pictures:
                 digest = item.picture.digest
                 if digest not in decoded:
-                    decoded[digest] = reader.patches(load_picture(item.picture, str(example.origin)))
+                    decoded[digest] = reader.patches(load_picture(item.picture, str(document.origin)))
                 patches, segments, grid = decoded[digest]
                 layout = reader.layout(*item.picture.size)
                 assert len(patches) == layout.patches, f"{item.picture}: {len(patches)} patches, not {layout.patches}"
                 span = slice(patch, patch + len(patches))
                 arrays["patches"][row, span] = patches
-                arrays["patch_segments"][row, span] = segments + segment
+                arrays["patch_segments"][row, span] = segments + tile
                 arrays["patch_grid"][row, span] = grid
-                start = begin + item.start
-                end = min(start + len(layout.ids), begin + len(example.ids) - 1)  # the last token is only a target
+                start = begin + item.start - document.start
+                end = min(start + len(layout.ids), begin + document.stop - document.start)
                 first = patch // reader.merge**2
                 visual = layout.visual[: end - start]
                 arrays["visual"][row, start:end] = np.where(visual > 0, visual + first, visual)
-                patch, segment = patch + len(patches), segment + int(segments[-1])
-        return arrays | self._positions(rows, arrays["visual"])
-
-    def _patches(self, item: DocumentPicture) -> int:
-        return self.reader.layout(*item.picture.size).patches
-
-    def _positions(self, rows: Sequence[Sequence[Example]], visual: np.ndarray) -> dict[str, np.ndarray]:
-        """mrope_positions or reach, of models that read them."""
-        axes, reader = {"batch": len(rows), "length": visual.shape[1], "axes": 3}, self.reader
-        arrays = empty_arrays(["mrope_positions"] * reader.mrope + ["reach"] * reader.reach, axes)
-        for row, examples in enumerate(rows):
-            begin = 0
-            for example in examples:
-                span = slice(begin, begin := begin + len(example.ids) - 1)
-                if reader.mrope:
-                    pictures = [
-                        (item.start, reader.layout(*item.picture.size).grid) for item in read_pictures(example.extra)
-                    ]
-                    arrays["mrope_positions"][row, span] = mrope_positions(len(example.ids) - 1, pictures)
-                if reader.reach:
-                    arrays["reach"][row, span] = reach_positions(visual[row, span])
+                patch, tile = patch + len(patches), tile + int(segments[-1])
+        self._fill_positions(arrays, rows)
         return arrays
 
+    def count(self, pictures: Sequence[DocumentPicture]) -> int:
+        """The number of patches of these pictures."""
+        return sum(self.reader.layout(*item.picture.size).patches for item in pictures)
 
-def _pictures_of(examples: Sequence[Example]) -> Iterator[tuple[Example, int, DocumentPicture]]:
-    """Each picture of a row with its example, and the first position of that."""
+    def _fill_positions(self, arrays: dict[str, np.ndarray], rows: Sequence[Sequence[Segment]]) -> None:
+        """Fills mrope_positions or reach, of models that read them."""
+        reader = self.reader
+        for row, segments in enumerate(rows if reader.mrope or reader.reach else ()):
+            begin = 0
+            for pictures, stop, _, start in segments:
+                span = slice(begin, begin := begin + stop - start)
+                if reader.mrope:
+                    grids = [(item.start, reader.layout(*item.picture.size).grid) for item in pictures]
+                    arrays["mrope_positions"][row, span] = mrope_positions(stop, grids)[start:]
+                if reader.reach:
+                    arrays["reach"][row, span] = start + reach_positions(arrays["visual"][row, span])
+
+
+def prompt_reach(rows: Sequence[Sequence[Example]], length: int) -> np.ndarray:
+    """The array `reach`, int32 [rows, length], where tokens of a prompt, those before the first one with a weight, see
+    each other."""
+    reach = np.zeros((len(rows), length), np.int32)
+    for row, examples in enumerate(rows):
+        begin = 0
+        for example in examples:
+            count, weighted = len(example.ids) - 1, np.flatnonzero(example.weights)
+            reach[row, begin : begin + count] = prefix_reach(count, int(weighted[0]) if len(weighted) else count)
+            begin += count
+    return reach
+
+
+def _pictures_of(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int, DocumentPicture]]:
+    """Each picture of a row with its segment, and the first position of that."""
     begin = 0
-    for example in examples:
-        for item in read_pictures(example.extra):
-            yield example, begin, item
-        begin += len(example.ids) - 1
+    for segment in segments:
+        for item in segment.pictures:
+            if item.start >= segment.start:
+                yield segment, begin, item
+        begin += segment.stop - segment.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,17 +197,43 @@ def row_pictures(
     if not largest:
         return None
     per_row = np.add.reduceat(patches[rows.documents], rows.starts[:-1])
-    row_limit = max_patches or max(largest, int(np.quantile(per_row, 0.95)))
-    multiple = reader.tile_patches or (math.lcm(reader.merge**2, _LANES) if row_limit > _LANES else reader.merge**2)
-    sizes = {-(-size // multiple) * multiple for size in (row_limit, -(-row_limit // 2))}
-    if largest > max(sizes):
-        index = int(np.argmax(patches))
-        raise UserError(
-            f"the pictures of the record have {largest:,} patches, and a row has room for {max(sizes):,}",
-            where=str(store.origin(index * unit_size)),
-            fix=f"set vision.max_patches to {largest} or more, or vision.max_pixels to scale pictures down",
-        )
-    return RowPictures(reader, tuple(sorted(sizes, reverse=True)), patches)
+    sizes = _patch_sizes(reader, max_patches or max(largest, int(np.quantile(per_row, 0.95))))
+    if largest > sizes[0]:
+        raise _no_room(largest, sizes[0], store.origin(int(np.argmax(patches)) * unit_size))
+    return RowPictures(reader, sizes, patches)
+
+
+def prompt_pictures(
+    reader: PictureReader, store: Store | AnsweredPrompts, copies: int, max_patches: int | None
+) -> RowPictures | None:
+    """The maker of arrays of prompts with pictures; None where none has one.
+
+    Rows have `max_patches` at most, or enough for `copies` of the largest prompt; or half of that. Raises UserError,
+    naming the record, for a prompt that no row has room for.
+    """
+    patches = patch_counts(reader, store)
+    largest = int(patches.max())
+    if not largest:
+        return None
+    sizes = _patch_sizes(reader, max_patches or copies * largest)
+    if largest > sizes[0]:
+        raise _no_room(largest, sizes[0], store[int(np.argmax(patches))].origin)
+    return RowPictures(reader, sizes, patches)
+
+
+def _patch_sizes(reader: PictureReader, limit: int) -> tuple[int, ...]:
+    """The numbers of patches that rows may have, the largest first: `limit` and half of it, in multiples that suit the
+    tower."""
+    multiple = reader.tile_patches or (math.lcm(reader.merge**2, _LANES) if limit > _LANES else reader.merge**2)
+    return tuple(sorted({-(-size // multiple) * multiple for size in (limit, -(-limit // 2))}, reverse=True))
+
+
+def _no_room(patches: int, room: int, origin: Origin) -> UserError:
+    return UserError(
+        f"the pictures of the record have {patches:,} patches, and a row has room for {room:,}",
+        where=str(origin),
+        fix=f"set vision.max_patches to {patches} or more, or vision.max_pixels to scale pictures down",
+    )
 
 
 def best_fit_of_two(

@@ -22,6 +22,7 @@ from meshtune.model.vision import VisionSpec, deepstack
 TOWERS: dict[str, str] = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "gemma4_unified": "gemma4_unified",
     "glm46v": "glm4v",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
@@ -31,6 +32,7 @@ TOWERS: dict[str, str] = {
     "llava": "llava",
     "llava_next": "llava",
     "mistral3": "pixtral",
+    "paligemma": "paligemma",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
     "qwen3_5": "qwen3_vl",
@@ -82,7 +84,8 @@ def with_tower(spec: ModelSpec, config: Mapping[str, Any], where: str) -> ModelS
 
 def _mutual(mixer: Mixer | None, vision: VisionSpec) -> AttentionSpec:
     assert isinstance(mixer, AttentionSpec)
-    return dataclasses.replace(mixer, reaches=vision.mutual == "all" or mixer.window is not None)
+    reaches = vision.mutual != "windows" or mixer.window is not None
+    return dataclasses.replace(mixer, reaches=reaches, prefix=vision.mutual == "prefix")
 
 
 def _vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:

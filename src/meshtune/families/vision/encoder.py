@@ -86,14 +86,15 @@ def leading(name: str, count: int = 0) -> Stored:
     return Stored(name, name, view)
 
 
-def patches_by_channel(module: str, vision: VisionSpec) -> Stored:
-    """The weight of a linear layer over patches whose pixels come row by row with all channels of each."""
+def patches_by_channel(module: str, vision: VisionSpec, leaf: str = "weight") -> Stored:
+    """A parameter over patches, its last dimension, whose pixels come row by row with all channels of each."""
 
     def view(shape: Shape) -> View:
-        pixels = View.identity(shape).split(shape[0], vision.side, vision.side, vision.channels)
-        return pixels.transpose(0, 3, 1, 2).merge(*shape)
+        before = len(shape) - 1
+        pixels = View.identity(shape).split(*shape[:-1], vision.side, vision.side, vision.channels)
+        return pixels.transpose(*range(before), before + 2, before, before + 1).merge(*shape)
 
-    return Stored(f"{module}.weight", module, view)
+    return Stored(f"{module}.{leaf}", module, view)
 
 
 def convolution(module: str, vision: VisionSpec) -> Stored:

@@ -3,6 +3,7 @@ whose patches are averaged; the tokens of a picture see each other both ways in 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -36,19 +37,26 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
         raise model_fields.error(
             "mm_tokens_per_image", f"the {tile} x {tile} patches of a picture do not average to {tokens} in a square"
         )
-    layer = encoder_layer(fields, "gelu_pytorch_tanh", 1e-6)
-    norm = NormSpec(layer.norm.eps, "rms_offset")
+    spec = siglip_spec(fields, (side, tile))
+    norm = NormSpec(fields.number("layer_norm_eps", 1e-6), "rms_offset")
+    return dataclasses.replace(
+        spec, projector=ProjectorSpec(tile // across, "mean", norm=norm, bias=False), mutual="all"
+    )
+
+
+def siglip_spec(fields: ConfigFields, patches: tuple[int, int]) -> VisionSpec:
+    """SiglipVisionConfig -> VisionSpec with a projector of one linear layer; `patches` are those of `patches_of`."""
+    layer, (side, tile) = encoder_layer(fields, "gelu_pytorch_tanh", 1e-6), patches
     spec = VisionSpec(
         "siglip",
         fields.integer("hidden_size"),
         stacks_of([layer] * fields.integer("num_hidden_layers")),
         side,
-        ProjectorSpec(tile // across, "mean", norm=norm, bias=False),
+        ProjectorSpec(),
         channels=fields.integer("num_channels", 3),
         tile=tile**2,
         positions=PatchPositions("learned", tile, tile),
         norm=layer.norm,
-        mutual="all",
     )
     fields.only("vision_use_head", False)
     fields.harmless("initializer_range")
@@ -58,17 +66,27 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of Gemma3Model's vision_tower and multi_modal_projector."""
+    projection = f"{PROJECTOR}.mm_input_projection_weight"
+    return siglip_tensors(
+        spec,
+        {
+            "projector/norm": f"{PROJECTOR}.mm_soft_emb_norm",
+            "projector/out": Stored(projection, projection, _transposed_view),
+        },
+    )
+
+
+def siglip_tensors(spec: ModelSpec, projector: dict[str, str | Stored]) -> list[TensorMap]:
+    """The table of a SiglipVisionModel under vision_tower, and of the projector's modules."""
     assert spec.vision is not None
-    patches, projection = f"{TOWER}.embeddings.patch_embedding", f"{PROJECTOR}.mm_input_projection_weight"
+    patches = f"{TOWER}.embeddings.patch_embedding"
     outside: dict[str, str | Stored] = {
         "vision/patches": patches,
         "vision/patches/weight": convolution(patches, spec.vision),
         "vision/positions": f"{TOWER}.embeddings.position_embedding",
         "vision/norm": f"{TOWER}.post_layernorm",
-        "projector/norm": f"{PROJECTOR}.mm_soft_emb_norm",
-        "projector/out": Stored(projection, projection, _transposed_view),
     }
-    return one_to_one(spec, MODULES, outside, f"{TOWER}.encoder.layers", VISION)
+    return one_to_one(spec, MODULES, outside | projector, f"{TOWER}.encoder.layers", VISION)
 
 
 def _transposed_view(shape: Shape) -> View:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtune.kernels.attention import online_softmax
 from meshtune.kernels.attention.backend import (
     NO_ALIBI,
+    NO_REACHES,
     AttentionInputs,
     AttentionRequest,
     Backend,
@@ -62,6 +63,8 @@ def decode_refusal(request: AttentionRequest) -> str | None:
     """The reason why `decode` does not serve a request over caches, or None."""
     if refusal := supports(request) or suits(request):
         return refusal
+    if request.reaches:
+        return NO_REACHES
     if request.q_length != 1:
         return Translatable("{queries} tokens a row: its kernel is for one", queries=request.q_length)
     if request.head_dim & (request.head_dim - 1):

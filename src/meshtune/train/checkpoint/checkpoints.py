@@ -22,7 +22,7 @@ import platform
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,7 +107,7 @@ def prepare_directory(directory: pathlib.Path, job: Job) -> None:
 
     Raises: UserError where it cannot be written, or where a process sees another directory than process 0.
     """
-    token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
+    token = f"shared-{job.broadcast('checkpoints: token', uuid.uuid4().hex)}.{UNFINISHED}"
     with raise_collectively(job, "checkpoints: directory"), disk_errors(directory):
         if job.is_main_process:
             directory.mkdir(parents=True, exist_ok=True)
@@ -129,14 +129,15 @@ def prepare_directory(directory: pathlib.Path, job: Job) -> None:
 
 def check_same_steps(steps: list[int], directory: pathlib.Path, job: Job) -> None:
     """Raises UserError where processes list different checkpoints."""
-    steps_by_process = job.exchange("checkpoints: steps", steps)
-    for process_index, listed in enumerate(steps_by_process):
-        if listed != steps_by_process[0]:
-            raise UserError(
-                f"process 0 finds the checkpoints {steps_by_process[0]}, and process {process_index} finds {listed}",
-                where=str(directory),
-                fix="wait until the shared file system shows the same on every host, and start again",
-            )
+    difference = job.difference("checkpoints: steps", steps)
+    if difference is not None:
+        index = difference.process_index
+        listed = [job.broadcast(f"checkpoints: steps of {root}", steps, root) for root in (0, index)]
+        raise UserError(
+            f"process 0 finds the checkpoints {listed[0]}, and process {index} finds {listed[1]}",
+            where=str(directory),
+            fix="wait until the shared file system shows the same on every host, and start again",
+        )
 
 
 def set_aside(directory: pathlib.Path, step: int, job: Job) -> pathlib.Path:
@@ -150,7 +151,7 @@ def set_aside(directory: pathlib.Path, step: int, job: Job) -> pathlib.Path:
                 number += 1
                 target = target.with_name(f"{step}-{number}")
             (directory / str(step)).rename(target)
-    return pathlib.Path(job.exchange("checkpoints: aside", str(target))[0])
+    return pathlib.Path(job.broadcast("checkpoints: aside", str(target)))
 
 
 PACKAGES = ("meshtune", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
@@ -222,6 +223,7 @@ TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that
 # Orbax measures by the clock of the machine, which may jump by years: what was never set begins in 1970.
 ORBAX_TIMEOUT = 100 * 365 * 86400
 METADATA, COMMITTED = "_CHECKPOINT_METADATA", b"Checkpoint commit was successful"  # Orbax's own
+LOSS_SCALE = "loss_scale/"  # in the names of arrays
 FIX = "delete this directory, or move it away, to continue from the checkpoint before it"
 
 
@@ -246,6 +248,7 @@ class Checkpoints:
 
         _quiet_orbax()
         self._best: int | None = None
+        self._newest: int | None = None  # that this process saved
         self._failed: BaseException | None = None
         self._verified: set[int] = set()
         prepare_directory(self.directory, job)
@@ -306,6 +309,12 @@ class Checkpoints:
                 ),
                 force=True,
             )
+        self._newest = record.step
+
+    @property
+    def writing(self) -> bool:
+        """Whether the last save is still being written, by any process."""
+        return self._newest is not None and not self.path(self._newest).exists()
 
     def check_room(self, state: TrainState) -> None:
         """Raises: UserError, on all processes alike, where the disk has no room for a checkpoint of `state`."""
@@ -348,8 +357,7 @@ class Checkpoints:
                 damage["record/metadata"] = f"it is of update {record.step}"
         except DamagedError as error:
             damage["record/metadata"] = error.reason
-        for process_damage in self._job.exchange(f"checkpoint {step}: record", damage):
-            damage |= process_damage
+        damage = self._job.merge(f"checkpoint {step}: record", damage)
         if has_digests and not damage:
             hashing = self._hashing.pop(step, None)
             local = None if hashing is None else hashing.result()
@@ -383,6 +391,8 @@ class Checkpoints:
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The saved state of a step, placed as the arrays (or ShapeDtypeStructs with shardings) of `like` are.
 
+        The scale of the loss is that of `like` where the checkpoint has none: compute.precision may have changed.
+
         Raises: DamagedError if the checkpoint is damaged, UserError if it is of another model, method or optimizer.
         """
         import orbax.checkpoint as ocp
@@ -393,20 +403,22 @@ class Checkpoints:
             self.verify(step)
         target = _by_name(jax.tree.map(_abstract, like))
         with self._reading(step):
-            self._check_same_arrays(step, target)
+            saved = self._check_same_arrays(step, target)
+            target = {name: leaf for name, leaf in target.items() if name in saved}
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     state=StateRestore(  # pyright: ignore[reportCallIssue]
                         item=target,  # pyright: ignore[reportCallIssue]
                         restore_args=ocp.checkpoint_utils.construct_restore_args(target),  # pyright: ignore[reportCallIssue]
+                        partial_restore=True,  # pyright: ignore[reportCallIssue]
                     )
                 ),
             )
         saved_step = int(restored["state"]["step"])
         if saved_step != step:
             raise damage_error(self.path(step), {"state": f"it is of update {saved_step}"}, FIX)
-        leaves = [restored["state"][name] for name, _ in named_leaves(like)]
+        leaves = [restored["state"].get(name, leaf) for name, leaf in named_leaves(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
@@ -459,18 +471,20 @@ class Checkpoints:
         if free < need:
             raise OSError(errno.ENOSPC, f"it needs {size_in_words(need)}, and {size_in_words(free)} are free")
 
-    def _check_same_arrays(self, step: int, target: Leaves) -> None:
+    def _check_same_arrays(self, step: int, target: Leaves) -> Collection[str]:
+        """The names of the saved arrays, which are those of `target` but for the scale of the loss."""
         saved = self._manager.item_metadata(step)["state"].tree
         in_checkpoint = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in saved.items()}
         in_run = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in target.items()}
         for name in sorted(in_checkpoint.keys() | in_run.keys()):
-            if in_checkpoint.get(name) != in_run.get(name):
+            if not name.startswith(LOSS_SCALE) and in_checkpoint.get(name) != in_run.get(name):
                 raise UserError(
                     f"the checkpoint does not fit this run: '{name}' is {_describe(in_checkpoint.get(name))} there and "
                     f"{_describe(in_run.get(name))} here",
                     where=str(self.path(step)),
                     fix="resume with the recipe the run was started with, or start anew with overwrite=true",
                 )
+        return in_checkpoint
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

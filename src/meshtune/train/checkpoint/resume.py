@@ -18,7 +18,7 @@ FREE = (
     "output", "resume", "overwrite", "accept_changes", "log.*", "sample.*", "evaluate", "evaluate.*", "hub", "hub.*",
     "checkpoint.*",
     "model.path", "model.revision", "model.load", "model.tokenizer", "model.chat_template", "model.adapter", "data.*",
-    "mesh", "mesh.*", "compute.memory_check", "rollout.rows",
+    "mesh", "mesh.*", "compute.memory_check", "rollout.rows", "train.hang_*",
 )  # fmt: skip
 # Not in the data's fingerprint, which is of documents and tokens: these decide how rows are made of them.
 ROWS = ("data.packing", "data.shuffle", "data.max_length")

@@ -98,8 +98,10 @@ def evaluations(interval: int | Literal["epoch"] | None, total: int, place: Call
     return at_interval(interval, total)
 
 
-def save_interval(interval: int | None, total: int) -> int:
-    """Returns the updates between saves; by default a run saves about ten times."""
+def save_interval(interval: int | str | None, total: int) -> int | None:
+    """Returns the updates between saves; by default a run saves about ten times. None for saves by the clock."""
+    if isinstance(interval, str):
+        return None
     return interval or max(1, math.ceil(total / 10))
 
 

@@ -154,7 +154,7 @@ class Reference:
             file = loader.store.path.parent.parent / "references" / f"{key}.npy"
             documents = len(loader.store)
             values = self._read_cache(file, documents)
-            if not all(self.run.job.exchange(f"reference: {split}", values is not None)):
+            if not self.run.job.all(f"reference: {split}", values is not None):
                 self.run.console.print(f"computing the reference's log-probabilities of the {split} data")
                 values = log_probabilities(params(), spec, compute, loader, tail)
                 if self.run.job.is_main_process:

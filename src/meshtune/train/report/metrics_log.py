@@ -48,16 +48,18 @@ class MetricsLog:
     def receive(self, event: Event) -> None:
         match event:
             case Stepped() if event.step % self._interval == 0:
-                self._metrics.write(_line(train_row(event)))
+                self._metrics.write(format_line(train_row(event)))
             case Evaluated():
-                self._metrics.write(_line(eval_row(event)))
+                self._metrics.write(format_line(eval_row(event)))
             case RolledOut():
                 if self._rollouts is None:
                     self._rollouts = (self._output / ROLLOUTS).open("a", encoding="utf-8", buffering=1)
-                self._rollouts.writelines(_line({"step": event.step, **row}) for row in event.rows)
+                self._rollouts.writelines(format_line({"step": event.step, **row}) for row in event.rows)
             case Sampled():
                 pictures = {"pictures": list(event.pictures)} if event.pictures else {}
-                self._samples.write(_line({"step": event.step, "prompt": event.prompt, "text": event.text} | pictures))
+                self._samples.write(
+                    format_line({"step": event.step, "prompt": event.prompt, "text": event.text} | pictures)
+                )
 
     def close(self) -> None:
         self._metrics.close()
@@ -78,7 +80,9 @@ class ProcessLog:
     def receive(self, event: Event) -> None:
         if isinstance(event, Stepped) and event.step % self._interval == 0:
             row = train_row(event)
-            self._file.write(_line({key: row[key] for key in ("step", "seconds", "memory", "machine") if key in row}))
+            self._file.write(
+                format_line({key: row[key] for key in ("step", "seconds", "memory", "machine") if key in row})
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -184,7 +188,8 @@ def _last_update(lines: list[_Line]) -> int:
     return max((line.row["step"] for line in lines if line.row.get("kind") == "train"), default=0)
 
 
-def _line(row: Mapping[str, object]) -> str:
+def format_line(row: Mapping[str, object]) -> str:
+    """A line of JSON that ends with the checksum of the rest."""
     content = json.dumps(row, ensure_ascii=False)[:-1]
     return f'{content}, "{CHECKSUM}": {zlib.crc32(content.encode())}}}\n'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
@@ -18,6 +19,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.runs.output import RECIPE, ROLLOUTS, read_run
+from meshtune.train.report.attempts import Goodput
 from meshtune.train.report.metrics_log import METRICS, SAMPLES, TIMINGS, read
 from meshtune.train.report.plot import SmoothedLoss
 
@@ -245,7 +247,7 @@ def report_html(output: pathlib.Path) -> str:
     title = html.escape(output.absolute().name)
     parts = [f"<h1>{title}</h1>", _table(_facts(run, rows)), *_prediction_table(run.get("prediction"))]
     parts += ["<h2>Curves</h2>", *_curves(rows, run.get("total"))] if rows else []
-    parts += ["<h2>Samples</h2>", *_samples(samples)] if samples else []
+    parts += ["<h2>Samples</h2>", *samples_html(samples)] if samples else []
     parts += _completions(output) if (output / ROLLOUTS).is_file() else []
     parts += _recipe(recipe)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -267,10 +269,15 @@ def _facts(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tu
         ("trained on", f"{trained['samples']:,} {trained.get('noun', '')}" if trained.get("samples") else None),
         ("tokens an epoch", f"{trained['tokens']:,}" if trained.get("tokens") else None),
         ("time in updates and evaluations", f"{seconds:,.0f} s" if seconds else None),
+        ("goodput", _goodput(run.get("goodput"))),
         ("result", run.get("result")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return [(name, value) for name, value in facts if value not in (None, "")]
+
+
+def _goodput(fields: Mapping[str, Any] | None) -> str | None:
+    return str(Goodput(*(fields[field.name] for field in dataclasses.fields(Goodput)))) if fields else None
 
 
 def _best(best: Mapping[str, Any] | None) -> str | None:
@@ -298,7 +305,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], total: object) -> list[str]:
     validation = [row for row in rows if row.get("kind") == "eval"]
     updates = total if isinstance(total, int) else len(train)
     keys = dict.fromkeys(key for row in rows for key in row)
-    plots = [_plot("loss", train, validation, updates, _loss_unit(keys), LARGE)]
+    plots = [_plot("loss", train, validation, updates, loss_unit(keys), LARGE)]
     plots += [_plot(name, train, validation, updates, "", SMALL) for name in keys if name not in NO_CURVES]
     return ['<div class="plots">', *plots, "</div>"]
 
@@ -312,13 +319,13 @@ def _plot(
     size: tuple[int, int],
 ) -> str:
     """A figure under its name, with a key that has the last value of each curve; "" where there is no number."""
-    sides = {"training": _column(train, name), "validation": _column(validation, name)}
+    sides = {"training": column(train, name), "validation": column(validation, name)}
     if name == "memory":
         largest = max((value for values in sides.values() for value in values if value is not None), default=0)
         power = min(len(UNITS) - 1, int(math.log2(max(1, largest)) // 10))
         unit = UNITS[power]
         sides = {side: [None if value is None else value / 1024**power for value in sides[side]] for side in sides}
-    steps = {"training": _column(train, "step"), "validation": _column(validation, "step")}
+    steps = {"training": column(train, "step"), "validation": column(validation, "step")}
     curves, smoothed = [], SmoothedLoss(total)
     if name not in EXACT and smoothed.final_span > 1:
         curves.append(Curve("", steps["training"], sides["training"], "raw"))
@@ -327,7 +334,7 @@ def _plot(
     else:
         label = "training" if any(value is not None for value in sides["validation"]) else "last"
     curves += [Curve(side, steps[side], values, side) for side, values in sides.items()]
-    title = METRIC_NAMES.get(name) or re.sub(r"^rewards/(.+)/(mean|std)$", _reward_title, name)
+    title = metric_title(name)
     plot = svg_plot(title, curves, unit=unit, size=size)
     last = {
         side: next((value for value in reversed(values) if value is not None), None) for side, values in sides.items()
@@ -342,11 +349,16 @@ def _plot(
     return f'<div><h3>{html.escape(title)}</h3><p class="key">{key}</p>{plot}</div>' if plot else ""
 
 
+def metric_title(name: str) -> str:
+    """The title of a metric of metrics.jsonl."""
+    return METRIC_NAMES.get(name) or re.sub(r"^rewards/(.+)/(mean|std)$", _reward_title, name)
+
+
 def _reward_title(match: re.Match[str]) -> str:
     return f"Reward {match[1]}" if match[2] == "mean" else f"Spread of reward {match[1]}"
 
 
-def _loss_unit(keys: Collection[str]) -> str:
+def loss_unit(keys: Collection[str]) -> str:
     """Returns the unit that a loss is averaged over, from the other metrics."""
     if "reward" in keys:
         return "of the policy"
@@ -373,18 +385,21 @@ def _recipe(text: str) -> list[str]:
     return ["<h2>Recipe</h2>", f"<pre>{html.escape(short)}</pre>", folded]
 
 
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """The numbers of a metric in `rows`, None where a row has none."""
     values = [row.get(name) for row in rows]
     return [value if isinstance(value, int | float) and not isinstance(value, bool) else None for value in values]
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+def samples_html(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     """Renders each prompt, with its pictures, and its answers in order of updates."""
     answers: dict[tuple[str, ...], list[str]] = {}
     for sample in samples:
         step, text = html.escape(str(sample.get("step"))), html.escape(str(sample.get("text")))
         pictures = sample.get("pictures")
-        prompt = (str(sample.get("prompt")), *map(str, pictures if isinstance(pictures, list) else ()))
+        shown = map(str, pictures if isinstance(pictures, list) else ())
+        # A page that is opened anywhere asks no server for a picture.
+        prompt = (str(sample.get("prompt")), *(address for address in shown if address.startswith("data:image/")))
         answers.setdefault(prompt, []).append(f'<p class="quiet">after update {step}</p><pre>{text}</pre>')
     parts = []
     for (words, *pictures), texts in answers.items():

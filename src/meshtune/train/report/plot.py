@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import time
@@ -15,7 +16,8 @@ from meshtune.train.report.events import Evaluated, Event, Stepped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from meshtune.train.report.figure import NotebookFigure
 
 MAX_SPAN = 50.0  # updates
 SHARE_OF_RUN = 1 / 20
@@ -25,8 +27,9 @@ class SmoothedLoss:
     """A sink that keeps the exponential moving average of the loss, over about a twentieth of the run.
 
     The span grows with the number of updates made, from 1 to its final length, so that the mean starts at the first
-    loss and follows the fast decrease at the beginning of a run without lag. `history` holds the losses of the updates
-    before a resume.
+    loss and follows the fast decrease at the beginning of a run without lag. Losses that are not finite, as of an
+    update that overflows in float16 and is skipped, are left out. `history` holds the losses of the updates before a
+    resume.
     """
 
     def __init__(self, total: int, history: Iterable[float] = ()):
@@ -42,6 +45,8 @@ class SmoothedLoss:
 
     def update(self, loss: float) -> float:
         """Adds the loss of one update and returns the new mean."""
+        if not math.isfinite(loss):
+            return loss if self.value is None else self.value
         weight = 1.0 / self.span
         self.value = loss if self.value is None else self.value + weight * (loss - self.value)
         self._count += 1
@@ -121,7 +126,7 @@ def draw(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here since it takes a second
 
-    drawn = figure_of(train, curve, validation, title=title, unit=unit)
+    drawn = figure_of(train, curve, validation, title=title, label=loss_label(unit))
     draft = path.with_name(f".{path.name}.partial")
     FigureCanvasAgg(drawn).print_png(draft)
     os.replace(draft, path)
@@ -133,23 +138,24 @@ def figure_of(
     validation: Sequence[tuple[int, float]],
     *,
     title: str,
-    unit: str,
-) -> Figure:
-    """The figure that `draw` writes, with the arguments of `draw`."""
-    from matplotlib.figure import Figure
+    label: str,
+) -> NotebookFigure:
+    """The figure that `draw` writes, with the arguments of `draw`; `label` is that of the vertical axis."""
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained", facecolor="white")
+    from meshtune.train.report.figure import NotebookFigure
+
+    figure = NotebookFigure(figsize=(8, 4.5), dpi=140, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     steps, losses = _columns(train)
     thin = max(1, len(steps) // POINTS)
     axes.plot(steps[::thin], losses[::thin], color=TRAIN, alpha=0.25, linewidth=1)
-    label = f"training, smoothed: {curve[-1]:.4f}"
-    axes.plot(steps[::thin], curve[::thin], color=TRAIN, linewidth=2, label=label)
+    last = f"training, smoothed: {curve[-1]:.4f}"
+    axes.plot(steps[::thin], curve[::thin], color=TRAIN, linewidth=2, label=last)
     visible = [losses]
     if validation:
         at, values = _columns(validation)
-        best = int(np.argmin(values))
+        best = int(np.argmin(np.where(np.isnan(values), np.inf, values)))
         axes.plot(
             at, values, color=VALIDATION, linewidth=2, marker="o", markersize=4, label=f"validation: {values[-1]:.4f}"
         )
@@ -166,7 +172,7 @@ def figure_of(
     _limits(axes, np.concatenate(visible))
     axes.set_title(title, loc="left", color=INK, fontsize=11, pad=26)
     axes.set_xlabel("update", color=INK)
-    axes.set_ylabel(f"loss per {unit} (nats)" if unit == "token" else f"loss per {unit}", color=INK)
+    axes.set_ylabel(label, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -179,12 +185,20 @@ def figure_of(
     return figure
 
 
+def loss_label(unit: str) -> str:
+    """The label of a loss that is averaged over `unit`."""
+    return f"loss per {unit} (nats)" if unit == "token" else f"loss per {unit}"
+
+
 def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([step for step, _ in pairs]), np.array([loss for _, loss in pairs], float)
 
 
 def _limits(axes: Axes, values: np.ndarray) -> None:
-    """Sets the y limits to the range of `values` with a margin."""
+    """Sets the y limits to the range of the finite `values` with a margin."""
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return
     low, high = float(values.min()), float(values.max())
     air = 0.05 * (high - low) or 0.1 * abs(high) or 0.1
     axes.set_ylim(low - air, high + air)

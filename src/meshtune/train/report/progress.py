@@ -8,8 +8,8 @@ import io
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.control import Control
@@ -17,7 +17,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -26,7 +25,7 @@ from rich.text import Text
 
 from meshtune.runs.output import CONSOLE_LOG
 from meshtune.setup.memory import memory_kind, size_in_words
-from meshtune.terminal import WIDE
+from meshtune.terminal import WIDE, in_notebook
 from meshtune.train.report.events import Evaluated, Event, Generating, Note, Sampled, Started, Stepped, Stopped
 from meshtune.train.report.plot import SmoothedLoss
 
@@ -84,6 +83,44 @@ WINDOW = 30  # updates that the rate is averaged over
 LINE_SECONDS = 15.0  # between lines without a terminal, and in the log
 
 
+class Bar(Protocol):
+    """A bar that is redrawn in its place. `fields` has the texts under the names of `ProgressBar`."""
+
+    def update(self, completed: int | None, fields: Mapping[str, str]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class TerminalBar:
+    """The bar of a terminal."""
+
+    def __init__(self, console: Console, start: Started, *, headline: bool):
+        self._bar = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("smoothed loss [bold]{task.fields[loss]}"),
+            *([TextColumn("{task.fields[metrics]}")] if headline else []),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("[dim]{task.fields[memory]}"),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=8,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(
+            "training", total=start.total, completed=start.done, loss="-", metrics="", rate="", memory=""
+        )
+
+    def update(self, completed: int | None, fields: Mapping[str, str]) -> None:
+        self._bar.update(self._task, completed=completed, **fields)  # pyright: ignore[reportArgumentType]
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
 class ProgressBar:
     """The sink that displays a run.
 
@@ -100,8 +137,7 @@ class ProgressBar:
         headline: Sequence[tuple[str, str]] = (),
     ):
         self._console, self._loss, self._log, self._headline = console, loss, log, headline
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._bar: Bar | None = None
         self._total = 0
         self._recent: collections.deque[Stepped] = collections.deque(maxlen=WINDOW)
         self._last_line = 0.0
@@ -112,15 +148,15 @@ class ProgressBar:
                 self._start(event)
             case Stepped():
                 self._recent.append(event)
-                fields: dict[str, Any] = self._fields()
-                if self._progress is not None:
-                    self._progress.update(self._task, completed=event.step, **fields)
+                fields = self._fields()
+                if self._bar is not None:
+                    self._bar.update(event.step, fields)
                 if time.monotonic() - self._last_line > LINE_SECONDS or event.step in (1, self._total):
                     self._last_line = time.monotonic()
                     self._print_line(f"update {event.step}/{self._total}  smoothed loss " + "  ".join(fields.values()))
             case Generating():
-                if self._progress is not None:
-                    self._progress.update(self._task, rate=f"generating {event.done}/{event.total}")
+                if self._bar is not None:
+                    self._bar.update(None, {"rate": f"generating {event.done}/{event.total}"})
             case Evaluated():
                 headline = self._headline or (("accuracy", "accuracy"),)
                 shown = (
@@ -144,38 +180,24 @@ class ProgressBar:
                     self._console.print(Text(f"stopped after update {event.step}: {event.reason}", style="yellow"))
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _print_line(self, line: str) -> None:
-        if self._progress is None:
+        if self._bar is None:
             self._console.print(line, highlight=False, soft_wrap=True)
         elif self._log is not None:
             self._log.print(line)
 
     def _start(self, event: Started) -> None:
         self._total = event.total
-        if not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn("[bold]training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("smoothed loss [bold]{task.fields[loss]}"),
-            *([TextColumn("{task.fields[metrics]}")] if self._headline else []),
-            TextColumn("{task.fields[rate]}"),
-            TextColumn("[dim]{task.fields[memory]}"),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-            console=self._console,
-            refresh_per_second=8,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task(
-            "training", total=event.total, completed=event.done, loss="-", metrics="", rate="", memory=""
-        )
+        if self._console.is_terminal:
+            self._bar = TerminalBar(self._console, event, headline=bool(self._headline))
+        elif not self._console.quiet and in_notebook():
+            from meshtune.train.report.notebook import NotebookBar
+
+            self._bar = NotebookBar(event)
 
     def _fields(self) -> dict[str, str]:
         timed = [event for event in self._recent if not event.slow]

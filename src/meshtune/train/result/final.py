@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import pathlib
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merge_adapters
@@ -16,6 +18,7 @@ from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
 from meshtune.digests import write_digests
+from meshtune.errors import UserError
 from meshtune.families import tensors
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job, raise_collectively
@@ -33,6 +36,11 @@ from meshtune.weights.verify import RoundingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from meshtune.generate.api import Model
+    from meshtune.generate.chat import ChatSession
+    from meshtune.train.report.figure import NotebookFigure
+    from meshtune.train.report.notebook import Report, Samples
 
 
 def own_base(
@@ -131,7 +139,7 @@ def export_result(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of a run.
+    """The outcome of a run, which notebooks show with its loss.
 
     `steps` of `total` updates were completed. `loss` is that of the last update, `smoothed_loss` the exponential mean
     that progress and plot show (train.report.smoothing), and `eval_loss` that of the last evaluation, None if this
@@ -149,3 +157,53 @@ class Result:
     seconds: float
     interrupted: int | None = None
     smoothed_loss: float | None = None
+
+    def plot(self, metric: str = "loss") -> NotebookFigure:
+        """Draws a metric over the updates: "loss", or another name of metrics.jsonl, such as "reward".
+
+        Raises: UserError for a metric that the run has not measured.
+        """
+        from meshtune.train.report.notebook import plot_metric
+
+        return plot_metric(self.output, metric, self.total)
+
+    @property
+    def samples(self) -> Samples:
+        """The texts that were generated for `sample.prompts` before, during and after training."""
+        from meshtune.train.report.notebook import read_samples
+
+        return read_samples(self.output)
+
+    @property
+    def report(self) -> Report:
+        """The page report.html: numbers, curves, samples and the recipe."""
+        from meshtune.train.report.notebook import Report
+        from meshtune.train.report.page import REPORT
+
+        return Report(self.output / REPORT)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The tuned model, loaded at first use.
+
+        Raises: UserError if the run was interrupted, and has no result yet.
+        """
+        from meshtune.generate.api import load
+
+        if self.path is None:
+            raise UserError(
+                f"the run was interrupted after update {self.steps} of {self.total}: it has no model yet",
+                where=str(self.output),
+                fix=f'meshtune.train("{self.output}/recipe.yaml", "resume=true") goes on from there',
+            )
+        gc.collect()  # what training left in the device's memory
+        return load(self.path)
+
+    def chat(self, system: str | None = None, **options: Any) -> ChatSession:
+        """Begins a conversation with the tuned model; `options` are those of `Model.chat`."""
+        return self.model.chat(system, **options)
+
+    def _repr_html_(self) -> str:
+        from meshtune.train.report.notebook import summary_html
+
+        return summary_html(self)

@@ -1,0 +1,161 @@
+"""Filters of records: those that look at one record, and those that compare all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from meshtune.config.data_recipe import DataRecipe, Filters
+from meshtune.config.sections import DataSection
+from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.documents import load_documents
+from meshtune.evaluate.metrics import WORD
+from meshtune.evaluate.statistics import overlap
+from meshtune.synth.documents import count_words
+from meshtune.synth.kinds import conversation_text, package
+
+PERMUTATIONS = 128  # of MinHash: a standard error of 0.04 at a similarity of 0.8
+SHINGLE = 3  # words in a row
+SHORTEST_LANGUAGE = 20  # characters: the language of fewer is a guess
+REFUSAL = re.compile(
+    r"^\W*(i'?m sorry|i am sorry|sorry,|i apologi[sz]e|unfortunately, i|i (can(no|')t|am unable|'m unable|won't)\b)"
+    r"|\bas an? (ai|artificial intelligence|(large )?language model)\b|\bi'?m (just )?an? (ai|language model)\b"
+    r"|^\W*(es tut mir leid|als ki\b|je suis désolé|lo siento|对不起|抱歉|很抱歉|作为一个?(人工智能|语言模型|ai))",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeRecord:
+    """A record before it is written. `question` and `answer` are the texts that filters read, `passage` that in
+    which the answer must be grounded."""
+
+    fields: Mapping[str, Any]
+    question: str
+    answer: str
+    passage: str
+    held_out: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is a preference pair."""
+        return "chosen" in self.fields
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation; of a pair with the chosen answer."""
+        if self.is_pair:
+            return [*self.fields["prompt"], *self.fields["chosen"]]
+        return list(self.fields["messages"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+    """A text that a filter dropped, and the reason."""
+
+    filter: str
+    reason: str
+    text: str
+    source: str
+    place: str
+
+
+def check_filters(recipe: DataRecipe) -> None:
+    """Raises UserError where a filter's package is missing, or its data cannot be read: before anything is asked."""
+    package("jsonschema", "answers are compared with their schema")
+    if recipe.filters.duplicates is not None:
+        package("datasketch", "near duplicates are compared")
+    if recipe.filters.language is not None:
+        _language_of("This sentence is read so that profiles of languages are loaded by one thread.")
+
+
+def local_filters(filters: Filters) -> Iterator[tuple[str, Callable[[MadeRecord], str | None]]]:
+    """(name, function that says why a record is dropped) of each filter that needs nothing but the record."""
+
+    def empty(record: MadeRecord) -> str | None:
+        texts = [message["content"] or message.get("tool_calls") for message in record.messages]
+        return None if all(texts) and record.question.strip() else "a message is empty"
+
+    def by_length(record: MadeRecord) -> str | None:
+        bounds, length = filters.length, count_words(record.answer)
+        if length < bounds.min_words and not any("tool_calls" in message for message in record.messages):
+            return f"{length} words"
+        return f"{length} words" if bounds.max_words is not None and length > bounds.max_words else None
+
+    def refusals(record: MadeRecord) -> str | None:
+        match = REFUSAL.search(record.answer)
+        return None if match is None else f"'{match[0].strip()}'"
+
+    def language(record: MadeRecord) -> str | None:
+        if len(record.answer) < SHORTEST_LANGUAGE:
+            return None
+        name = _language_of(record.answer)
+        return None if name == filters.language else f"it is '{name}'"
+
+    yield "schema", empty
+    yield "length", by_length
+    if filters.refusals:
+        yield "refusals", refusals
+    if filters.language is not None:
+        yield "language", language
+
+
+def _language_of(text: str) -> str:
+    langdetect = package("langdetect", "languages are recognised")
+    langdetect.DetectorFactory.seed = 0
+    try:
+        return str(langdetect.detect(text))
+    except langdetect.LangDetectException:  # no letters
+        return "unknown"
+
+
+def drop_duplicates(records: Sequence[MadeRecord], similarity: float) -> tuple[list[MadeRecord], list[Dropped]]:
+    """Records without near duplicates of earlier ones, by MinHash (datasketch), and those that were dropped."""
+    datasketch = package("datasketch", "near duplicates are compared")
+    index = datasketch.MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS)
+    hashes: list[Any] = []
+    retained: list[MadeRecord] = []
+    dropped: list[Dropped] = []
+    for record in records:
+        sketch = datasketch.MinHash(num_perm=PERMUTATIONS, seed=1)
+        sketch.update_batch([shingle.encode() for shingle in _shingles(conversation_text(record.messages))])
+        near = sorted(int(key) for key in index.query(sketch))
+        likeness = [(sketch.jaccard(hashes[number]), number) for number in near]
+        similar = [(value, number) for value, number in likeness if value >= similarity]
+        if similar:
+            value, number = max(similar)
+            earlier = conversation_text(retained[number].messages)[:200]
+            dropped.append(drop(record, "duplicates", f"similarity {value:.2f} to: {earlier}"))
+            continue
+        index.insert(str(len(retained)), sketch)
+        hashes.append(sketch)
+        retained.append(record)
+    return retained, dropped
+
+
+def _shingles(text: str) -> set[str]:
+    tokens = [word.lower() for word in WORD.findall(text)]
+    return {" ".join(tokens[start : start + SHINGLE]) for start in range(max(1, len(tokens) - SHINGLE + 1))}
+
+
+def drop_evaluation(records: Sequence[MadeRecord], filters: Filters) -> tuple[list[MadeRecord], list[Dropped]]:
+    """Records without words in a row in common with evaluation data, as `meshtune eval` counts them."""
+    documents = load_documents(DataSection(train=list(filters.evaluation), packing=False), seed=0).train
+    shared = set(overlap([_conversation(record) for record in records], documents).shared) if records else set()
+    dropped = [
+        drop(record, "evaluation", "words of evaluation data") for n, record in enumerate(records) if n in shared
+    ]
+    return [record for n, record in enumerate(records) if n not in shared], dropped
+
+
+def _conversation(record: MadeRecord) -> Conversation:
+    messages = tuple(Message(message["role"], str(message["content"])) for message in record.messages)
+    return Conversation(messages, Origin("generated", 0))
+
+
+def drop(record: MadeRecord, name: str, reason: str) -> Dropped:
+    """A record as one that a filter dropped."""
+    provenance = record.fields["provenance"]
+    return Dropped(name, reason, conversation_text(record.messages), provenance["source"], provenance["place"])
