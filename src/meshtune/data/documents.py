@@ -125,8 +125,8 @@ def open_unchecked(
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRange:
-    """What was read of consecutive records: `usable` int64 [n] are the numbers of those to train on, `digests` uint8
-    [records, DIGEST_BYTES] those of samples, and `names` those of fields that the format passes over."""
+    """The result of reading consecutive records: `usable` int64 [n] are the numbers of those to train on, `digests`
+    uint8 [records, DIGEST_BYTES] those of samples, and `names` those of fields that the format passes over."""
 
     usable: np.ndarray
     digests: np.ndarray
@@ -136,7 +136,7 @@ class CheckedRange:
 
 @dataclasses.dataclass(frozen=True)
 class CheckTask:
-    """Reads and converts the records of `checked`, of which the first has the number `start`, until `limit` are usable.
+    """Reads and converts the records of `checked`, whose first has the number `start`, until `limit` are usable.
     The result is in `file`, if that is not None, for a preparation that is interrupted and for other hosts."""
 
     checked: CheckedSource
@@ -194,7 +194,7 @@ def _save_range(file: pathlib.Path, result: CheckedRange) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TaskList(Sequence[Any]):
-    """`size` tasks, of which each is made by `task(number)` when it is read."""
+    """`size` tasks. `task(number)` makes one when it is read."""
 
     size: int
     task: Callable[[int], Any]

@@ -66,16 +66,16 @@ class PrepareShare:
 
 
 def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping[str, str]) -> str:
-    """Prepares a recipe's data in `workers` jobs of Slurm or tasks of Ray, and says what was started or done.
+    """Prepares a recipe's data in `workers` jobs of Slurm or tasks of Ray, and returns a line that says so.
 
-    `options` are sbatch's, of which partition and time are required, or those of ray.remote. Raises UserError where an
+    `options` are sbatch's (partition and time are required) or those of ray.remote. Raises UserError where an
     executor is not installed.
     """
     if name == "slurm" and shutil.which("sbatch") is None:
         fix = "log in to a machine of the cluster, or use --executor local"
         raise UserError("Slurm is not installed here: there is no sbatch", where="--executor", fix=fix)
     if name == "ray":
-        _import("ray", "ray is not installed", "pip install ray")
+        _import("ray", "ray is not installed", pip_install("ray"))
     problem = "Slurm and Ray are reached through datatrove, which is not installed"
     module = _import(f"datatrove.executor.{name}", problem, pip_install("data"))
     cache = str(cache_folder().resolve())
