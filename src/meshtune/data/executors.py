@@ -65,8 +65,9 @@ class PrepareShare:
         prepare_share(load_recipe(*self.arguments), Shard(rank + 1, world_size), 1, console)
 
 
-def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping[str, str]) -> str:
-    """Prepares a recipe's data in `workers` jobs of Slurm or tasks of Ray, and returns a line that says so.
+def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping[str, str]) -> str | None:
+    """Prepares a recipe's data in `workers` tasks of Ray, or submits as many jobs of Slurm and returns a line that says
+    so.
 
     `options` are sbatch's (partition and time are required) or those of ray.remote. Raises UserError where an
     executor is not installed.
@@ -87,8 +88,8 @@ def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping
         "skip_completed": False,  # a complete share ends at once, and sources may have changed
     }
     if name == "ray":
-        module.RayPipelineExecutor(**common, ray_remote_kwargs=dict(options)).run()
-        return f"prepared by {workers} tasks of Ray"
+        module.RayPipelineExecutor(**common, ray_remote_kwargs={key: _number(options[key]) for key in options}).run()
+        return None
     missing = [key for key in ("partition", "time") if key not in options]
     if missing:
         fix = f"add {' '.join(f'--option {key}=VALUE' for key in missing)}"
@@ -105,6 +106,13 @@ def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping
     executor.run()
     logs = executor.slurm_logs_folder
     return f"job {executor.job_id} of Slurm prepares the data in {workers} tasks; its logs are in {logs}"
+
+
+def _number(text: str) -> int | float | str:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
 
 
 def _import(module: str, problem: str, fix: str) -> Any:
