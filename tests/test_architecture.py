@@ -35,9 +35,9 @@ OUTSIDE_THE_CORE = ("weights/hub.py", "weights/hub.py", "families/gguf", "quanti
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.
-ROOMS = """__main__ cli board serve launch synth __init__ plan train evaluate setup rollout calls generate quickstart hub
-costs runs data config objectives adapters weights families optim model quantize mesh kernels arrays digests cache
-terminal options translatable json_text patterns hooks lazy errors""".split()
+ROOMS = """__main__ cli board serve launch synth __init__ plan train evaluate setup rollout calls generate quickstart
+hub costs runs data config objectives adapters weights families optim model quantize mesh kernels arrays
+digests cache terminal options translatable json_text patterns hooks lazy errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 
 

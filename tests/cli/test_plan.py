@@ -99,6 +99,16 @@ def test_a_search_is_a_ranked_table(recipe):
     assert times[0] == pytest.approx(report["step_seconds"])
 
 
+@pytest.mark.parametrize(
+    ("target", "told"), [("T4", "Triton needs sm_80"), ("RX9070XT", ""), ("M4-24", "for NVIDIA and AMD")]
+)
+def test_a_chip_without_kernels_is_told_what_its_plan_counts(tmp_path, target, told):
+    ran = plan(recipe_file(tmp_path, "8B"), "--target", target, "quantize=nf4", "--estimate", "--json")
+    notes = json.loads(ran.stdout)["notes"]
+    kernels = [note for note in notes if note.startswith("kernels: XLA's own operations")]
+    assert [told in note and "time is not" in note for note in kernels] == [True] * bool(told)
+
+
 def test_without_a_compiler_the_estimate_answers_and_names_the_extra(recipe):
     ran = plan(recipe, "--target", "8xH100", "mesh.fsdp=8")
     assert ran.returncode == 0, ran.stderr

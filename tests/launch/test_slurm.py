@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 from slurm_nodes import two_nodes
 
@@ -97,6 +98,21 @@ def test_a_requeued_run_on_two_nodes_resumes_from_the_update_it_saved(
     assert f"resuming after update {stopped}" in log
     assert steps(output) == list(range(1, STEPS + 1))
     assert (output / "adapter/adapter_model.safetensors").exists()
+
+
+def test_a_killed_process_is_replaced_within_the_allocation(
+    slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path
+):
+    output, number = tmp_path / "run", launch(slurm, recipe)
+    wait(lambda: (output / "checkpoints/10").is_dir(), 240, lambda: all_logs(tmp_path))
+    lines = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    running = [process for process, line in lines if "train" in line and str(recipe) in line and "python" in line[0]]
+    running[-1].kill()
+    wait(lambda: job_fields(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 300, lambda: all_logs(tmp_path))
+    fields = job_fields(slurm, number)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "0"), all_logs(tmp_path)
+    assert "the processes start again in this allocation" in all_logs(tmp_path)
+    assert "resuming after update" in (output / "logs/process-0.log").read_text()
 
 
 def test_a_users_error_is_not_requeued(slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path):

@@ -81,6 +81,25 @@ def test_a_batch_script_has_a_directive_for_each_option(recipe: str):
     assert {"--requeue", "--open-mode=append", "--signal=TERM@120"} <= set(directives)
 
 
+def test_spare_nodes_belong_to_the_job_and_run_nothing(recipe: str):
+    options = slurm.SlurmOptions(30, 8, spare_nodes=2, switches="1@2:00:00", segment=16)
+    text = slurm.batch_script(restartable([recipe]), options)
+    assert {"--nodes=32", "--no-kill", "--switches=1@2:00:00", "--segment=16"} <= set(sbatch_options(text))
+    assert 'srun --nodes=30 --ntasks=30 --nodelist="$(healthy | list 30)" --ntasks-per-node=1' in text
+
+
+def test_nodes_that_do_not_answer_are_left_out(recipe: str, tmp_path: pathlib.Path):
+    """The script's own functions, over what sinfo prints of a job's nodes; a node of two partitions is listed twice."""
+    text = slurm.batch_script(restartable([recipe]), slurm.SlurmOptions(2, 8, spare_nodes=2))
+    functions = text[text.index("healthy() {") : text.index("newest() {")]
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/bash\nprintf '%s\\n' 'a allocated' 'b allocated*' 'c down' 'd mixed' 'd mixed' 'e idle'\n")
+    sinfo.chmod(0o755)
+    program = f'SLURM_JOB_NODELIST=x; PATH="{tmp_path}:$PATH"\n{functions}\nhealthy | list 2; healthy | wc -l'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["a,d", "3"], done.stderr
+
+
 def test_a_batch_script_resumes_and_never_binds_a_process_to_one_gpu(recipe: str):
     text = slurm.batch_script(restartable([recipe]), slurm.SlurmOptions(2, 8))
     assert "train recipe.yaml resume=true" in text
@@ -108,6 +127,8 @@ def test_containers_mount_the_directories_of_the_run(recipe: str, tmp_path: path
         ({"mail": "a@b", "mail_type": "FIAL"}, "'FIAL' is not a mail type"),
         ({"container": "x", "runtime": "podman"}, "'podman' is not a supported container runtime"),
         ({"extra": ("exclusive",)}, "'exclusive' is not an option of sbatch"),
+        ({"switches": "one"}, "'one' is not a number of switches"),
+        ({"spare_nodes": 1, "segment": 4}, "2 nodes do not divide into segments of 4"),
     ],
 )
 def test_options_that_slurm_would_refuse_are_an_error(fields: dict[str, Any], message: str):

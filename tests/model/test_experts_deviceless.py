@@ -150,8 +150,8 @@ def test_a_layer_of_experts_does_the_work_of_each_tokens_own(target):
 
 @pytest.mark.deviceless
 def test_a_chip_without_kernels_multiplies_tiles_by_its_library():
-    """sm_75: a loop for each product, over tiles of 128 rows, each with one product of cuBLAS. What tiles have beyond the
-    rows of their group is computed in vain, below a quarter of the work here."""
+    """sm_75: a loop for each product, over tiles of 128 rows, each with one product of cuBLAS. What tiles have beyond
+    the rows of their group is computed in vain, below a quarter of the work here."""
     assert grouped.backend_for(chip_of("cuda", find_target("T4").device.arch)) == "tiles"
     program = compiled_for("T4", SNIPPET.replace('"bfloat16"', '"float16"'), text=True, **NAMES)
     text = program["text"]

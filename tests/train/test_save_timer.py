@@ -43,7 +43,7 @@ def test_a_save_becomes_due_once_for_each_interval(clock: Clock):
     assert timer.request(written)
     assert not timer.request(written), "it is due already"
     clock.now += 2
-    timer.saved(0.5)
+    timer.note_save(0.5)
     clock.now += 599
     assert not timer.request(written)
 
@@ -58,9 +58,9 @@ def test_no_save_becomes_due_while_one_is_written_and_the_next_as_soon_as_it_is_
 def test_the_automatic_interval_follows_from_what_saves_cost(clock: Clock):
     timer = SaveTimer(mtbf=12 * 3600.0)
     assert timer.seconds == FIRST
-    timer.saved(30.0)  # compiles, or makes directories
+    timer.note_save(30.0)  # compiles, or makes directories
     for cost in (20.0, 20.0):
-        timer.saved(cost)
+        timer.note_save(cost)
     assert timer.seconds == best_interval(20.0, 12 * 3600.0)
     assert SaveTimer(mtbf=45.0).seconds == best_interval(1.0, 45.0)
     assert SaveTimer().seconds is None

@@ -1,5 +1,4 @@
-"""`meshtune data`: a recipe's data as the model will see them, prepared before anything is trained, and records that a
-teacher makes of documents."""
+"""`meshtune data`: a recipe's data as the model will see them, preparing them, and records that a teacher makes."""
 
 from __future__ import annotations
 

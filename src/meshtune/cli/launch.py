@@ -10,10 +10,10 @@ import typer
 from meshtune.cli.expand import expand_options
 from meshtune.cli.train import Arguments, Overwrite, Resume, with_flags
 from meshtune.errors import UserError
-from meshtune.launch.options import JobSetOptions, SlurmOptions, TaskOptions
+from meshtune.launch.options import JobSetOptions, RayOptions, SlurmOptions, TaskOptions
 
 app = typer.Typer(
-    help="Run a recipe in several processes: here, under Slurm, Kubernetes or SkyPilot.",
+    help="Run a recipe in several processes: here, under Slurm, Kubernetes, Ray or SkyPilot.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -101,6 +101,17 @@ def skypilot(arguments: Arguments, options: TaskOptions, out: Out = None) -> Non
     path = _write(writer.task_yaml(command, options), out, f"{command.name}.sky.yaml")
     if path is not None:
         print(f"start it with: sky jobs launch {path}")
+
+
+@app.command()
+@expand_options()
+def ray(arguments: Arguments, options: RayOptions) -> None:
+    """Run on a cluster of Ray, at RAY_ADDRESS or on this machine; a lost process is replaced."""
+    from meshtune.launch.ray import launch
+    from meshtune.launch.train_command import parse_restartable_command
+    from meshtune.terminal import console
+
+    raise typer.Exit(launch(parse_restartable_command(arguments), options, console(stderr=True)))
 
 
 def _write(text: str, out: pathlib.Path | None, name: str) -> pathlib.Path | None:

@@ -1,4 +1,4 @@
-"""What a long run on many devices loses to failures, what its saves and restarts move, and what breaks first."""
+"""The goodput of a long run on many devices, the bytes of its saves and restarts, and its first limit."""
 
 from __future__ import annotations
 

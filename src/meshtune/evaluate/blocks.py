@@ -109,7 +109,7 @@ class Blocks:
         """
         with show_progress(console, "checking") as progress:
             for done, number in enumerate(self.numbers):
-                rows = self._stored(number) if resume else None
+                rows = self._read_rows(number) if resume else None
                 if rows is None:
                     self.prompts(model, number)
                 else:
@@ -168,7 +168,7 @@ class Blocks:
     def _file(self, number: int) -> pathlib.Path:
         return self.folder / BLOCKS / f"{number:06}.jsonl"
 
-    def _stored(self, number: int) -> list[Row] | None:
+    def _read_rows(self, number: int) -> list[Row] | None:
         """The rows of a block that an earlier process has computed."""
         if self._file(number).is_file():
             return read_lines(self._file(number))[:-1]
@@ -186,7 +186,7 @@ class Blocks:
         settings = {"metrics": list(options.metrics), "loss": options.loss}
         if summary is not None and {name: summary[name] for name in settings} == settings:
             return
-        records, rows = self.block(number), self._stored(number)
+        records, rows = self.block(number), self._read_rows(number)
         if rows is None:
             rows = _answer(model, records, self.prompts(model, number), options, progress)
         held_out = held_out_loss(model, records) if options.loss else None
@@ -209,8 +209,8 @@ def predict(
     overwrite: bool = False,
     console: Console,
 ) -> Predictions | None:
-    """Answers the records of a shard into `output`, and joins all answers in predictions.jsonl, and what they are worth
-    in metrics.json, once no shard is missing; None while one is.
+    """Answers the records of a shard into `output`. Once no shard is missing, joins all in predictions.jsonl, and
+    their metrics in metrics.json; returns None before.
 
     `identity` says whose answers they are. With `resume`, and always of a shard, blocks of answers that are in the
     folder stay. Raises UserError as results_folder and check_metrics do, and for a prompt that leaves no room for an
@@ -277,7 +277,7 @@ def _answer(
 def _score(
     rows: Sequence[Row], options: PredictOptions, held_out: HeldOut | None, *, chinese: bool
 ) -> tuple[list[Row], Row]:
-    """The answers with their metrics and losses, and what `_totals` needs of them."""
+    """The answers with their metrics and losses, and their part of `_totals`."""
     texts, references = [row["answer"] for row in rows], [row["reference"] for row in rows]
     by_record = record_metrics(options.metrics, texts, references, chinese=chinese)
     scored = [row | {"metrics": values} for row, values in zip(rows, by_record, strict=True)]

@@ -74,7 +74,7 @@ def evaluate(
 
 
 class _Parts:
-    """What one model computes for an evaluation, in its folder: blocks of records, and benchmarks, a file each."""
+    """The parts of the evaluation of one model, in its folder: blocks of records, and benchmarks, a file each."""
 
     def __init__(self, folder: pathlib.Path, evaluation: Evaluation, shard: Shard):
         self._folder, self._suite, self._shard = folder, evaluation.suite, shard
@@ -122,7 +122,7 @@ class _Parts:
 
 
 def _join_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins what lm-eval says of the benchmarks: by name of the task, and the number of contexts that were cut."""
+    """Joins lm-eval's facts of the benchmarks: by name of the task, and the number of contexts that were cut."""
     joined: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():

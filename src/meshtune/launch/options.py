@@ -64,6 +64,9 @@ class SlurmOptions:
     container: str | None = option(None, "An image: rocm/jax, nvcr.io#nvidia/jax, or a .sif file.")
     runtime: str | None = option(None, "pyxis or apptainer.", flags=("--container-runtime",))
     mounts: tuple[str, ...] = option((), "A shared directory to mount; may be repeated.", flags=("--mount",))
+    spare_nodes: int = option(0, "Further nodes, which take the place of those that fail.", ge=0)
+    switches: str | None = option(None, "Switches that may join the nodes, and how long to wait: 1@2:00:00.")
+    segment: int | None = option(None, "Nodes of each block that must be neighbours (topology/block).", ge=1)
     extra: tuple[str, ...] = option(
         (), "Another option of sbatch, passed as it is; may be repeated.", flags=("--sbatch",)
     )
@@ -72,6 +75,15 @@ class SlurmOptions:
         _check_texts(self)
         if self.time is not None and not re.fullmatch(TIME, self.time):
             raise UserError(f"'{self.time}' is not a time", where="--time", fix="write it as 4:00:00 or 2-00:00:00")
+        if self.switches is not None and not re.fullmatch(rf"\d+(@({TIME}))?", self.switches):
+            fix = "write it as 1, or 1@2:00:00 to wait two hours for it"
+            raise UserError(f"'{self.switches}' is not a number of switches", where="--switches", fix=fix)
+        if self.segment is not None and (self.nodes + self.spare_nodes) % self.segment:
+            raise UserError(
+                f"{self.nodes + self.spare_nodes} nodes do not divide into segments of {self.segment}",
+                where="--segment",
+                fix="give a number that divides the nodes, spare ones included",
+            )
         if self.gpus and self.gpus % self.processes:
             raise UserError(
                 f"{self.gpus} GPUs per node do not divide by {self.processes} processes",
@@ -191,3 +203,16 @@ class TaskOptions:
             raise UserError(
                 f"'{self.bucket}' is not a bucket", where="--bucket", fix="write it as s3://name or gs://name"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class RayOptions:
+    """The resources requested from Ray: `workers` processes with `gpus` and `cpus` each.
+
+    `gpus` are by default all of a node; 0 are processes on CPUs. `start_timeout` is the seconds to wait for them all.
+    """
+
+    workers: int = option(1, "Processes; one for each node uses all its GPUs.", ge=1, flags=("--workers", "-n"))
+    gpus: int | None = option(None, "GPUs of each; default: those of a node.", ge=0, flags=("--gpus-per-worker",))
+    cpus: int = option(1, "Cores of each.", ge=1, flags=("--cpus-per-worker",))
+    start_timeout: int = option(600, "Seconds to wait for nodes.", ge=1)

@@ -69,7 +69,7 @@ class Replicas:
 
 def without_options(arguments: Sequence[str], options: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
     """A command line without some `options`, which have a value each, and `flags`, which have none."""
-    kept, skip = [], False
+    remaining, skip = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         if skip:
@@ -77,8 +77,8 @@ def without_options(arguments: Sequence[str], options: Sequence[str], flags: Seq
         elif name in options:
             skip = not equals
         elif argument not in flags:
-            kept.append(argument)
-    return tuple(kept)
+            remaining.append(argument)
+    return tuple(remaining)
 
 
 def check_executor(name: str) -> None:
@@ -120,7 +120,7 @@ def _supervise(replicas: Replicas, start: Callable[[int], Poll], console: Consol
                 del running[index]
                 if code in MISTAKES:
                     console.print(f"replica {index} of {replicas.count} failed; the end of {replicas.log(index)}:")
-                    console.print(_tail(replicas.log(index)), markup=False, soft_wrap=True)
+                    console.print(log_tail(replicas.log(index)), markup=False, soft_wrap=True)
                     return code
                 if code:
                     restarts, before = failures[index]
@@ -150,7 +150,8 @@ def _progress_file(replicas: Replicas, index: int) -> pathlib.Path:
     return replicas.logs / f".replica-{index}.progress.partial"
 
 
-def _tail(log: pathlib.Path) -> str:
+def log_tail(log: pathlib.Path) -> str:
+    """The last lines of a log."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]) if log.is_file() else ""
 
 
@@ -228,7 +229,7 @@ def _visible_ids() -> list[str]:
 @contextlib.contextmanager
 def _ray_starter(replicas: Replicas) -> Iterator[Callable[[int], Poll]]:
     """Runs each replica as a task of Ray, on whatever node has room."""
-    from meshtune.launch.ray import connect, forwarded_environment
+    from meshtune.launch.ray import connect
 
     ray = import_ray("--executor ray")
     with connect(ray):
@@ -237,8 +238,8 @@ def _ray_starter(replicas: Replicas) -> Iterator[Callable[[int], Poll]]:
         run = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_run_replica)
 
         def start(index: int) -> Poll:
-            environment = forwarded_environment() | _environment(replicas, index)
-            reference = run.remote(replicas.command(index), replicas.log(index), environment, str(pathlib.Path.cwd()))
+            environment, folder = _environment(replicas, index), str(pathlib.Path.cwd())
+            reference = run.remote(replicas.command(index), replicas.log(index), environment, folder)
 
             def poll() -> int | None:
                 done, _ = ray.wait([reference], timeout=0)

@@ -15,7 +15,7 @@ from meshtune.launch.train_command import TrainCommand, dns_label, meshtune_exec
 from meshtune.mesh.client import EXIT_PROCESS_LOST
 
 TEMPLATE = pathlib.Path(__file__).with_name("slurm_body.sh")
-MAX_RESTARTS = 10  # in a row after lost processes, without a newer checkpoint; after time limits there is no limit
+MAX_RESTARTS = 20  # in succession after a lost process, without a new checkpoint
 
 
 def batch_script(command: TrainCommand, options: SlurmOptions) -> str:
@@ -36,7 +36,7 @@ def _header(command: TrainCommand, options: SlurmOptions) -> list[str]:
     check_text("the current folder", str(pathlib.Path.cwd()))
     directives = [
         f"--job-name={dns_label(options.name or command.name)}",
-        f"--nodes={options.nodes}",
+        f"--nodes={options.nodes + options.spare_nodes}",
         f"--ntasks-per-node={options.processes}",
         f"--gpus-per-node={options.gpus}" if options.gpus else None,
         f"--cpus-per-task={options.cpus}" if options.cpus else None,
@@ -47,6 +47,9 @@ def _header(command: TrainCommand, options: SlurmOptions) -> list[str]:
         f"--qos={shlex.quote(options.qos)}" if options.qos else None,
         f"--mail-user={shlex.quote(options.mail)}" if options.mail else None,
         f"--mail-type={options.mail_type}" if options.mail else None,
+        f"--switches={options.switches}" if options.switches else None,
+        f"--segment={options.segment}" if options.segment else None,
+        "--no-kill" if options.spare_nodes else None,
         *options.extra,
     ]
     if options.processes == 1:
@@ -78,6 +81,8 @@ def _body(command: TrainCommand, options: SlurmOptions) -> str:
         "SETTINGS": "" if options.gpus else "export JAX_PLATFORMS=cpu",
         "FILES": shlex.join(map(str, command.input_files)),
         "SRUN": f"--ntasks-per-node={options.processes}{cpus}",
+        "NODES": str(options.nodes),
+        "TASKS": str(options.nodes * options.processes),
         "COMMAND": f"{container} \\\n  {train}" if container else train,
         "STOPPED": str(128 + signal.SIGTERM),
         "LOST": str(EXIT_PROCESS_LOST),

@@ -15,7 +15,7 @@ from meshtune.config.sections import DataSection
 from meshtune.costs.collectives import Collective
 from meshtune.costs.decoding import Lengths, RolloutCost
 from meshtune.costs.estimate import ROLES, estimated_collectives, reference_bytes
-from meshtune.costs.hardware import Target
+from meshtune.costs.hardware import Device, Target
 from meshtune.costs.reliability import Reliability
 from meshtune.costs.roofline import Roofline, roofline, work_of
 from meshtune.data.documents import CheckedSource, DocumentList, load_documents
@@ -23,6 +23,7 @@ from meshtune.data.prepare import prepare_data
 from meshtune.data.prompts import PromptLoader
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
+from meshtune.kernels.chips import chip_of, without_triton
 from meshtune.objectives.stages import STAGES
 from meshtune.plan.compilers import compile_recipe
 from meshtune.plan.compilers.compile import Compiled
@@ -45,6 +46,7 @@ from meshtune.setup.search import (
 )
 from meshtune.setup.stage import vision_training
 from meshtune.train.report.metrics_log import METRICS, parse_line
+from meshtune.translatable import Translatable
 
 CompileStep = Callable[[Recipe, Target], Compiled]
 
@@ -203,7 +205,8 @@ class PlanReport:
     `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
     is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe.
     `updates` are those of the whole recipe; `price` is per hour of one device. `reason` says why no compiler was used.
-    `coverage` says what the method adapts or trains, `reliability` what failures cost over a given time.
+    `coverage` says what the method adapts or trains, and what runs in place of kernels that the chip does not have,
+    `reliability` what failures cost over a given time.
     """
 
     target: Target
@@ -294,8 +297,23 @@ def report_for(
         price,
         reserve,
         reason,
-        coverage_decisions(workload.method, workload.spec, vision_training(workload.recipe)),
+        [
+            *coverage_decisions(workload.method, workload.spec, vision_training(workload.recipe)),
+            *_kernel_decisions(target.device),
+        ],
     )
+
+
+def _kernel_decisions(device: Device) -> list[Decision]:
+    """Describes the operations of a chip without kernels, and which of their costs the plan counts; [] for others."""
+    chip = chip_of(device.backend, device.arch)
+    reason = None if device.platform in ("tpu", "cpu") else without_triton(chip)
+    if reason is None:
+        return []
+    cost = Translatable(
+        "{reason}; scores of attention pass through memory, whose room is counted and time is not", reason=reason
+    )
+    return [Decision("kernels", Translatable("XLA's own operations"), cost)]
 
 
 def plan_step(

@@ -319,7 +319,7 @@ class _Loop:
                 if self.task.batches.uses_state and pending is not None:
                     self._report(*pending)
                     pending = None
-                with self.task.watchdog.paused() if self.task.batches.uses_state else contextlib.nullcontext():
+                with self.task.watchdog.pause() if self.task.batches.uses_state else contextlib.nullcontext():
                     batch = self.task.batches.next(done, self.state)
                 if batch.rollout_rows:
                     self._emit(RolledOut(done + 1, batch.rollout_rows))
@@ -345,7 +345,7 @@ class _Loop:
                 if self._something_due(done):
                     self._report(*pending)
                     pending = None
-                    with self.task.watchdog.paused():
+                    with self.task.watchdog.pause():
                         self._whatever_is_due(done)
                     self.clock = time.perf_counter()
         finally:
@@ -353,7 +353,7 @@ class _Loop:
         if pending is not None:
             self._report(*pending)
         if done > start and self.saved != done:
-            with self.task.watchdog.paused():
+            with self.task.watchdog.pause():
                 self._save(done)
         return done
 
@@ -447,7 +447,7 @@ class _Loop:
         )
         started = time.monotonic()
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
-        self.task.save_timer.saved(time.monotonic() - started)
+        self.task.save_timer.note_save(time.monotonic() - started)
         self.saved, self.save_due = done, False
         self._emit(Saved(done, self.checkpoints.path(done)))
         for saved in self.task.saved:

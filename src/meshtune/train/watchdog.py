@@ -58,12 +58,11 @@ class Watchdog:
     def update(self) -> None:
         """Notes that an update has ended."""
         self.step()
-        now = time.monotonic()
-        self._times.append(now - self._last)
-        self._last = now
+        previous, self._last = self._last, time.monotonic()
+        self._times.append(self._last - previous)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Watches nothing within the block: evaluations, samples and rollouts take as long as they take."""
         self._pauses += 1
         try:

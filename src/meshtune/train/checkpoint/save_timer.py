@@ -50,7 +50,7 @@ class SaveTimer:
         self._requested = True
         return True
 
-    def saved(self, cost: float) -> None:
+    def note_save(self, cost: float) -> None:
         """Notes that a save has begun, which kept the updates waiting for `cost` seconds."""
         self._costs.append(cost)
         self._last, self._requested = time.monotonic(), False

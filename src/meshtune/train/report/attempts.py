@@ -77,16 +77,16 @@ def read_goodput(output: pathlib.Path) -> Goodput:
 
 def goodput_of(rows: Sequence[Mapping[str, Any]]) -> Goodput:
     """The goodput by the lines of AttemptsLog. An attempt's updates count up to the save that the next began from."""
-    kept = {0: 0.0}  # useful seconds up to each save
+    useful_at = {0: 0.0}  # useful seconds up to each save
     before = 0.0
     attempts = 0
     for row in rows:
         if row["kind"] == "start":
             attempts += 1
-            kept = {step: seconds for step, seconds in kept.items() if step <= row["step"]}
-            before = kept[max(kept)]
+            useful_at = {step: seconds for step, seconds in useful_at.items() if step <= row["step"]}
+            before = useful_at[max(useful_at)]
         else:
-            kept[row["step"]] = before + row["useful"]
+            useful_at[row["step"]] = before + row["useful"]
     starts = [row["started"] for row in rows if row["kind"] == "start"]
     wall = max((row["time"] for row in rows), default=0.0) - min(starts) if starts else 0.0
-    return Goodput(kept[max(kept)], wall, attempts)
+    return Goodput(useful_at[max(useful_at)], wall, attempts)

@@ -174,7 +174,9 @@ function headline(job, existed) {
   const spent = job.exit.seconds === undefined ? null : t('runs.took', { time: duration(job.exit.seconds) });
   const missing = !job.exists && job.progress && (existed || (job.state !== 'queued' && job.state !== 'running'));
   const keys = job.devices.keys ?? [];
-  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [t(`kind.${job.kind}`), spent, job.slurm && [t('runs.slurm', { id: job.slurm.id }), job.slurm.reason].filter(Boolean).join(': '),
+  const { goodput: share, attempts } = job.run?.goodput ?? {};
+  const useful = attempts > 1 && t('runs.goodput', { share: number(Math.round(100 * share)), n: number(attempts) });
+  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [t(`kind.${job.kind}`), spent, useful, job.slurm && [t('runs.slurm', { id: job.slurm.id }), job.slurm.reason].filter(Boolean).join(': '),
     keys.join(', '), job.output].filter(Boolean).join(' · '))),
   job.attached && !ENDED.includes(job.state) && h('p', { class: 'quiet' }, t('runs.attached')),
   missing && h('p', { class: 'warning' }, t('runs.missing', { folder: job.output })),
