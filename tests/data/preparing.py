@@ -13,12 +13,10 @@ MODEL = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 
 
 def prepared(file, cache, stage, progress=None, share=(0, 1)):
-    recipe = pathlib.Path(file).parent / "recipe.yaml"
-    recipe.write_text("model: x\ndata: x\noutput: x\n")
     fields = [f"model.path={MODEL}", "model.chat_template=plain", f"data.train={file}", f"stage={stage}"]
     tokenizer = load_tokenizer(MODEL, "plain")
     return prepare_data(
-        load_recipe(str(recipe), [*fields, "output=x"]), tokenizer, cache=cache, progress=progress, share=share
+        load_recipe(None, [*fields, "output=x"]), tokenizer, cache=cache, progress=progress, share=share
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from meshtune.config.sections import DataSection
 from meshtune.data.conversation import Conversation, Text
-from meshtune.data.documents import load_documents
+from meshtune.data.documents import data_sources, load_documents, open_unchecked
+from meshtune.data.formats import FORMATS_BY_TYPE
 from meshtune.errors import UserError
 
 GOOD = {"instruction": "q", "output": "a"}
@@ -230,3 +231,14 @@ def test_preference_files_are_refused_and_can_be_read_as_text(shared):
         DataSection(train=[{"path": path, "format": "text", "columns": {"text": "chosen"}}]), seed=0
     )
     assert documents.train[0].text.startswith("\n\nHuman:")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, forms in FORMATS_BY_TYPE.items() for name in forms])
+def test_every_format_is_known_in_another_process(tmp_path, kind, name):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}')
+    section = DataSection(train=[{"path": str(tmp_path / "a.jsonl"), "format": name}])
+    (source,) = data_sources(section, section.train, kind)
+    checked = open_unchecked(source, "error", 0, kind)
+    copy = pickle.loads(pickle.dumps(checked))
+    assert copy.format is checked.format
+    assert copy.records[0] == {"a": 1}

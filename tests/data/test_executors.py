@@ -1,4 +1,4 @@
-"""`meshtune data prepare`: shares that are started together or again, executors, and what is refused."""
+"""`meshtune data prepare`: shares that are started together or again, executors, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_executors_that_are_not_installed_are_named(arguments, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match="no sbatch"):
         prepare(*arguments, "--executor", "slurm")
-    with pytest.raises(UserError, match=r"ray is not installed(.|\n)*pip install ray"):
+    with pytest.raises(UserError, match=r"ray is not installed(.|\n)*\[ray\]"):
         prepare(*arguments, "--executor", "ray")
     with pytest.raises(UserError, match="leave --shard out"):
         prepare(*arguments, "--executor", "ray", "--shard", "1/2")
@@ -122,7 +122,7 @@ def test_datatroves_slurm_executor_submits_an_array_of_the_shares(arguments, tmp
 
 
 def test_datatroves_local_executor_runs_the_step(arguments, tmp_path, monkeypatch):
-    """What its Slurm and Ray executors run too: ranks 0 and 1 of 2, in processes of its own."""
+    """Its Slurm and Ray executors run the same step: ranks 0 and 1 of 2."""
     local = pytest.importorskip("datatrove.executor.local")
     prepare(*arguments, "--workers", "1")
     step = PrepareShare((None, arguments), str(tmp_path / "datatrove"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -33,7 +34,7 @@ def store_of(lengths, cache):
         for index, n in enumerate(lengths)
     ]
     key = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
-    return write_store(cache / key, examples, dict)
+    return write_store(pathlib.Path(cache, key), examples, dict)
 
 
 @pytest.fixture(scope="session")

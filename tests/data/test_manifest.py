@@ -1,4 +1,4 @@
-"""A prepared data set is opened by its manifest: sources are read again only if they have changed, and that is said."""
+"""A prepared data set is opened by its manifest: sources are read again only if they have changed, with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token store returns the written examples, in few bytes, and names what is incomplete or damaged."""
+"""The token store returns the written examples, in few bytes, and names a damaged or incomplete file."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ def prepare(
     from meshtune.data.executors import prepare_share, run_executor
 
     console = open_console()
-    if executor != "local":
-        console.print(run_executor(executor, split(arguments), workers or 1, options))
+    if executor != "local" and (submitted := run_executor(executor, split(arguments), workers or 1, options)):
+        console.print(submitted)
         return
-    prepared = prepare_share(recipe, share, workers, console)
+    prepared = prepare_share(recipe, share, workers, console)  # after Ray it opens the data, or makes the rest
     for report in filter(None, (prepared.report, prepared.validation_report)):
         for warning in report.warnings:
             console.print(f"[yellow]{report.split} data:[/] {warning}")

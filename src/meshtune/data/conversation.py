@@ -8,6 +8,7 @@ makes every cached store unusable, and every earlier run impossible to resume.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -232,3 +233,16 @@ def _order(calls: Sequence[JsonObject], results: Sequence[Mapping[str, object]])
         if len(numbers) == len(calls) and all(number is not None for number in answered):
             return sorted(places, key=lambda place: answered[place] or 0)
     return places
+
+
+def add_system(sample: Sample, system: str) -> Sample:
+    """The sample with `system` before every conversation that has no system turn."""
+    return map_documents(sample, functools.partial(_add_to, system=system))
+
+
+def _add_to(document: Document, system: str) -> Document:
+    if not isinstance(document, Conversation):
+        return dataclasses.replace(document, system_prompt=system)
+    if any(message.role == "system" for message in document.messages):
+        return document
+    return dataclasses.replace(document, messages=(Message("system", system), *document.messages))

@@ -21,8 +21,8 @@ import numpy as np
 
 from meshtune.config.data_options import SourceOptions
 from meshtune.config.sections import DataSection, SourceSection
-from meshtune.data.conversation import Conversation, Document, Message, Origin, Sample, map_documents
-from meshtune.data.formats import select_format
+from meshtune.data.conversation import Origin, Sample, add_system
+from meshtune.data.formats import FORMATS_BY_TYPE, select_format
 from meshtune.data.formats.record import (
     FieldNames,
     RecordFormat,
@@ -70,10 +70,11 @@ class CheckedSource:
 
     `digests` uint8 [records, DIGEST_BYTES] are those of checked samples, by the index of the record; empty if the
     records were not checked. `unread` are the names of fields that the format passes over. `pictures` opens those of
-    records; None: there must be none.
+    records; None: there must be none. A copy in another process looks up its format, whose functions are not pickled.
     """
 
     source: DataSource
+    dataset_type: DatasetType
     records: Records
     format: RecordFormat
     fields: FieldNames
@@ -81,6 +82,13 @@ class CheckedSource:
     digests: np.ndarray = dataclasses.field(default_factory=lambda: _NO_DIGESTS)
     unread: tuple[str, ...] = ()
     pictures: PictureFiles | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "format": self.format.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        form = FORMATS_BY_TYPE[state["dataset_type"]][state["format"]]
+        vars(self).update(state, format=form)
 
     def sample(self, index: int) -> Sample:
         """Reads and converts the record at `index`."""
@@ -117,8 +125,8 @@ def open_unchecked(
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRange:
-    """What was read of consecutive records: `usable` int64 [n] are the numbers of those to train on, `digests` uint8
-    [records, DIGEST_BYTES] those of samples, and `names` those of fields that the format passes over."""
+    """The result of reading consecutive records: `usable` int64 [n] are the numbers of those to train on, `digests`
+    uint8 [records, DIGEST_BYTES] those of samples, and `names` those of fields that the format passes over."""
 
     usable: np.ndarray
     digests: np.ndarray
@@ -128,7 +136,7 @@ class CheckedRange:
 
 @dataclasses.dataclass(frozen=True)
 class CheckTask:
-    """Reads and converts the records of `checked`, of which the first has the number `start`, until `limit` are usable.
+    """Reads and converts the records of `checked`, whose first has the number `start`, until `limit` are usable.
     The result is in `file`, if that is not None, for a preparation that is interrupted and for other hosts."""
 
     checked: CheckedSource
@@ -186,7 +194,7 @@ def _save_range(file: pathlib.Path, result: CheckedRange) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TaskList(Sequence[Any]):
-    """`size` tasks, of which each is made by `task(number)` when it is read."""
+    """`size` tasks. `task(number)` makes one when it is read."""
 
     size: int
     task: Callable[[int], Any]
@@ -301,7 +309,8 @@ def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecor
 def _open(source: DataSource, on_bad: str, dataset_type: DatasetType, pictures: PictureFiles | None) -> CheckedSource:
     records = open_source(source)
     form = _select_format(source, records, on_bad, dataset_type)
-    return CheckedSource(source, records, form, form.resolve(source.columns), np.empty(0, np.int64), pictures=pictures)
+    fields = form.resolve(source.columns)
+    return CheckedSource(source, dataset_type, records, form, fields, np.empty(0, np.int64), pictures=pictures)
 
 
 def _refuse_or_skip(
@@ -356,19 +365,6 @@ def _one_line(error: UserError, places: Sequence[str]) -> str:
         field = field.removeprefix(place)
     field = field.removeprefix(", ")
     return f"{field}: {error.what}" if field else error.what
-
-
-def add_system(sample: Sample, system: str) -> Sample:
-    """The sample with `system` before every conversation that has no system turn."""
-    return map_documents(sample, functools.partial(_add_to, system=system))
-
-
-def _add_to(document: Document, system: str) -> Document:
-    if not isinstance(document, Conversation):
-        return dataclasses.replace(document, system_prompt=system)
-    if any(message.role == "system" for message in document.messages):
-        return document
-    return dataclasses.replace(document, messages=(Message("system", system), *document.messages))
 
 
 SPLIT_STREAM = 0x73706C  # makes draws independent of others with the same seed

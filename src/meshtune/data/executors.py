@@ -65,17 +65,18 @@ class PrepareShare:
         prepare_share(load_recipe(*self.arguments), Shard(rank + 1, world_size), 1, console)
 
 
-def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping[str, str]) -> str:
-    """Prepares a recipe's data in `workers` jobs of Slurm or tasks of Ray, and says what was started or done.
+def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping[str, str]) -> str | None:
+    """Prepares a recipe's data in `workers` tasks of Ray, or submits as many jobs of Slurm and returns a line that says
+    so.
 
-    `options` are sbatch's, of which partition and time are required, or those of ray.remote. Raises UserError where an
+    `options` are sbatch's (partition and time are required) or those of ray.remote. Raises UserError where an
     executor is not installed.
     """
     if name == "slurm" and shutil.which("sbatch") is None:
         fix = "log in to a machine of the cluster, or use --executor local"
         raise UserError("Slurm is not installed here: there is no sbatch", where="--executor", fix=fix)
     if name == "ray":
-        _import("ray", "ray is not installed", "pip install ray")
+        _import("ray", "ray is not installed", pip_install("ray"))
     problem = "Slurm and Ray are reached through datatrove, which is not installed"
     module = _import(f"datatrove.executor.{name}", problem, pip_install("data"))
     cache = str(cache_folder().resolve())
@@ -87,8 +88,8 @@ def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping
         "skip_completed": False,  # a complete share ends at once, and sources may have changed
     }
     if name == "ray":
-        module.RayPipelineExecutor(**common, ray_remote_kwargs=dict(options)).run()
-        return f"prepared by {workers} tasks of Ray"
+        module.RayPipelineExecutor(**common, ray_remote_kwargs={key: _number(options[key]) for key in options}).run()
+        return None
     missing = [key for key in ("partition", "time") if key not in options]
     if missing:
         fix = f"add {' '.join(f'--option {key}=VALUE' for key in missing)}"
@@ -105,6 +106,13 @@ def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping
     executor.run()
     logs = executor.slurm_logs_folder
     return f"job {executor.job_id} of Slurm prepares the data in {workers} tasks; its logs are in {logs}"
+
+
+def _number(text: str) -> int | float | str:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
 
 
 def _import(module: str, problem: str, fix: str) -> Any:

@@ -102,7 +102,7 @@ def _time_to_record(changed: int) -> int:
 
 
 def _check_file(name: str, recorded: Sequence[Any]) -> list[Any] | None:
-    """What to record of a file now, which was recorded with a size, a time and a digest; None if it has changed."""
+    """The size, time and digest to record of a file that was recorded with others; None if it has changed."""
     (size, changed, digest), path = recorded, pathlib.Path(name)
     status = remote_status(name) if is_url(name) else file_status(path)
     if status[1:] == (size, changed):

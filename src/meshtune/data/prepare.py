@@ -111,10 +111,10 @@ def prepare_data(
     if recipe.stage.kind == "pt" and recipe.data.system:
         problem = "stage pt trains on plain text, which has no place for a system prompt"
         raise UserError(problem, where="data.system", fix="leave it out, or set stage: sft")
+    if recipe.data.streaming:
+        return _Preparation(recipe, tokenizer, cache, progress, share, processes).stream()
     reader, files = (None, None) if recipe.vision is None else _open_pictures(recipe, tokenizer, cache)
     preparation = _Preparation(recipe, tokenizer, cache, progress, share, processes, reader, files)
-    if recipe.data.streaming:
-        return preparation.stream()
     prepared, changed = preparation.data_set()
     train, report = preparation.split("train", prepared.stores["train"])
     report = dataclasses.replace(preparation.add_records(report, prepared), changed=tuple(changed))

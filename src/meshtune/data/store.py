@@ -1,7 +1,7 @@
-"""Tokenised documents on disk: a folder of shards and a manifest of them, of which a process opens what it reads.
+"""Tokenised documents on disk: a folder of shards and their manifest. A process opens only the shards it reads.
 
 A shard is a safetensors file: `documents` are the bytes of each document (ids, weights, extra), one after another, and
-the other tensors are columns of what is known of each. Loss weights of 0 and 1 take a bit. A shard depends only on its
+the other tensors are columns, with a value for each. Loss weights of 0 and 1 take a bit. A shard depends only on its
 samples and is written under another name until it is complete, so a store is the same, bit for bit, however many
 processes and hosts write it and wherever they are interrupted. `manifest.json` is written last: without it a folder is
 unfinished.
@@ -88,7 +88,7 @@ def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.P
 
 
 def shard_size(samples: int) -> int:
-    """The samples of each shard of a store of `samples`: SHARD, or the least power of two times as many of which
+    """The samples of each shard of a store of `samples`: SHARD, or that times the least power of two with which
     _MOST_SHARDS are enough."""
     size = SHARD
     while samples > size * _MOST_SHARDS:
@@ -97,7 +97,7 @@ def shard_size(samples: int) -> int:
 
 
 class DamagedStore(UserError):
-    """A file of a store is not what was written."""
+    """A file of a store differs from the one that was written."""
 
 
 def damage_error(file: pathlib.Path, problem: object) -> DamagedStore:
@@ -353,7 +353,7 @@ def remove_damaged(path: pathlib.Path) -> None:
 
 def write_json(file: pathlib.Path, content: Mapping[str, object]) -> None:
     """Writes a JSON object with a digest of its content. Raises: OSError."""
-    content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
+    content = json.loads(json.dumps(content))  # as it will be read, since the digest is of the object that is read
     write_file(file, json.dumps({**content, "digest": _digest(content)}).encode())
 
 

@@ -9,7 +9,6 @@ Texts without a chat template have no place for them, nor for tools.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +32,7 @@ Detect = Callable[[Record, FieldNames, Mapping[str, str]], int]
 
 def has_fields(*fields: str) -> Detect:
     """The detection of a format whose records have all of these fields."""
-    return functools.partial(_has_fields, fields)
-
-
-def _has_fields(fields: Sequence[str], record: Record, names: FieldNames, tags: Mapping[str, str]) -> int:
-    return 2 if all(names[field] in record for field in fields) else 0
+    return lambda record, names, tags: 2 if all(names[field] in record for field in fields) else 0
 
 
 def only_by_name(record: Record, names: FieldNames, tags: Mapping[str, str]) -> int:
