@@ -174,8 +174,8 @@ def write_table() -> None:
         "",
         "The step of `meshtune train`, compiled by XLA for machines that were not present: memory is the compilers'",
         "figure, times are a roofline's (docs/plan.md) and not measured. `python benchmarks/plans/run.py` repeats it.",
-        "Planning time is on two cores with an empty cache of plans; llama2-70b-full, models that see and notebooks were",
-        "planned beside other work.",
+        "Planning time is on two cores with an empty cache of plans; llama2-70b-full, models that see and notebooks",
+        "were planned beside other work.",
         "",
         "| recipe | target | tokens per update | memory per device | goal | host memory per device | update | tokens/s "
         "| MFU | planned in |",
