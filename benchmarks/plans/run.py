@@ -1,7 +1,8 @@
 """Files the compilers' plans of the headline recipes, and how long planning took.
 
 python benchmarks/plans/run.py [NAME ...]     plans examples/headline/NAME.yaml (without names, all) for the target in
-                                              its first line, and writes NAME.json, NAME.png and RESULTS.md
+                                              its first line, and writes NAME.json, NAME.png and RESULTS.md; of a
+                                              notebook of examples/notebooks, the recipe of its cell for each target
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
+
+import yaml
 
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[1]
 RECIPES = ROOT / "examples/headline"
+NOTEBOOKS = ROOT / "examples/notebooks"
+NOTEBOOK_TARGETS = ("T4", "TPUv5e")  # what Colab and Kaggle lend
+RECIPE_CELL = re.compile(r'^# %% tags=\["recipe"\]$(.*?)(?=^# %%|\Z)', re.DOTALL | re.MULTILINE)
 GIB = 2**30
+GRPO_DATA = {"train": "sums.jsonl", "validation": "sums-held-out.jsonl"}
 # Upper limits in GiB per device.
 GOALS = {
     "405b-lora-8xMI300X-short": 105.0, "405b-lora-8xMI300X": 150.0, "405b-qlora-8xH100": 64.0, "8b-qlora": 6.5,
@@ -97,6 +105,10 @@ def main(names: list[str]) -> None:
     for recipe in sorted(RECIPES.glob("*.yaml")):
         if not names or recipe.stem in names:
             file(recipe)
+    for notebook in sorted(NOTEBOOKS.glob("*.py")):
+        if not names or notebook.stem in names:
+            for target in NOTEBOOK_TARGETS:
+                file_notebook(notebook, target)
     write_table()
 
 
@@ -124,6 +136,59 @@ def file(recipe: pathlib.Path) -> None:
     print(f"{recipe.stem}: {about['plan']['device_bytes'] / GIB:.1f} GiB, {seconds:.0f} s", flush=True)
 
 
+def notebook_recipe(notebook: pathlib.Path) -> dict[str, Any]:
+    """The recipe of the notebook's cell that is tagged as one."""
+    [cell] = RECIPE_CELL.findall(notebook.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    exec(cell, names)
+    return names["recipe"]
+
+
+def notebook_plan(notebook: pathlib.Path, target: str) -> pathlib.Path:
+    """The file of a notebook's plan."""
+    return FOLDER / f"notebook-{notebook.stem}-{target.lower()}.json"
+
+
+def planned_part(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The keys that decide the step: without data, samples, evaluation and the folders of this machine."""
+    part = {name: value for name, value in recipe.items() if name not in ("sample", "eval", "evaluate", "overwrite")}
+    return part | {"model": recipe["model"].rpartition("/")[2], "data": {"max_length": recipe["data"]["max_length"]}}
+
+
+def file_notebook(notebook: pathlib.Path, target: str) -> None:
+    """Files the plan of a notebook's recipe, with the model's config in place of its weights."""
+    recipe = notebook_recipe(notebook)
+    folder = RECIPES / "models" / recipe["model"].rpartition("/")[2].removesuffix("-Instruct").lower()
+    data = ROOT / "examples/data" / ("pictures.jsonl" if "vision" in recipe else "sharegpt.jsonl")
+    rules: dict[str, Any] = {"sample": {}, "overwrite": False, "evaluate": None}
+    if folder.is_dir():
+        rules |= {"model": str(folder), "data": {"train": str(data), "max_length": recipe["data"]["max_length"]}}
+    if recipe.get("stage") == "grpo":
+        rules["data"] = recipe["data"] | {name: str(ROOT / f"examples/grpo/{file}") for name, file in GRPO_DATA.items()}
+    if isinstance(recipe.get("stage"), dict) and recipe["stage"]["kind"] == "dpo":
+        rules["data"] = recipe["data"] | {"train": str(ROOT / "examples/data/pairs.json")}
+    with tempfile.TemporaryDirectory() as place:
+        path = pathlib.Path(place) / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe | rules), encoding="utf-8")
+        command = [sys.executable, "-m", "meshtune", "plan", str(path), "--target", target, "--json"]
+        start = time.monotonic()
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        seconds = time.monotonic() - start
+    if not ran.stdout.strip():
+        print(f"{notebook.stem}, {target}: {ran.stderr.strip()}", file=sys.stderr)
+        return
+    about = {
+        "command": f"python benchmarks/plans/run.py {notebook.stem}",
+        "recipe": planned_part(recipe),
+        "seconds": round(seconds, 1),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "plan": json.loads(ran.stdout),
+    }
+    notebook_plan(notebook, target).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    print(f"{notebook.stem}, {target}: {about['plan']['device_bytes'] / GIB:.1f} GiB, {seconds:.0f} s", flush=True)
+
+
 def write_table() -> None:
     """Writes RESULTS.md from all filed plans."""
     lines = [
@@ -131,8 +196,8 @@ def write_table() -> None:
         "",
         "The step of `meshtune train`, compiled by XLA for machines that were not present: memory is the compilers'",
         "figure, times are a roofline's (docs/plan.md) and not measured. `python benchmarks/plans/run.py` repeats it.",
-        "Planning time is on two cores with an empty cache of plans; llama2-70b-full and models that see were planned",
-        "beside other work.",
+        "Planning time is on two cores with an empty cache of plans; llama2-70b-full, models that see and notebooks",
+        "were planned beside other work.",
         "",
         "| recipe | target | tokens per update | memory per device | goal | host memory per device | update | tokens/s "
         "| MFU | planned in |",
@@ -144,6 +209,9 @@ def write_table() -> None:
         if (FOLDER / f"{recipe.stem}.json").exists()
     }
     lines += [_row(name, about, about["plan"]) for name, about in filed.items()]
+    for path in sorted(FOLDER.glob("notebook-*.json")):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        lines.append(_row(path.stem, about, about["plan"], f"notebooks/{about['command'].split()[-1]}.py"))
     lines += [
         "",
         "## Rollouts of online stages",
@@ -190,14 +258,14 @@ def _rollout_row(name: str, plan: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _row(name: str, about: dict[str, Any], plan: dict[str, Any]) -> str:
+def _row(name: str, about: dict[str, Any], plan: dict[str, Any], source: str = "") -> str:
     goal = f"<= {GOALS[name]:g} GiB" if name in GOALS else f"fits {plan['device_capacity'] / GIB:.0f} GiB"
-    source = " (estimated)" if plan["estimated"] else ""
+    note = " (estimated)" if plan["estimated"] else ""
     cells = [
-        f"[{name}](../../examples/headline/{name}.yaml)",
+        f"[{name}](../../examples/{source or f'headline/{name}.yaml'})",
         plan["target"],
         f"{plan['rows'] * plan['accumulation']} x {plan['row_length']:,}",
-        f"{plan['device_bytes'] / GIB:.1f} GiB{source}{'' if plan['fits'] else ', does not fit'}",
+        f"{plan['device_bytes'] / GIB:.1f} GiB{note}{'' if plan['fits'] else ', does not fit'}",
         goal,
         f"{plan['host_bytes'] / GIB:.1f} GiB" if plan["host_bytes"] else "-",
         f"{plan['step_seconds']:.2f} s",

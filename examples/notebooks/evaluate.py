@@ -55,10 +55,11 @@ with open("other.txt", "w") as file:
 # %% tags=["recipe"]
 recipe = {
     "model": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "data": {"train": "chats.jsonl", "max_length": 512},
+    "data": {"train": "chats.jsonl", "validation": "test.jsonl", "max_length": 512},
     "method": {"kind": "lora", "rank": 16},
     "train": {"steps": 40, "batch_size": 1},
     "optimizer": {"learning_rate": 3e-4},
+    "evaluate": {"tasks": {"perplexity": "other.txt"}, "new_tokens": 60},
     "output": "runs/evaluated",
     "overwrite": True,
 }
@@ -66,9 +67,6 @@ recipe = {
 # %%
 run = meshtune.train(recipe)
 run.plot()
-
-# %%
-# !meshtune eval runs/evaluated --compare base --data test.jsonl --tasks perplexity=other.txt --overwrite
 
 # %%
 from IPython.display import Markdown
