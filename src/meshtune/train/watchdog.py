@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-from meshtune.mesh.client import EXIT_PROCESS_LOST, STALLED, JobEnd
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 
 RECENT = 50  # updates whose median time counts
@@ -79,6 +78,8 @@ class Watchdog:
                 return
 
     def _end(self, waited: float) -> None:
+        from meshtune.mesh.client import EXIT_PROCESS_LOST, STALLED, JobEnd  # the code of several processes
+
         usual = f", where one takes {statistics.median(self._times):.2g} s" if self._times else ""
         fix = "look at the stacks in its log; the same command with resume=true continues from the last checkpoint"
         coordinator = self._job.coordinator
