@@ -35,8 +35,8 @@ OUTSIDE_THE_CORE = ("weights/hub.py", "weights/hub.py", "families/gguf", "quanti
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.
-ROOMS = """__main__ cli board serve launch synth __init__ plan train evaluate setup rollout calls generate quickstart hub
-costs runs data config objectives adapters weights families optim model quantize mesh kernels arrays digests cache
+ROOMS = """__main__ cli board serve launch synth __init__ plan train evaluate setup rollout calls generate quickstart
+hub costs runs data config objectives adapters weights families optim model quantize mesh kernels arrays digests cache
 terminal options translatable json_text patterns hooks lazy errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 
@@ -225,8 +225,18 @@ def test_only_edges_import_pydantic():
 
 
 # Options of the same name, type and default that are not the same option: of a base and of a data set; of a run and of
-# one prompt; of samples and rollouts while training and of `generate`; of a recipe's mixture and of one message.
-NAMESAKES = {"merge", "min_p", "revision", "seed", "temperature", "top_k", "top_p", "weight"}
+# one prompt; of samples and rollouts while training and of `generate`; of a recipe's mixture and of one message; of a
+# recipe of data and of a message, request or suite.
+NAMESAKES = {"content", "extra", "limit", "options", "pictures"} | {
+    "merge",
+    "min_p",
+    "revision",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "weight",
+}
 OWN_OPTIONS = ("cli", "launch", "runs", "serve")  # rooms whose dataclasses are options of commands and requests
 
 
