@@ -225,8 +225,18 @@ def test_only_edges_import_pydantic():
 
 
 # Options of the same name, type and default that are not the same option: of a base and of a data set; of a run and of
-# one prompt; of samples and rollouts while training and of `generate`; of a recipe's mixture and of one message.
-NAMESAKES = {"merge", "min_p", "revision", "seed", "temperature", "top_k", "top_p", "weight"}
+# one prompt; of samples and rollouts while training and of `generate`; of a recipe's mixture and of one message; of a
+# recipe of data and of a message, request or suite.
+NAMESAKES = {"content", "extra", "limit", "options", "pictures"} | {
+    "merge",
+    "min_p",
+    "revision",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "weight",
+}
 OWN_OPTIONS = ("cli", "launch", "runs", "serve")  # rooms whose dataclasses are options of commands and requests
 
 

@@ -14,6 +14,7 @@ import typer
 
 import meshtune
 from meshtune.cli.main import app
+from meshtune.config.data_recipe import DataRecipe
 from meshtune.config.fields import keys
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
@@ -61,8 +62,9 @@ def iterate_fixes() -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def known_keys() -> frozenset[str]:
-    """Every key of a recipe, those of all kinds of a method or stage, and the sections themselves."""
-    names = {key.name for key in keys()}
+    """Every key of a recipe, those of all kinds of a method or stage, those of recipes of data, and the sections
+    themselves."""
+    names = {key.name for key in (*keys(), *keys(DataRecipe))}
     parts = {".".join(name.split(".")[:count]) for name in names for count in range(1, name.count(".") + 2)}
     return frozenset(re.sub(r"\.N\b", "", name) for name in parts)
 

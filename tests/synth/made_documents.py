@@ -1,4 +1,4 @@
-"""Documents of every type that is read, made by small code: their text is ours."""
+"""Documents of every type that is read, made by small code: their text is ours, their bytes the same every time."""
 
 from __future__ import annotations
 
@@ -71,28 +71,30 @@ def docx(file: pathlib.Path, paragraphs: list[tuple[str, str]]) -> None:
     office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(
-            "[Content_Types].xml",
+            zipfile.ZipInfo("[Content_Types].xml"),
             f'<Types xmlns="{types}"><Default Extension="xml" ContentType="application/xml"/><Default Extension="rels" '
             'ContentType="application/vnd.openxmlformats-package.relationships+xml"/><Override '
             f'PartName="/word/document.xml" ContentType="{main}.document.main+xml"/><Override '
             f'PartName="/word/styles.xml" ContentType="{main}.styles+xml"/></Types>',
         )
         archive.writestr(
-            "_rels/.rels",
+            zipfile.ZipInfo("_rels/.rels"),
             f'<Relationships xmlns="{relations}"><Relationship Id="r1" Type="{office}/officeDocument" '
             'Target="word/document.xml"/></Relationships>',
         )
         archive.writestr(
-            "word/_rels/document.xml.rels",
+            zipfile.ZipInfo("word/_rels/document.xml.rels"),
             f'<Relationships xmlns="{relations}"><Relationship Id="r1" Type="{office}/styles" '
             'Target="styles.xml"/></Relationships>',
         )
         archive.writestr(
-            "word/styles.xml",
+            zipfile.ZipInfo("word/styles.xml"),
             f'<w:styles xmlns:w="{word}"><w:style w:type="paragraph" w:styleId="Heading1"><w:name w:val="heading 1"/>'
             "</w:style></w:styles>",
         )
-        archive.writestr("word/document.xml", f'<w:document xmlns:w="{word}"><w:body>{body}</w:body></w:document>')
+        archive.writestr(
+            zipfile.ZipInfo("word/document.xml"), f'<w:document xmlns:w="{word}"><w:body>{body}</w:body></w:document>'
+        )
 
 
 def html(title: str, sentences: str) -> str:
@@ -106,20 +108,20 @@ def html(title: str, sentences: str) -> str:
 def epub(file: pathlib.Path, title: str, sentences: str) -> None:
     """An EPUB of one chapter."""
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("mimetype", "application/epub+zip")
+        archive.writestr(zipfile.ZipInfo("mimetype"), "application/epub+zip")
         archive.writestr(
-            "META-INF/container.xml",
+            zipfile.ZipInfo("META-INF/container.xml"),
             '<container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles><rootfile '
             'full-path="book.opf" media-type="application/oebps-package+xml"/></rootfiles></container>',
         )
         archive.writestr(
-            "book.opf",
+            zipfile.ZipInfo("book.opf"),
             '<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata '
             f'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>{title}</dc:title></metadata><manifest>'
             '<item id="c" href="c.xhtml" media-type="application/xhtml+xml"/></manifest>'
             '<spine><itemref idref="c"/></spine></package>',
         )
-        archive.writestr("c.xhtml", html(title, sentences))
+        archive.writestr(zipfile.ZipInfo("c.xhtml"), html(title, sentences))
 
 
 def write_documents(folder: pathlib.Path) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import re
 
 import pytest
 
+from meshtune.config import data_recipe
 from meshtune.config.data_recipe import load_data_recipe
 from meshtune.errors import UserError
 
@@ -30,6 +33,24 @@ def test_short_forms_are_written_out():
     assert recipe.filters.evaluation[0].path == "e.jsonl"
     assert recipe.mix is not None
     assert recipe.mix.data[0].path == "g.jsonl"
+
+
+def test_the_list_of_paths_has_every_key_that_is_one(tmp_path: pathlib.Path):
+    """Each of them is looked for beside the recipe, but the output and what the shipped templates are called."""
+    declared = set(re.findall(r"^ +(\w+): [^=]*PathText", pathlib.Path(data_recipe.__file__).read_text(), re.MULTILINE))
+    assert declared == {"path", "template", "rubric", "documents", "tools", "pictures", "output"}
+    names = {"teacher": "m", "judge": "j", "documents": ["d"], "pictures": ["p"], "tools": "t", "examples": "e"}
+    nested = {"kinds": ["k.yaml", "qa"], "mix": {"data": "g"}, "output": "out"}
+    nested |= {"filters": {"evaluation": "v", "grounded": {"rubric": "r.yaml"}}}
+    for name in ("m", "j", "d", "p", "t", "e", "k.yaml", "g", "v", "r.yaml", "qa", "out"):
+        (tmp_path / name).touch()
+    (tmp_path / "recipe.yaml").write_text(json.dumps({**names, **nested}))
+    recipe = load_data_recipe(tmp_path / "recipe.yaml")
+    paths = [recipe.teacher.path, recipe.judge and recipe.judge.path, *recipe.documents, *recipe.pictures, recipe.tools]
+    paths += [recipe.examples[0].path, recipe.kinds[0].template, recipe.mix and recipe.mix.data[0].path]
+    paths += [recipe.filters.evaluation[0].path, recipe.filters.grounded and recipe.filters.grounded.rubric]
+    assert {pathlib.Path(str(path)).parent for path in paths} == {tmp_path}
+    assert (recipe.kinds[1].template, recipe.output) == ("qa", "out")
 
 
 def test_overrides_change_what_the_file_says(tmp_path: pathlib.Path):

@@ -24,7 +24,7 @@ MESHTUNE = [sys.executable, "-m", "meshtune"]
 
 def write_recipe(folder: pathlib.Path, smollm2: pathlib.Path, name: str, **keys: object) -> pathlib.Path:
     """A recipe of SmolLM2 over the twelve pages; short texts, for a small model does not end by itself."""
-    teacher = {"path": str(smollm2), "max_tokens": 128, "at_once": 4}
+    teacher = {"path": str(smollm2), "max_tokens": 96, "at_once": 8}
     recipe = {"documents": str(folder / "docs"), "passage_words": 60, "kinds": ["qa"], "attempts": 2, "held_out": 0.2}
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps({**recipe, "output": str(folder / name), **keys, "teacher": teacher}))
@@ -39,7 +39,7 @@ def meshtune(*arguments: object, folder: pathlib.Path) -> str:
 
 def test_twelve_pages_become_a_tuned_and_measured_model(tmp_path: pathlib.Path, smollm2: pathlib.Path):
     write_documents(tmp_path / "docs")
-    recipe = write_recipe(tmp_path, smollm2, "made")
+    recipe = write_recipe(tmp_path, smollm2, "made", limit=10)
     meshtune("data", "generate", recipe, folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "made/records.jsonl").read_text().splitlines()]
     kinds = {pathlib.Path(row["provenance"]["source"]).suffix for row in rows}

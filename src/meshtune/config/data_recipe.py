@@ -199,7 +199,7 @@ class DataRecipe(Section):
 class Turn(Section):
     """A message of a record."""
 
-    role: Literal["system", "user", "assistant", "tool"] | None = Field(default=None, description="Of the message.")
+    role: Literal["user", "assistant"] | None = Field(default=None, description="Of the message.")
     content: str = Field(default="", description="Jinja; the variables are the answer's, and those of the prompt.")
     tool_calls: str | None = Field(default=None, description="Variable with a list of {name, arguments}.")
 

@@ -80,8 +80,8 @@ def read_library(paths: Sequence[str], *, skip_bad: bool = False) -> Library:
         except UserError as problem:
             if not skip_bad:
                 fix = f"{problem.fix}; or set on_bad: skip" if problem.fix else "remove it, or set on_bad: skip"
-                raise UserError(problem.message, where=problem.where, fix=fix) from problem
-            skipped.append((str(file), problem.message))
+                raise UserError(problem.what, where=problem.where, fix=fix) from problem
+            skipped.append((str(file), problem.what))
     if not documents:
         raise UserError("no document could be read", where=", ".join(paths), fix="leave on_bad out to see why")
     return Library(tuple(documents), tuple(skipped))

@@ -56,7 +56,7 @@ def example_subjects(sources: Sequence[SourceSection]) -> list[Subject]:
     """The conversations that kinds of examples begin with."""
     subjects: list[Subject] = []
     for conversation in read_conversations(sources, "examples"):
-        messages: list[Mapping[str, Any]] = as_dicts(conversation)
+        messages: Sequence[Mapping[str, Any]] = as_dicts(conversation)
         question, answer = (
             next((str(m["content"]) for m in reversed(messages) if m["role"] == role), "")
             for role in ("user", "assistant")
