@@ -90,14 +90,15 @@ def completion_rows(
     else:
         groups = [[(prompt, ids) for ids in group] for prompt, group in zip(prompts, completions, strict=True)]
         units = groups if together else [[pair] for group in groups for pair in group]
+        of_units: np.ndarray | None = None
         if patches is not None:
             per_pair = np.repeat(np.asarray(patches, np.int64), [len(group) for group in groups])
-            patches = per_pair.reshape(len(units), -1).sum(1)
+            of_units = per_pair.reshape(len(units), -1).sum(1)
         lengths = np.array([sum(len(prompt) + len(ids) - 1 for prompt, ids in unit) for unit in units], np.int64)
         order = np.arange(len(units))
         plan = unpacked_rows(order)
         if packing:
-            plan = pack(lengths, order, length, patches=patches, max_patches=max_patches)
+            plan = pack(lengths, order, length, patches=of_units, max_patches=max_patches)
         arrays, spans = _fill_rows(units, plan, count, length)
     arrays |= empty_arrays(["units", "completion"], sizes)
     for span in spans:
