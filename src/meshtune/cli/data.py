@@ -69,7 +69,9 @@ def prepare(
     from meshtune.setup.early import check_inputs
     from meshtune.terminal import console as open_console
 
-    share, options = parse_shard(shard), dict(item.partition("=")[::2] for item in option or [])
+    share, options = parse_shard(shard), dict[str, str]()
+    for item in option or []:
+        key, _, options[key] = item.partition("=")
     if executor != "local" and shard is not None:
         problem = f"{executor} makes the shards itself"
         raise UserError(problem, where="--shard", fix="leave --shard out, and give --workers")

@@ -185,8 +185,8 @@ class CheckTask:
 
 def _save_range(file: pathlib.Path, result: CheckedRange) -> None:
     facts = {"skipped": [dataclasses.astuple(item) for item in result.skipped], "names": sorted(result.names)}
-    arrays, buffer = {"usable": result.usable, "digests": result.digests}, io.BytesIO()
-    np.savez(buffer, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)
+    buffer, encoded = io.BytesIO(), np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    np.savez(buffer, facts=encoded, usable=result.usable, digests=result.digests)
     with contextlib.suppress(OSError):  # then it is read again where it is needed
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, buffer.getvalue())

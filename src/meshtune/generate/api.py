@@ -138,7 +138,7 @@ def mesh_of(sizes: Mapping[str, int]) -> MeshConfig:
     for axis in sizes:
         if axis not in AXES:
             raise UserError(f"a mesh has no axis '{axis}'", where=f"mesh.{axis}", fix=f"one of {', '.join(AXES)}")
-    return MeshConfig(**sizes)
+    return dataclasses.replace(MeshConfig(), **sizes)
 
 
 def read_adapters(

@@ -33,7 +33,8 @@ def free_memory(job: Job, devices_per_host: int) -> FreeMemory:
     free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in devices if "bytes_limit" in stats]
     # A device whose allocator tells nothing is not checked.
     local = host if shared else min(free, default=1 << 60)
-    return FreeMemory(*job.minimum("free memory", [local, host]), shared)
+    local, host = job.minimum("free memory", [local, host])
+    return FreeMemory(local, host, shared)
 
 
 def memory_in_use() -> int:

@@ -316,7 +316,7 @@ def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
         section, _, name = key.partition(".")
         if key == MESH:
             assert isinstance(value, dict)
-            changed[MESH] = MeshConfig(**value)
+            changed[MESH] = dataclasses.replace(MeshConfig(), **value)
         elif key == QUANTIZE:
             changed[QUANTIZE] = QuantizeConfig(cast(FormatName, value))
         elif not name:

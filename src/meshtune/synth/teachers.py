@@ -297,7 +297,7 @@ class LocalTeacher:
         from meshtune.calls.grammar import Grammars
         from meshtune.evaluate.run import identity
         from meshtune.generate.api import load
-        from meshtune.generate.program_cache import keep_programs
+        from meshtune.setup.program_cache import keep_programs
         from meshtune.generate.text import chat_template, turn_end
 
         keep_programs()

@@ -269,7 +269,7 @@ def neighbours(devices: Sequence[jax.Device], processes: int | None = None) -> l
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
-def replica_groups(mesh: Mesh) -> list[list[int]]:
+def replica_groups(mesh: Mesh | AbstractMesh) -> list[list[int]]:
     """Groups of processes whose devices hold the same shards, since they differ in dp only."""
     axis = mesh.axis_names.index("dp")
     places: dict[int, set[tuple[int, ...]]] = {}
