@@ -297,8 +297,8 @@ class LocalTeacher:
         from meshtune.calls.grammar import Grammars
         from meshtune.evaluate.run import identity
         from meshtune.generate.api import load
-        from meshtune.setup.program_cache import keep_programs
         from meshtune.generate.text import chat_template, turn_end
+        from meshtune.setup.program_cache import keep_programs
 
         keep_programs()
         self._section = section
