@@ -83,12 +83,9 @@ def test_a_second_start_of_two_processes_compiles_nothing(stories260k, tmp_path,
     shutil.rmtree(output / "checkpoints" / "4")
     second = run_counting(tmp_path / "second", monkeypatch, *arguments, "resume=true")
     assert compiled(second[0]) == 0
-    # JAX lets only process 0 write, and what the others compute on their own devices only has other keys: programs of
-    # a few milliseconds. Programs of the whole job, such as the training step, are process 0's.
-    spent = second[1]["backend_compile_duration"] - second[1]["cache_retrieval_time_sec"]
-    assert second[1]["cache_hits"] > 10
-    assert spent < 0.05 * compiled(second[1]) + 0.5
-    print(f"process 1 compiled {compiled(second[1])} small programs in {spent:.2f} s")
+    # JAX lets only process 0 write. On GPUs the others read its programs (JAX leaves the devices out of their keys); on
+    # CPUs keys differ between processes, so that process 1 compiles each program again.
+    assert compiled(second[1]) == compiled(first[1])
 
 
 class Command:
