@@ -32,6 +32,7 @@ PATHS = (
     *("teacher.path", "vision.media_dir"),
 )
 OTHER_TEXTS = (
+    *("checkpoint.every", "checkpoint.mtbf", "mesh.dcn"),
     *("model.revision", "model.new_tokens[]", "model.new_special_tokens[]", "data.system", "method.targets"),
     *("method.targets[]", "method.train_modules[]", "method.modules[]", "optimizer.no_decay[]", "evaluate.metrics[]"),
     *(

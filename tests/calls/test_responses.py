@@ -85,7 +85,7 @@ def test_the_templates_that_ship_with_meshtune_are_known():
     names = {path.stem: call_format(path.read_text()) for path in folder.glob("*.jinja") if "tool" in path.read_text()}
     tagged = dict.fromkeys(("alpaca", "baichuan2", "chatml", "gemma", "phi3"), formats.HERMES)
     untagged = {"llama3": formats.LLAMA, "mistral": formats.MISTRAL, "plain": formats.PLAIN}
-    assert names == tagged | untagged | {"deepseek": formats.DEEPSEEK_R1}
+    assert names == tagged | untagged | {"deepseek": formats.DEEPSEEK_R1, "paligemma": None}
 
 
 @pytest.mark.parametrize("size", [1, 5, 10_000])

@@ -15,6 +15,8 @@ from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 
+CHATS = [name for name in template_names() if name != "paligemma"]  # which writes one question and its answer only
+
 ORIGIN = Origin("chat.jsonl", 3)
 ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 CHAT = Conversation(
@@ -94,7 +96,7 @@ SHIPPED = {
 }
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", CHATS)
 def test_shipped_templates_render_and_prompt(shared, name):
     tokenizer = load_tokenizer(shared / "assets/models/stories260K", name)
     chat = ChatTemplate(tokenizer)
@@ -137,7 +139,7 @@ def test_shipped_templates_write_tools_as_the_familys_official_template(shared, 
     assert ours == loaded.apply_chat_template(messages, tools=list(CALLS.tools), tokenize=False)
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", CHATS)
 def test_shipped_templates_write_a_system_prompt_once(shared, name):
     chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
     text = chat.render([{"role": "system", "content": "BRIEF"}, *as_dicts(CHAT)])
@@ -145,7 +147,7 @@ def test_shipped_templates_write_a_system_prompt_once(shared, name):
     assert text.index("BRIEF") < text.index("Hi")
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", CHATS)
 def test_shipped_templates_train_on_every_answer(shared, name):
     tokenizer = load_tokenizer(shared / "assets/models/stories260K", name)
     tokenize = Tokenize(tokenizer, TokenOptions(1000))

@@ -17,6 +17,8 @@ from meshtune.data.chat_templates import template_names, template_text
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
+CHATS = [name for name in template_names() if name != "paligemma"]  # which writes one question and its answer only
+
 ENDLESS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ 1 }}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
@@ -123,7 +125,7 @@ def test_every_failure_of_a_template_is_a_sentence(tokenizer, text):
     assert "the chat template" in failure(tokenizer, text)
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", CHATS)
 def test_what_is_rendered_is_what_transformers_renders(tokenizer, name):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template_text(name)

@@ -27,7 +27,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
 # Pairs and tools; every method, stage, format of weights and optimizer has fast runs in tests/train and tests/quantize.
 QUICK = ("qwen3-tools", "smollm2-dpo")
 ONLINE = sorted(path.stem for path in (ROOT / "examples/grpo").glob("*.yaml") if path.stem != "tool-sft")
-RECIPES = sorted((ROOT / "examples").rglob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "generate")  # of data
 KINDS = {"llama3": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}
 MESHES = {name: load_recipe(ROOT / f"examples/{name}.yaml", []).mesh for name in EXAMPLES}
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"

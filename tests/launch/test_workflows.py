@@ -28,6 +28,6 @@ def test_extras_and_folders_of_a_workflow_are_there(path):
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = [extra for line in commands for group in re.findall(r"\.\[([\w,-]+)\]", line) for extra in group.split(",")]
-    assert named
+    assert named or any("make " in line for line in commands)
     assert set(named) <= extras.keys()
     assert all((ROOT / place).exists() for line in commands for place in re.findall(r"tests/[\w/.]+", line))

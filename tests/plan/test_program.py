@@ -32,16 +32,17 @@ class _Reached(Exception):
     """Raised where training would compile its step."""
 
 
-def trained_text(recipe: Recipe) -> tuple[str, int]:
-    """(the StableHLO that `train` itself would compile, its row length): weights, data and optimizer are real."""
+def trained_text(recipe: Recipe) -> tuple[str, int, float]:
+    """(the StableHLO that `train` itself would compile, its row length, the share of learned positions): weights, data
+    and optimizer are real."""
     from meshtune.train import task
     from meshtune.train.run import train
 
-    lowered: list[tuple[str, int]] = []
+    lowered: list[tuple[str, int, float]] = []
 
     def stop(parts, step, state, batch):
         text = step.lower(state, parts.model.frozen, batch, np.int32(0)).as_text()
-        lowered.append((text, parts.data.train.row_length))
+        lowered.append((text, parts.data.train.row_length, parts.data.report.learned_share))
         raise _Reached
 
     original = task._compile
@@ -60,8 +61,8 @@ def assert_same_program(name: str, folder: str) -> None:
 
     always = ("eval.every=null", "train.steps=7", "train.epochs=null")
     recipe = quickstart(pathlib.Path(folder) / "run", *CASES[name], *always)
-    real, length = trained_text(recipe)
-    planned = step_of(recipe, length=length)
+    real, length, learned = trained_text(recipe)
+    planned = step_of(recipe, length=length, learned=learned)
     assert planned.lower().as_text() == real
     assert planned.length == length
     assert sum(sizes["device"] for sizes in planned.breakdown().values()) > 0

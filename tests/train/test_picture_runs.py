@@ -161,7 +161,6 @@ def test_pairs_with_pictures_are_learned(seeing, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["stage=grpo", "rollout={max_tokens: 8}", "rewards=[a.py:b]"], "vision is not possible with stage grpo"),
         (["mesh={cp: 2}"], "a picture is on one device"),
         (
             ["method=full", "optimizer={in_backward: true, max_grad_norm: null}", "vision={freeze_language: true}"],

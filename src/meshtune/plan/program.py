@@ -94,11 +94,16 @@ class Program:
 
 
 def step_of(
-    recipe: Recipe, target: Target | None = None, devices: Sequence[jax.Device] | None = None, length: int | None = None
+    recipe: Recipe,
+    target: Target | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    length: int | None = None,
+    learned: float = 1.0,
 ) -> Program:
     """Builds the step of a recipe for the described `devices` of `target`, or for this process's without a target.
 
     `length` is that of a row, by default data.max_length: exact for packed rows, an upper bound for padded ones.
+    `learned` is the share of positions with a loss, by which training chooses its loss_chunk.
     Raises: UserError for an invalid model, method or mesh, or for a forced choice that is impossible.
     """
     if target is None:
@@ -112,7 +117,7 @@ def step_of(
     length = length or row_length(recipe)
     if run.layout is not None:
         check_batch(MeshConfig(**run.layout.mesh.shape), run.rows, length)
-    compute, decisions = compute_of(recipe, run.spec, run.precision, run.rows, length, run.layout, machine)
+    compute, decisions = compute_of(recipe, run.spec, run.precision, run.rows, length, run.layout, machine, learned)
     steps = recipe.train.steps or DEFAULT_STEPS
     optimizer, _ = optimizer_for(run, steps)
     arguments = (

@@ -124,7 +124,8 @@ class RowPictures:
                     grids = [(item.start, reader.layout(*item.picture.size).grid) for item in pictures]
                     arrays["mrope_positions"][row, span] = mrope_positions(stop, grids)[start:]
                 if reader.reach:
-                    arrays["reach"][row, span] = start + reach_positions(arrays["visual"][row, span])
+                    reach = reach_positions(arrays["visual"][row, span])
+                    arrays["reach"][row, span] = np.where(reach, start + reach, 0)
 
 
 def prompt_reach(rows: Sequence[Sequence[Example]], length: int) -> np.ndarray:
