@@ -18,6 +18,7 @@ import pytest
 from data.preparing import MODEL, contents, prepared, records
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
+from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.loader import PartTask, StageExamples
 from meshtune.data.progress import ProgressClock
@@ -27,6 +28,7 @@ from meshtune.data.tokenise import ShardTask
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
+CHATS = [name for name in template_names() if name != "paligemma"]  # which writes one question and its answer only
 SIZE = 32
 STARTED = f"""
 import sys, time
@@ -34,8 +36,6 @@ import meshtune.data.store, meshtune.data.documents
 meshtune.data.store.SHARD, meshtune.data.documents.RANGE = {SIZE}, 100
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 from data.preparing import prepared
-
-CHATS = [name for name in template_names() if name != "paligemma"]  # which writes one question and its answer only
 prepared(sys.argv[1], sys.argv[2], "sft", lambda activity, done, of: time.sleep("tokenising" in activity and 0.4))
 """
 
