@@ -65,8 +65,8 @@ def save_chat_model(folder: pathlib.Path, shared: pathlib.Path) -> None:
     """A random Llama of two layers that reads long chats, with SmolLM2's tokenizer."""
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(shared / "assets/tokenizers/smollm2")
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
-    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 4096, "num_hidden_layers": 2}
+    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes | {"vocab_size": len(tokenizer)})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
