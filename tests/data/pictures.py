@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import pathlib
@@ -10,6 +11,10 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from meshtune.config.sections import VisionSection
+from meshtune.data.pictures.families import picture_reader
+from meshtune.data.tokenizer import load_tokenizer
 
 PARTS = (
     "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -157,3 +162,14 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def reader_of(directory, **vision):
+    """The reader of pictures for a model with these options of `vision`."""
+    return picture_reader(directory, VisionSection(**vision), load_tokenizer(directory))
+
+
+def processed_by(reader):
+    """transformers' image processor, with the settings of the model's processor."""
+    module, _, name = reader.processor.partition(":")
+    return getattr(importlib.import_module(module), name)(**json.loads(reader.settings))
