@@ -102,7 +102,7 @@ def test_an_error_of_the_user_is_not_retried(namespace, tmp_path):
     launcher = start([*namespace, *MESHTUNE, "launch", "ray", str(recipe(tmp_path)), "mesh.dp=4", *options], tmp_path)
     assert launcher.wait(timeout=400) == 2, (tmp_path / "launcher.log").read_text()
     text = (tmp_path / "launcher.log").read_text()
-    assert "give axes that multiply to 2" in text
+    assert "needs 4 devices, and the job has 2" in text
     assert "start again" not in text
 
 

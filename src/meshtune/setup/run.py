@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshtune.adapters.method import PreparedModel
@@ -12,7 +12,7 @@ from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
-from meshtune.mesh.config import resolve_mesh
+from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import OffloadName, Precision
 from meshtune.model.gather import check_batch
@@ -21,7 +21,7 @@ from meshtune.objectives.answers import CRITIC
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, layout_of, mesh_of, precision_of
 from meshtune.setup.coverage import coverage_decisions, quantize_decisions
-from meshtune.setup.machine import Machine, ProcessDevices, check_devices
+from meshtune.setup.machine import Machine
 from meshtune.setup.stage import abstract_model, vision_training
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
@@ -83,12 +83,11 @@ class Run:
 def resolve_run(
     recipe: Recipe,
     machine: Machine,
-    processes: Sequence[ProcessDevices] = (),
+    check_mesh: Callable[[MeshConfig], None] | None = None,
     *,
-    launcher: str = "none",
     weights: bool = True,
 ) -> Run:
-    """Resolves a recipe for `machine`; `processes` are the devices of the job's processes, to compare with the mesh.
+    """Resolves a recipe for `machine`; `check_mesh` compares its mesh with the devices of a job.
 
     Without `weights` the model's config is enough. Raises: UserError for a model that does not exist, or a method or
     mesh that is impossible.
@@ -102,8 +101,8 @@ def resolve_run(
     arrays = abstract_model(recipe, start.method, start.spec, precision.trainable, quantize)
     teacher = teacher_of(recipe, precision.frozen, start.spec, weights=weights) if recipe.teacher else None
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
-    if processes:
-        check_devices(processes, mesh.devices, mesh=str(mesh), launcher=launcher)
+    if check_mesh is not None:
+        check_mesh(mesh)
     resolve_mesh(mesh, len(machine.devices))
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)

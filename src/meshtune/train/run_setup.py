@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -34,7 +35,14 @@ from meshtune.model.gather import check_batch
 from meshtune.runs.output import RECIPE, check_output, check_source
 from meshtune.setup.choices import WARNING, Decision, compute_of, optimizer_of
 from meshtune.setup.fit import MemoryCheck
-from meshtune.setup.machine import device_table, gather_devices, local_target, this_machine
+from meshtune.setup.machine import (
+    ProcessDevices,
+    check_devices,
+    device_table,
+    gather_devices,
+    local_target,
+    this_machine,
+)
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
 from meshtune.setup.search import MICRO, NAMES, ROWS, apply_overrides, autotune, merge_decisions
@@ -152,7 +160,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     target = local_target(machine, host_count)
     requested = with_saved_choices(recipe, output, job)
     recipe, autotuned = autotune(requested, target, job)
-    run = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
+    run = resolve_run(recipe, machine, functools.partial(_check_mesh, job, processes))
     check_source(run.source, job)
     reference = reference_of(recipe, run.method)
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
@@ -240,6 +248,21 @@ def with_saved_choices(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe
     if rows_are_open and rows is not None:
         choices[ROWS] = rows
     return apply_overrides(recipe, choices)
+
+
+def _check_mesh(job: Job, processes: Sequence[ProcessDevices], mesh: MeshConfig) -> None:
+    """Raises UserError, on all processes alike, if the devices of `processes`, which process 0 knows, are not those of
+    the mesh."""
+    fields = None
+    try:
+        if job.is_main_process:
+            check_devices(processes, mesh.devices, mesh=str(mesh), launcher=job.info.launcher)
+    except UserError as error:
+        fields = [error.what, error.where, error.fix]
+    fields = job.broadcast("devices of the mesh", fields)
+    if fields is not None:
+        problem, where, fix = fields
+        raise UserError(problem, where=where, fix=fix)
 
 
 def _fitting(run: PreparedRun) -> PreparedRun:
