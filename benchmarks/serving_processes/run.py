@@ -28,9 +28,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def complete(url: str, number: int) -> int:
+def complete(url: str, model: str, number: int) -> int:
     """The number of tokens of one completion."""
-    body = {"prompt": f"Once upon a time number {number}", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    prompt = f"Once upon a time number {number}"
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -51,7 +52,7 @@ def measure(model: str, how: str) -> list[float]:
         deadline = time.monotonic() + 300
         while True:
             try:
-                urllib.request.urlopen(f"{url}/v1/models", timeout=5).read()
+                name = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=5))["data"][0]["id"]
                 break
             except OSError:
                 assert server.poll() is None
@@ -61,10 +62,10 @@ def measure(model: str, how: str) -> list[float]:
         with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
             for _ in range(ROUNDS + 1):
                 started = time.perf_counter()
-                tokens = sum(pool.map(lambda number: complete(url, number), range(CLIENTS)))
+                tokens = sum(pool.map(lambda number: complete(url, name, number), range(CLIENTS)))
                 rates.append(tokens / (time.perf_counter() - started))
         time.sleep(5)  # idle: the other process leaves its device, and comes back
-        assert complete(url, 0) > 0
+        assert complete(url, name, 0) > 0
         return rates[1:]
     finally:
         server.terminate()
