@@ -165,7 +165,7 @@ print(json.dumps([before, lines(), sorted(name for name in sys.modules if name.s
 
 
 def test_training_imports_no_periphery_and_few_lines(tmp_path: pathlib.Path):
-    """A small supervised run without evaluation or push, in a process of its own."""
+    """A small supervised run without evaluation or push, in a new process."""
     command = [sys.executable, "-c", SMALL_RUN, str(tmp_path / "run")]
     env = os.environ | {"XLA_FLAGS": FASTER}
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)

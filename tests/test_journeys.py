@@ -68,7 +68,7 @@ def trace(script: str) -> Journey:
 
 @pytest.mark.parametrize("name", ["lora_step", "data", pytest.param("forward", marks=pytest.mark.slow)])
 def test_a_reader_enters_no_more_than_this(name: str):
-    """In a process of its own, in which nothing has been traced or compiled before."""
+    """In a new process, in which nothing has been traced or compiled before."""
     command = [sys.executable, __file__, str(SCRIPTS / f"{name}.py")]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     result = subprocess.run(command, env=env, check=True, capture_output=True, text=True)

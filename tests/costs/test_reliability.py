@@ -1,4 +1,4 @@
-"""What a plan says of failures, saves and restarts of Llamas on many devices, and what breaks first."""
+"""A plan on failures, saves and restarts of Llamas on many devices, and what breaks first."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SIZES = [(56, 56), (150, 60), (40, 130), (200, 190), (57, 31)]
 
 
 def processed(reader, image):
-    """What that returns for a picture."""
+    """The output of that processor for a picture."""
     return processed_by(reader)([image], return_tensors="np")
 
 

@@ -128,7 +128,7 @@ def test_answers_equal_transformers(case: VisionCase, budget: int, monkeypatch):
 
 
 def test_two_pictures_after_the_same_words_never_share_a_prefix(monkeypatch):
-    """What was read of one picture serves requests with the same one, and none with another."""
+    """The cached prefix of one picture serves requests with the same one, and none with another."""
     case = CASES[0]
     spec, params = load(case)
     engine, counts = Engine(params, spec, Compute()), tokens_read(monkeypatch)

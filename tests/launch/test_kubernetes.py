@@ -26,7 +26,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 
 def problems(node: dict[str, Any], value: Any, path: str = "") -> list[str]:
-    """What an API server would refuse: types, unknown and missing fields, bounds, enumerations, and CEL rules.
+    """The errors of an API server: types, unknown and missing fields, bounds, enumerations, and CEL rules.
 
     Rules about `oldSelf` are of changes to an object, and are left out.
     """

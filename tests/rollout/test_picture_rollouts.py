@@ -1,4 +1,4 @@
-"""Online stages over prompts with pictures: their rows beside transformers and trl, and runs from files to results.
+"""Online stages over prompts with pictures: rows compared with transformers and trl, and whole runs.
 
 All prompts about pictures have the same tokens, so only their pixels tell them apart.
 """

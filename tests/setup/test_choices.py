@@ -71,7 +71,7 @@ def test_float16_is_refused_for_a_model_that_overflows_in_it(model_type):
 
 
 def test_weights_that_are_trained_keep_their_stored_precision():
-    """Frozen float32 weights of a freeze run lie beside trained ones of the same kind."""
+    """Frozen float32 weights of a freeze run lie next to trained ones of the same kind."""
     assert precision_of(recipe(*FREEZE), "float32", "cuda")[0].frozen == "float32"
     assert precision_of(recipe(*FREEZE), "bfloat16", "cuda")[0].frozen == "bfloat16"
     assert precision_of(recipe("method=lora"), "float32", "cuda")[0].frozen == "bfloat16"

@@ -222,7 +222,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def prepare_serve(workspace: Workspace, body: dict[str, Any]) -> Prepared:
-    """The command that serves a model on a free port of this machine alone. Raises: UserError.
+    """The command that serves a model on a free port, for this machine only. Raises: UserError.
 
     Its token lies in the job's folder; its log says the port once it answers (board.served).
     """

@@ -62,7 +62,7 @@ def prepare(
         typer.Option("--option", metavar="KEY=VALUE", help="For the executor: sbatch's (partition, time), or Ray's."),
     ] = None,
 ) -> None:
-    """Check and tokenise a recipe's data into the cache, from which training opens them. Run again, it goes on."""
+    """Check and tokenise a recipe's data into the cache, from which training opens them. A second run continues."""
     from meshtune.config.load import load_recipe
     from meshtune.errors import amount
     from meshtune.options import parse_shard

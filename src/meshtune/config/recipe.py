@@ -140,7 +140,7 @@ QuantizeSection = Annotated[QuantizeConfig, refuse_truth_values(QuantizeConfig)]
 
 
 class TeacherSection(Section):
-    """The model that stage distill learns from: frozen, in memory beside the student, or behind an address."""
+    """The model that stage distill learns from: frozen, in memory with the student, or behind an address."""
 
     path: PathText = Field(
         description="A Hugging Face directory, a hub id, or a run (RUN, RUN@best), of the student's vocabulary; or the "

@@ -151,7 +151,7 @@ def _vocabulary(path: str) -> int | None:
 
 
 def picture_lines(reader: PictureReader, example: Example) -> Iterator[str]:
-    """What each picture of a document is, and what it takes."""
+    """The sizes of each picture of a document, its patches and tokens."""
     for item in read_pictures(example.extra):
         layout = reader.layout(*item.picture.size)
         tiles = f"{amount(len(layout.tiles), 'tile')}, " if reader.tile_patches else ""

@@ -153,7 +153,7 @@ class _Preparation:
 
     @functools.cached_property
     def preparer(self) -> Preparer:
-        """What makes the stores."""
+        """The preparer of the stores."""
         stage, kind = STAGES[self.recipe.stage.kind], self.recipe.stage.kind
         options = token_options(self.recipe.data, kind, self._room if stage.dataset_type == "prompts" else 0)
         task = PartTask(self.tokenizer, options, stage_examples(kind), self.pictures)

@@ -198,7 +198,7 @@ class ShardTask:
 
 
 def task_key(task: PartTask) -> list[str]:
-    """The texts that identify what is made of samples. Stages that make the same examples of them share a store."""
+    """The texts that identify the examples of samples. Stages that make the same examples of them share a store."""
     key = [tokenizer_hash(task.tokenizer), task.options.cache_key()]
     if task.convert.score_position:
         key.append("scored")

@@ -271,7 +271,7 @@ def is_wrapper(model_type: object) -> bool:
 
 
 def part_of(model_type: str, name: str) -> str | None:
-    """The part beside the text model of a composite of this type that a tensor belongs to."""
+    """The part other than the text model of a composite of this type that a tensor belongs to."""
     for part, prefixes in WRAPPERS[model_type].parts.items():
         if name.removeprefix("model.").startswith(prefixes):
             return part

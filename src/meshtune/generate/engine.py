@@ -62,9 +62,9 @@ class Engine:
         `params` is the whole tree, adapters in place; where adapters share a batch, the tree of all of them. No
         scheduler uses anything again that the old ones computed: a prompt that was read is read again, and a request
         under way continues its answer after reading its text again, so that tokens before the call are the old
-        parameters', and all later ones the new ones'. What the caller does with the old arrays, such as donating them,
-        is safe from then on. In several processes with a driver, process 0 calls this, with arrays that it holds in
-        full, and the others follow. Raises UserError for a tree of another structure, shape or dtype; nothing is
+        parameters', and all later ones the new ones'. The caller may do anything with the old arrays from then
+        on, such as donating them. In several processes with a driver, process 0 calls this, with arrays that it holds
+        in full, and the others follow. Raises UserError for a tree of another structure, shape or dtype; nothing is
         replaced then.
         """
         changes = self.weights.changes(params)

@@ -195,7 +195,7 @@ class Rows:
         source.number, source.last_used = self._requests, clock
 
     def end(self, generation: Generation, clock: int) -> None:
-        """Frees a request's row. What its cache holds of the text stays."""
+        """Frees a request's row. Its cache keeps the text's positions."""
         for row in self.rows:
             if row.generation is generation:
                 row.generation, row.started, row.last_used = None, True, clock

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of many texts, of which those that begin alike are read once.
+"""Log-probabilities of the tokens of many texts; those that begin alike are read once.
 
 The unit of cost is the computation of one token through the layers.
 

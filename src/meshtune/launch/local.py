@@ -101,7 +101,7 @@ def launch(command: TrainCommand | ModelCommand, processes: int, devices: int | 
 def launch_again(command: TrainCommand, processes: int, devices: int | None, restarts: int, console: Console) -> int:
     """Launches a command that resumes, again and again while it loses processes; returns the last exit code.
 
-    Gives up after `restarts` restarts in a row of which no newer checkpoint came.
+    Gives up after `restarts` restarts in a row that brought no newer checkpoint.
     """
     newest, fruitless = newest_checkpoint(command.output), 0
     while (code := launch(command, processes, devices, console)) == EXIT_PROCESS_LOST:

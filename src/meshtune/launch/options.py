@@ -115,7 +115,7 @@ class JobSetOptions:
     """The resources requested from Kubernetes: `nodes` pods in each of `slices`, each with `devices` accelerators of
     `vendor` (0: CPU pods).
 
-    A slice is what has a fast network of its own: a TPU slice, or a rack. `exclusive_topology` is the label of nodes
+    A slice has a fast network inside: a TPU slice, or a rack. `exclusive_topology` is the label of nodes
     whose values are given to one slice each. `restart_agent` is an image of JobSet's in-place-restart-agent, with which
     pods that are left restart without being scheduled again. `priority` is one of Kueue's if there is a `queue`.
 

@@ -190,7 +190,7 @@ def _wait(
 
 
 def _copy(log: pathlib.Path, start: int) -> int:
-    """Copies what was added to a log to the terminal; returns its new end."""
+    """Copies new lines of a log to the terminal; returns its new end."""
     if not log.is_file():
         return start
     with log.open("rb") as file:

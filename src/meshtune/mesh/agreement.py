@@ -1,4 +1,4 @@
-"""What the processes of a job agree on: code and recipe, errors, and when to stop."""
+"""Agreement of the processes of a job: code and recipe, errors, and when to stop."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ ROWS = "rows"  # their place in the node of the weight they belong to
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """`values` [n, D] stand in the place of the rows `ids` of the weight [V, D] beside them."""
+    """`values` [n, D] replace the rows `ids` of the weight [V, D] beside them."""
 
     values: Any
     ids: tuple[int, ...] = dataclasses.field(metadata={"static": True})

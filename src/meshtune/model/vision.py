@@ -33,7 +33,7 @@ TOWER = 0x766973  # folded into the key of dropout, so that a tower's layers dif
 
 @dataclasses.dataclass(frozen=True)
 class PatchPositions:
-    """A table of positions [rows x columns, D], of which a vector is added to each patch.
+    """A table of positions [rows x columns, D], whose vectors are added to patches.
 
     `learned`: the entry of the patch's row and column. `summed`: of columns + rows entries that of the column and that
     of the row, added. `bucketed`: the entry that the patch's share of the height and
@@ -338,7 +338,7 @@ class PictureFeatures(NamedTuple):
 def encode_pictures(
     params: Tree, spec: ModelSpec, compute: Compute, visual: Visual, rng: Array | None = None
 ) -> PictureFeatures:
-    """What the tower sees in rows of patches; F = P / merge^2, in the order of the patches.
+    """The inputs of the tower for rows of patches; F = P / merge^2, in the order of the patches.
 
     Reads params["vision"] and params["projector"], and visual's arrays but for `index`. Features of padding are numbers
     without a meaning.
@@ -419,7 +419,7 @@ def _by_windows(
 def _embed_patches(
     node: Tree, spec: VisionSpec, patches: Float[Array, "B P K"], grid: Int[Array, "B P 4"]
 ) -> Float[Array, "B T D"]:
-    """What enters the tower: projected patches with their positions, and the class token of each tile before them."""
+    """The first activations of the tower: projected patches with their positions, after the class token of each tile."""
     if spec.frames > 1:
         area = spec.side**2
         still = patches.reshape(*patches.shape[:2], spec.channels, 1, area)

@@ -55,7 +55,7 @@ class TeacherServer:
         self.score([[int(id_) for id_ in np.unique(np.linspace(0, count - 1, PROBED).astype(int))]], [1])
 
     def score(self, texts: Sequence[list[int]], starts: Sequence[int]) -> list[Named]:
-        """What the teacher says of the tokens of each text from its start on, which is at least 1. Collective.
+        """The teacher's log-probabilities of each text's tokens from its start on, which is at least 1. Collective.
 
         Raises: UserError, within the time-out for all texts together.
         """

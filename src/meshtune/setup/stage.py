@@ -51,7 +51,7 @@ def abstract_model(
 
 
 def vision_training(recipe: Recipe) -> VisionTraining | None:
-    """What is trained of a model that sees beside what the method says; None for text."""
+    """The parts of a model that sees that are trained besides the method; None for text."""
     vision = recipe.vision
     return None if vision is None else VisionTraining(tuple(vision.train), vision.freeze_language)
 

@@ -127,7 +127,7 @@ def teacher_of(recipe: Recipe, dtype: str, student: ModelSpec, *, weights: bool 
 
 
 def _find_config(path: str, revision: str | None = None) -> Source:
-    """The source of a model, of which only the config is fetched where it is on a hub."""
+    """The source of a model; of one on a hub only the config is fetched."""
     directory, _ = split_state(path)
     if is_run(directory) or (directory / ADAPTER_CONFIG).is_file():
         return find(path, revision=revision)

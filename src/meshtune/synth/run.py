@@ -341,7 +341,7 @@ def _summary(fields: Mapping[str, Any], output: pathlib.Path) -> list[str]:
 
 
 def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
-    """General conversations, enough for their share beside `count` records, or all if there are too few."""
+    """General conversations, enough for their share next to `count` records, or all if there are too few."""
     if recipe.mix is None or not count:
         return []
     conversations = read_conversations(recipe.mix.data, "mix")

@@ -1,4 +1,4 @@
-"""Ends a job that stands still: one whose processes live, and of which one does not reach the next update."""
+"""Ends a job that stands still: its processes live, and one does not reach the next update."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ class Qwen:
         return [self.pad] * count, range(1, count + 1), [(height // self.patch, width // self.patch)]
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
-        """The picture, of which the processor gives patches, each twice as frames of a video."""
+        """The picture, whose patches the processor gives, each twice as frames of a video."""
         _, rows, columns = np.asarray(output["image_grid_thw"])[0].tolist()
         values = np.asarray(output["pixel_values"])
         blocks = (rows // self.merge, columns // self.merge, self.merge, self.merge)
@@ -450,7 +450,7 @@ class Gemma4:
         return [begin, *[image] * count, end], [0, *range(1, count + 1), 0], [(rows, columns)]
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
-        """The picture, of which the processor gives squares row by row, with their places and some for padding."""
+        """The picture, whose squares the processor gives row by row, with their places and some for padding."""
         places = np.asarray(output["image_position_ids"])[0]
         columns, rows = places.max(axis=0) + 1
         squares = np.asarray(output["pixel_values"])[0][: rows * columns]

@@ -143,7 +143,7 @@ class PictureReader:
         return width, height
 
     def layout(self, width: int, height: int) -> PictureLayout:
-        """The tokens and patches of a picture of this size, as it is shown.
+        """The tokens and patches of a picture of this size when shown.
 
         Raises UserError for one that the model cannot take, such as one 200 times as wide as high.
         """

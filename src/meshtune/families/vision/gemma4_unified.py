@@ -47,7 +47,7 @@ def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visio
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
-    """The table of Gemma4UnifiedModel's embed_vision. Files have the position of a column beside that of the row."""
+    """The table of Gemma4UnifiedModel's embed_vision. Files have the positions of a column and of a row."""
     assert spec.vision is not None
     first, table = f"{EMBEDDER}.patch_ln1", f"{EMBEDDER}.pos_embedding"
 

@@ -51,7 +51,7 @@ def read_samples(output: pathlib.Path) -> Samples:
 def plot_metric(output: pathlib.Path, metric: str, total: int) -> NotebookFigure:
     """The curve of a metric over the updates of the run in `output`, which were to be `total`.
 
-    Raises: UserError for a metric of which the run has no number.
+    Raises: UserError for a metric without a number in the run.
     """
     rows = read(output / METRICS)
     train, validation = (_points([row for row in rows if row["kind"] == kind], metric) for kind in ("train", "eval"))
