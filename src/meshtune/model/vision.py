@@ -419,7 +419,7 @@ def _by_windows(
 def _embed_patches(
     node: Tree, spec: VisionSpec, patches: Float[Array, "B P K"], grid: Int[Array, "B P 4"]
 ) -> Float[Array, "B T D"]:
-    """The first activations of the tower: projected patches with their positions, after the class token of each tile."""
+    """The first activations of the tower: projected patches with their positions, after each tile's class token."""
     if spec.frames > 1:
         area = spec.side**2
         still = patches.reshape(*patches.shape[:2], spec.channels, 1, area)
