@@ -23,7 +23,7 @@ from rich.console import Console
 from meshtune import terminal
 from meshtune.config.data_recipe import DataRecipe
 from meshtune.data.chat import as_dicts
-from meshtune.data.documents import draw as draw_numbers
+from meshtune.data.mixing import draw as draw_numbers
 from meshtune.errors import UserError, amount
 from meshtune.evaluate.folder import Report, read_json, replace, results_folder, show_progress, write_json, write_lines
 from meshtune.synth.card import CARD, REPORT, card
