@@ -147,7 +147,7 @@ def test_prepared_data_are_opened_from_a_folder_without_their_sources(folder, tm
     file = tmp_path / "a.jsonl"
     file.write_text(LINES)
     if not url.startswith("memory"):
-        with pytest.raises(UserError, match="no such bucket|no data that were prepared"):
+        with pytest.raises(UserError, match=r"no such bucket|no data that were prepared"):
             prepare(url, tmp_path / "none", monkeypatch, file)
     first = prepare(url, tmp_path / "first", monkeypatch, file, upload=True)
     puts, put = [], type(system).put_file
@@ -192,7 +192,7 @@ def test_a_damaged_shard_comes_again(tmp_path, monkeypatch):
 
 
 def test_where_nothing_can_be_written_is_said_before_anything_is_prepared(folder, tmp_path, monkeypatch):
-    url, system = folder
+    url, _ = folder
     file = tmp_path / "a.jsonl"
     file.write_text("no JSON")
     if url.startswith("file"):
