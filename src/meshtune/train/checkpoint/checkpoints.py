@@ -21,6 +21,7 @@ import pathlib
 import platform
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -218,6 +219,7 @@ def versions() -> dict[str, str]:
 
 __all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
 
+POLL_SECONDS = 0.02
 MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
 TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
 # Orbax measures by the clock of the machine, which may jump by years: what was never set begins in 1970.
@@ -315,6 +317,14 @@ class Checkpoints:
     def writing(self) -> bool:
         """Whether the last save is still being written, by any process."""
         return self._newest is not None and not self.path(self._newest).exists()
+
+    def wait_written(self, seconds: float) -> bool:
+        """Waits for the save under way, `seconds` at most; whether none is left. Raises as `check`."""
+        until = time.monotonic() + seconds
+        while self.writing and time.monotonic() < until:
+            self.check()
+            time.sleep(POLL_SECONDS)
+        return not self.writing
 
     def check_room(self, state: TrainState) -> None:
         """Raises: UserError, on all processes alike, where the disk has no room for a checkpoint of `state`."""
