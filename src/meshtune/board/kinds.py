@@ -22,13 +22,14 @@ from meshtune.runs.sources import BEST, MARK
 class Prepared:
     """`arguments` are those of `meshtune`; in them `{job}` stands for the job's folder, where `recipe` is written to
     recipe.yaml. `output` is the absolute path of the folder that the command writes, if it has one. `secrets` are
-    variables of the command's environment that no file holds."""
+    variables of the command's environment that no file holds. `computes`: it needs the devices of this machine."""
 
     name: str
     arguments: tuple[str, ...]
     output: str | None = None
     recipe: str | None = None
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    computes: bool = True
 
 
 OWN_FOLDER = "give a folder of its own, as evaluations/first"
@@ -299,7 +300,9 @@ def prepare_data(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     )
     check_free(output, overwrite=resume or overwrite)
     flags = ["--overwrite"] * overwrite or ["--resume"] * resume
-    return Prepared(output.name, ("data", "generate", f"{{job}}/{RECIPE}", *flags), output=str(output), recipe=text)
+    computes = any(model is not None and not model.is_server for model in (recipe.teacher, recipe.judge))
+    command = ("data", "generate", f"{{job}}/{RECIPE}", *flags)
+    return Prepared(output.name, command, output=str(output), recipe=text, computes=computes)
 
 
 # From the body of a request to the command. Raises: UserError for whatever is wrong with it.

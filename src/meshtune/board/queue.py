@@ -43,6 +43,7 @@ from meshtune.board.workspace import Workspace, check_job
 from meshtune.errors import UserError
 from meshtune.runs.output import RUN
 
+RESUMABLE = ("train", "data")
 START_SECONDS = 20.0  # that a runner has to claim its job
 LOCK = "queue.lock"
 
@@ -153,12 +154,15 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
 
 
 def resume(workspace: Workspace, job_id: str) -> Job:
-    """Puts a job that has ended back into the queue, to go on from its newest checkpoint. Raises: UserError."""
+    """Puts a job that has ended back into the queue, to go on from its newest checkpoint, or its last answer.
+
+    Raises: UserError.
+    """
     with _lock(workspace):
         job = find(workspace, job_id)
         if job.state in ("queued", *ACTIVE):
             return job
-        if job.request.kind != "train":
+        if job.request.kind not in RESUMABLE:
             raise UserError(f"a job of the kind {job.request.kind} does not go on", fix="start it again")
         if (writer := _writer_to(job.request.output, read_jobs(workspace.jobs))) is not None:
             raise UserError(

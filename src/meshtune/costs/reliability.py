@@ -120,9 +120,8 @@ def _limits(
         Limit("batches", tokens / BATCH_TOKENS / step, f"a core builds a batch of {tokens:,} tokens"),
     ]
     if candidate.workload.recipe.data.streaming:
-        limits.append(
-            Limit("stream", tokens / step / STREAM_TOKENS, f"{tokens / step:,.0f} tokens a second to tokenise")
-        )
+        each = tokens / step / candidate.target.hosts
+        limits.append(Limit("stream", each / STREAM_TOKENS, f"{each:,.0f} tokens a second to tokenise on each host"))
     return limits
 
 

@@ -73,11 +73,11 @@ ENVIRONMENT = environment()
 
 
 class Kind:
-    """A kind of a recipe with its template, whose variables are checked."""
+    """A kind of a recipe with its template, None: that which the section names. Its variables are checked."""
 
-    def __init__(self, section: KindSection):
+    def __init__(self, section: KindSection, template: Template | None = None):
         self.section, self.name = section, section.template
-        self.template: Template = load_template(section.template)
+        self.template: Template = template or load_template(section.template)
         self.options = dict(self.template.options)
         for option, value in section.options.items():
             if option not in self.options:

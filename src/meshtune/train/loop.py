@@ -169,6 +169,11 @@ class TrainBatch(Protocol):
     def step(self) -> int: ...
 
     @property
+    def counts(self) -> tuple[int, int] | None:
+        """The tokens, and those with a weight, that this process alone has, where the batch is divided."""
+        ...
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the rows, which are reported with those of the update."""
         ...
@@ -339,7 +344,7 @@ class _Loop:
                 self.task.watchdog.step()
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
-                self.stop_flag.submit(self.interrupt.received, self.seconds, self._may_save(done + 1))
+                self.stop_flag.submit(self.interrupt.received, self.seconds, self._may_save(done + 1), _counts(batch))
                 self.task.watchdog.step()
                 if pending is not None:
                     self._report(*pending)
@@ -415,6 +420,7 @@ class _Loop:
         self.seconds = seconds
         step = batch.step + 1
         self.last_loss = float(values["loss"])
+        tokens, learned = _counts(batch) if batch.counts is None else decision.counts
         reported = ("loss", "weight", "grad_norm", "finite", "finite_micro")
         self._emit(
             Stepped(
@@ -427,8 +433,8 @@ class _Loop:
                     **batch.metrics,
                     **{name: float(value) for name, value in values.items() if name not in reported},
                 },
-                tokens=int(np.count_nonzero(batch.arrays["segment_ids"])),
-                learned=int(np.count_nonzero(batch.arrays["weights"])),
+                tokens=tokens,
+                learned=learned,
                 seconds=seconds,
                 rollout_seconds=batch.seconds,
                 memory=memory_in_use(),
@@ -479,6 +485,13 @@ class _Loop:
             best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
             return f"no improvement in {amount(stale, 'evaluation')}; {best_text}"
         return ""
+
+
+def _counts(batch: TrainBatch) -> tuple[int, int]:
+    """The tokens of a batch, and those with a weight; of this process where the batch is divided among several."""
+    if batch.counts is not None:
+        return batch.counts
+    return int(np.count_nonzero(batch.arrays["segment_ids"])), int(np.count_nonzero(batch.arrays["weights"]))
 
 
 def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray], checkpoints: Checkpoints) -> UserError:

@@ -53,6 +53,8 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
         ready = KINDS[kind](workspace, body)
         if ready.secrets:  # which are not there later, as no file holds them
             devices = {**devices, "beside": True}
+        if not ready.computes:
+            devices = {"none": True}
         root = str(workspace.root)
         return JobRequest(kind, ready.name, ready.arguments, root, ready.output, devices, is_slurm), ready.secrets
 
