@@ -137,4 +137,5 @@ def template(
             print(f"{entry:12} {load_template(entry).about}")
         return
     load_template(name)
-    print((TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8"), end="")
+    file = TEMPLATES / f"{name}.yaml" if name in template_names() else pathlib.Path(name)
+    print(file.read_text(encoding="utf-8"), end="")

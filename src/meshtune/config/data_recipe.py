@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from meshtune.errors import UserError, nearest
 TEMPLATES = pathlib.Path(__file__).parents[1] / "synth" / "templates"
 RUBRICS = TEMPLATES / "rubrics"
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?|\w+://.*")  # of an address without http:// or https://
 
 
 class Price(Section):
@@ -59,6 +61,26 @@ class TeacherModel(Section):
     def is_server(self) -> bool:
         """Whether it is behind an address."""
         return self.path.startswith(("http://", "https://"))
+
+    @field_validator("path")
+    @classmethod
+    def _is_an_address(cls, path: str) -> str:
+        if not path.startswith(("http://", "https://")):
+            if HOST_AND_PORT.fullmatch(path):
+                raise ValueError(f"an address begins with http:// or https://: http://{path.rpartition('://')[2]}")
+            return path
+        try:
+            parts = urllib.parse.urlsplit(path)
+            complete = parts.hostname is not None and parts.port != 0 and not (parts.query or parts.fragment)
+        except ValueError:  # of a port that is no number
+            complete, parts = False, None
+        if parts is not None and parts.username is not None:
+            raise ValueError(
+                "an address is written to the card: put the key into an environment variable, and name it in key"
+            )
+        if not complete or re.search(r"\s", path):
+            raise ValueError("this is no address: write it as http://localhost:8000/v1")
+        return path
 
     @field_validator("key")
     @classmethod
@@ -276,6 +298,9 @@ class Rubric(Section):
     prompt: str = Field(description="Jinja with passage, conversation; the score is from 1 to 5.")
 
 
+COPY = "copy a template: meshtune data template qa > mine.yaml"
+
+
 def template_names() -> list[str]:
     """The templates that ship with Meshtune."""
     return sorted(file.stem for file in TEMPLATES.glob("*.yaml"))
@@ -285,26 +310,30 @@ def load_template(name: str) -> Template:
     """Loads a template that ships with Meshtune, or a YAML file. Raises UserError for anything else."""
     shipped = TEMPLATES / f"{name}.yaml"
     if name in template_names():
-        return _read(shipped, Template, name)
+        return _read(shipped, Template, name, COPY)
     file = pathlib.Path(name)
     if file.suffix not in (".yaml", ".yml"):
         hint = nearest(name, template_names())
         fix = f"{hint}give one of {', '.join(template_names())}, or a YAML file"
         raise UserError(f"there is no template '{name}'", where="kinds", fix=fix)
-    return _read(file, Template, name)
+    return _read(file, Template, name, COPY)
 
 
 def load_rubric(section: JudgedFilter, default: str) -> Rubric:
     """Loads the rubric of a filter. Raises UserError for anything else."""
     file = RUBRICS / f"{default}.yaml" if section.rubric is None else pathlib.Path(section.rubric)
-    return _read(file, Rubric, str(section.rubric or default))
+    fix = f"a rubric has about and prompt; without filters.{default}.rubric the one that ships is taken"
+    return _read(file, Rubric, str(section.rubric or default), fix)
 
 
-def _read(file: pathlib.Path, section: Any, name: str) -> Any:
+def _read(file: pathlib.Path, section: type[Template] | type[Rubric], name: str, fix: str) -> Any:
+    kind = section.__name__.lower()
+    if not file.exists():
+        raise UserError(f"there is no such {kind}", where=name, fix=f"correct the path; {fix}")
     text = yaml_text.read(recipe_file_text(file), str(file))
     raw = text.value
     if not isinstance(raw, dict):
-        raise UserError("a template is a mapping", where=name, fix="copy one: meshtune data template qa > mine.yaml")
+        raise UserError(f"a {kind} is a mapping", where=name, fix=fix)
     try:
         return section.model_validate(raw)
     except ValidationError as error:
