@@ -306,3 +306,21 @@ def test_what_a_real_s3_server_refuses_is_a_clear_error(tmp_path, s3, monkeypatc
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(UserError, match=r"credentials are missing or not enough(.|\n)*AWS_ACCESS_KEY_ID"):
         CheckpointCopies("s3://bucket/run", tmp_path, keep=1, notify=print).check(resume=False)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_elsewhere_from_a_copy_that_one_of_them_reads(tmp_path, stories260k):
+    def launch(name: str, *overrides: str) -> pathlib.Path:
+        mesh = ("mesh.dp=2", "model.load=replica", "resume=true")
+        store = None if name == "whole" else f"file://{tmp_path}/store"
+        config = recipe(stories260k, tmp_path / name, store, *mesh, *overrides)
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(config.model_dump(mode="json")))
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "MESHTUNE_CACHE": str(tmp_path / "cache")}
+        command = [sys.executable, "-m", "meshtune", "launch", "local", "-n", "2", str(file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return tmp_path / name
+
+    shutil.rmtree(launch("first"))
+    assert learned(launch("elsewhere", "train.steps=8")) == learned(launch("whole", "train.steps=8"))
