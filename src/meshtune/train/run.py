@@ -170,7 +170,7 @@ def _open_copies(recipe: Recipe, output: pathlib.Path, console: Console, job: Jo
         with claim_output(output, overwrite=False), console.status(f"fetching checkpoints from {url}"):
             steps = copies.fetch()
         if steps:
-            console.print(f"fetched the checkpoints of updates {', '.join(map(str, steps))} from {url}")
+            console.print(f"fetched from {url}: {', '.join(f'update {step}' for step in steps)}", soft_wrap=True)
     return copies
 
 
