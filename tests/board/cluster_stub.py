@@ -120,9 +120,9 @@ def cluster_stub() -> Iterator[ClusterStub]:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with stub.lock:
                 stub.requests.append((self.command, self.path))
-                code, value = respond(stub, self.command, self.path, json.loads(content or b"null"))
-                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                    code, value = 401, "Unauthorized"
+                code, value = 401, "Unauthorized"
+                if self.headers.get("Authorization") == f"Bearer {TOKEN}":
+                    code, value = respond(stub, self.command, self.path, json.loads(content or b"null"))
             if code >= 400:
                 value = {"kind": "Status", "status": "Failure", "message": value, "code": code}
             text = value if isinstance(value, str) else json.dumps(value)
