@@ -75,7 +75,7 @@ def respond(stub: ClusterStub, method: str, path: str, body: Any) -> tuple[int, 
         return 201, body
     if name is None:
         labels = dict(part.partition("=")[::2] for part in query.get("labelSelector", "").split(",") if part)
-        found = {
+        selected = {
             key: entry
             for key, entry in stub.objects.items()
             if key[:2] == (namespace, plural)
@@ -85,11 +85,11 @@ def respond(stub: ClusterStub, method: str, path: str, body: Any) -> tuple[int, 
             )
         }
         if method == "DELETE":
-            for key in found:
+            for key in selected:
                 del stub.objects[key]
-        return 200, {"items": list(found.values()), "metadata": {}}
+        return 200, {"items": list(selected.values()), "metadata": {}}
     if key not in stub.objects:
-        return 404, f"{plural} {name!r} not found"
+        return 404, f"{plural} {name!r} not selected"
     if method == "PATCH":
         stub.objects[key]["metadata"] |= body["metadata"]
     if method == "DELETE":
