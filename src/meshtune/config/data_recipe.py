@@ -306,38 +306,52 @@ def template_names() -> list[str]:
     return sorted(file.stem for file in TEMPLATES.glob("*.yaml"))
 
 
-def load_template(name: str) -> Template:
-    """Loads a template that ships with Meshtune, or a YAML file. Raises UserError for anything else."""
-    shipped = TEMPLATES / f"{name}.yaml"
+def template_text(name: str) -> str:
+    """The YAML of a template that ships with Meshtune, or of a file. Raises UserError for anything else."""
     if name in template_names():
-        return _read(shipped, Template, name, COPY)
+        return recipe_file_text(TEMPLATES / f"{name}.yaml")
     file = pathlib.Path(name)
     if file.suffix not in (".yaml", ".yml"):
         hint = nearest(name, template_names())
         fix = f"{hint}give one of {', '.join(template_names())}, or a YAML file"
         raise UserError(f"there is no template '{name}'", where="kinds", fix=fix)
-    return _read(file, Template, name, COPY)
+    return _file_text(file, "template", name, COPY)
+
+
+def load_template(name: str) -> Template:
+    """Loads a template that ships with Meshtune, or a YAML file. Raises UserError for anything else."""
+    return parse_template(template_text(name), name)
+
+
+def parse_template(text: str, name: str) -> Template:
+    """The template in a YAML text that messages call `name`. Raises UserError."""
+    return _parse(text, Template, name, COPY)
 
 
 def load_rubric(section: JudgedFilter, default: str) -> Rubric:
     """Loads the rubric of a filter. Raises UserError for anything else."""
     file = RUBRICS / f"{default}.yaml" if section.rubric is None else pathlib.Path(section.rubric)
     fix = f"a rubric has about and prompt; without filters.{default}.rubric the one that ships is taken"
-    return _read(file, Rubric, str(section.rubric or default), fix)
+    name = str(section.rubric or default)
+    return _parse(_file_text(file, "rubric", name, fix), Rubric, name, fix)
 
 
-def _read(file: pathlib.Path, section: type[Template] | type[Rubric], name: str, fix: str) -> Any:
-    kind = section.__name__.lower()
+def _file_text(file: pathlib.Path, kind: str, name: str, fix: str) -> str:
     if not file.exists():
         raise UserError(f"there is no such {kind}", where=name, fix=f"correct the path; {fix}")
-    text = yaml_text.read(recipe_file_text(file), str(file))
+    return recipe_file_text(file)
+
+
+def _parse(content: str, section: type[Template] | type[Rubric], name: str, fix: str) -> Any:
+    kind = section.__name__.lower()
+    text = yaml_text.read(content, name)
     raw = text.value
     if not isinstance(raw, dict):
         raise UserError(f"a {kind} is a mapping", where=name, fix=fix)
     try:
         return section.model_validate(raw)
     except ValidationError as error:
-        raise as_user_error(error, raw, str(file), locator(str(file), text.lines, {}), section) from error
+        raise as_user_error(error, raw, name, locator(name, text.lines, {}), section) from error
 
 
 def load_data_recipe(source: str | pathlib.Path | Mapping[str, object], overrides: Sequence[str] = ()) -> DataRecipe:
@@ -356,7 +370,7 @@ def load_data_recipe(source: str | pathlib.Path | Mapping[str, object], override
     if "teacher" not in content and {"model", "data"} <= set(content):
         fix = "meshtune train trains by it; docs/generate-data.md shows a recipe of data"
         raise UserError("this is a recipe of training", where=name, fix=fix)
-    raw, origins = apply(content, overrides, to_stderr, _written_out)
+    raw, origins = apply(content, overrides, to_stderr, written_out)
     if isinstance(source, str | pathlib.Path):
         recipe_file = pathlib.Path(source).expanduser()
         beside_recipe(raw, recipe_file, lambda path: path in origins, to_stderr, _paths(raw))
@@ -366,7 +380,7 @@ def load_data_recipe(source: str | pathlib.Path | Mapping[str, object], override
         raise as_user_error(error, raw, name, locator(name, lines, origins), DataRecipe) from error
 
 
-def _written_out(raw: Mapping[str, object]) -> dict[str, Any]:
+def written_out(raw: Mapping[str, object]) -> dict[str, Any]:
     """A copy with short forms written out: `teacher: PATH`, `documents: PATH`, `kinds: qa`, `examples: FILE`."""
     full = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     for key in ("teacher", "judge"):

@@ -23,6 +23,7 @@ from meshtune.synth.kinds import package
 PLAIN = (".md", ".markdown", ".txt", ".rst")
 CONVERTED = (".pdf", ".docx", ".pptx", ".html", ".htm", ".epub")
 ARCHIVES = (".docx", ".pptx", ".epub")
+DOCUMENT_TYPES = (*PLAIN, *CONVERTED)
 MOST_BYTES = 256 << 20  # of a document
 MOST_UNPACKED = 1 << 30  # bytes of the files in a DOCX, PPTX or EPUB
 FEWEST_WORDS = 10  # of a passage: fewer hold no question
@@ -92,19 +93,19 @@ def read_library(paths: Sequence[str], *, skip_bad: bool = False) -> Library:
 def document_files(paths: Sequence[str]) -> list[pathlib.Path]:
     """The files that paths name, in the order of their names; of a folder, those of a known type. Raises UserError."""
     files: dict[pathlib.Path, None] = {}
-    known = ", ".join((*PLAIN, *CONVERTED))
+    known = ", ".join(DOCUMENT_TYPES)
     for name in paths:
         path = pathlib.Path(name)
         if not os.path.lexists(path):
             raise missing_path_error(path, name)
         if not path.is_dir():
-            if path.suffix.lower() not in (*PLAIN, *CONVERTED):
+            if path.suffix.lower() not in DOCUMENT_TYPES:
                 fix = f"give a folder, or a file that ends with one of {known}"
                 raise UserError("this is no type of document that can be read", where=name, fix=fix)
             file_size(path)
             files[path] = None
             continue
-        entries = sorted(entry for entry in files_below(path) if entry.suffix.lower() in (*PLAIN, *CONVERTED))
+        entries = sorted(entry for entry in files_below(path) if entry.suffix.lower() in DOCUMENT_TYPES)
         entries = [entry for entry in entries if not is_hidden(entry.relative_to(path))]
         if not entries:
             raise UserError("the folder has no documents", where=name, fix=f"put files there: {known}")

@@ -74,11 +74,11 @@ ENVIRONMENT = environment()
 
 
 class Kind:
-    """A kind of a recipe with its template, whose variables are checked."""
+    """A kind of a recipe with its template, None: that which the section names. Its variables are checked."""
 
-    def __init__(self, section: KindSection):
+    def __init__(self, section: KindSection, template: Template | None = None):
         self.section, self.name = section, section.template
-        self.template: Template = load_template(section.template)
+        self.template: Template = template or load_template(section.template)
         if self.template.answer_schema is not None:
             check_schema(self.template.answer_schema, f"{self.name}, answer_schema", ("#/$defs/call",))
         self.options = dict(self.template.options)

@@ -7,12 +7,15 @@ hash of their request, so that a run that ended early continues without asking t
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
 import queue
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +38,7 @@ from meshtune.evaluate.folder import (
     write_json,
     write_lines,
 )
-from meshtune.synth.card import CARD, REPORT, card
+from meshtune.synth.card import CARD, COUNTS, HELD_OUT, HELD_OUT_PAIRS, PAIRS, RECORD_FILES, RECORDS, REPORT, card
 from meshtune.synth.documents import Library, describe_library, read_library, sha256_of
 from meshtune.synth.filters import Dropped, check_filters, drop_duplicates, drop_evaluation
 from meshtune.synth.journal import Journal
@@ -45,7 +48,9 @@ from meshtune.synth.subjects import all_subjects, read_conversations, source_dig
 from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, check_teacher, closing, open_teacher
 
 JOURNAL, SOURCES, DROPPED = "journal.jsonl", "sources.json", "dropped.jsonl"
-RECORDS, PAIRS, HELD_OUT, HELD_OUT_PAIRS = "records.jsonl", "pairs.jsonl", "held-out.jsonl", "held-out-pairs.jsonl"
+COUNTS_SECONDS = 1.0  # between two writes
+EXAMPLES = 3  # of what a filter dropped
+NEWEST = 3  # records that are shown while others are made
 PATIENCE = 4  # requests in a row that fail before nothing more is asked, and as many as are under way
 
 
@@ -70,6 +75,44 @@ class Outcome:
     failed: dict[int, str]
     within_budget: int
     spent: Spent = dataclasses.field(default_factory=Spent)
+
+
+class Counts:
+    """Counts records as they are made, with examples of those that filters dropped, in a file for whoever watches. The
+    filters that compare all records come last, and are not in it."""
+
+    def __init__(self, file: pathlib.Path):
+        self._file, self._written = file, float("-inf")
+        self._records = 0
+        self._dropped: Counter[str] = Counter()
+        self._examples: dict[str, list[dict[str, str]]] = {}
+        self._newest: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=NEWEST)
+
+    def add(self, result: TaskResult, spent: Spent) -> None:
+        """Adds the result of a task; `spent` is what all have taken."""
+        self._records += len(result.records)
+        self._newest += [record.fields for record in result.records]
+        for entry in result.dropped:
+            self._dropped[entry.filter] += 1
+            examples = self._examples.setdefault(entry.filter, [])
+            if len(examples) < EXAMPLES:
+                examples.append(_example(entry))
+        if time.monotonic() - self._written > COUNTS_SECONDS:
+            self._written = time.monotonic()
+            fields = {
+                "made": self._records + self._dropped.total(),
+                "dropped": dict(self._dropped),
+                "examples": self._examples,
+                "newest": list(self._newest),
+                "tokens": {"prompts": spent.prompt, "answers": spent.answer},
+                "dollars": round(spent.dollars, 6),
+            }
+            with contextlib.suppress(OSError):  # nothing depends on it
+                write_json(self._file, fields)
+
+    def remove(self) -> None:
+        """Removes the file, when the report is there."""
+        self._file.unlink(missing_ok=True)
 
 
 def make_plan(recipe: DataRecipe) -> Plan:
@@ -125,9 +168,12 @@ def generate_data(
                 _check_prompts(plan, maker)
                 if len(journal):
                     console.print(f"{amount(len(journal), 'answer')} of earlier in the journal", soft_wrap=True)
+                counts = Counts(output / COUNTS)
                 with show_progress(console, "generating") as report:
-                    outcome = run_tasks(plan, maker, [teacher, *([judge] if judge is not None else [])], report)
+                    models = [teacher, *([judge] if judge is not None else [])]
+                    outcome = run_tasks(plan, maker, models, report, counts)
                 _write(plan, maker, teacher, outcome, output, console)
+                counts.remove()
             except KeyboardInterrupt:
                 console.print(
                     f"stopped: {amount(len(journal), 'answer')} in the journal; --resume goes on", soft_wrap=True
@@ -179,7 +225,7 @@ def _check_prompts(plan: Plan, maker: Maker) -> None:
             raise UserError(problem, where=task.name, fix="lower passage_words or teacher.max_tokens")
 
 
-def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Report) -> Outcome:
+def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Report, counts: Counts) -> Outcome:
     """Makes the records of all tasks, `teacher.at_once` of them at once.
 
     A task starts where the most that it can take is left of the budget; one that does not fit waits for those under
@@ -208,6 +254,7 @@ def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Rep
                 if result is not None:
                     outcome.results[number], failures = result, 0
                     outcome.spent.add_all(result.spent)
+                    counts.add(result, outcome.spent)
                 elif failure is not None:
                     outcome.failed[number], failures = failure, failures + 1
                     if failures >= PATIENCE + recipe.teacher.at_once:
@@ -284,7 +331,7 @@ def _write(
         records, copies = drop_evaluation(records, recipe.filters)
         dropped += copies
     general = _general(recipe, sum(not record.is_pair and not record.held_out for record in records))
-    files: dict[str, list[Mapping[str, Any]]] = {RECORDS: [], PAIRS: [], HELD_OUT: [], HELD_OUT_PAIRS: []}
+    files: dict[str, list[Mapping[str, Any]]] = {name: [] for name in RECORD_FILES}
     for record in records:
         name = (
             (HELD_OUT_PAIRS if record.is_pair else HELD_OUT)
@@ -340,8 +387,11 @@ def _write(
 
 
 def _examples(dropped: Sequence[Dropped], name: str) -> list[dict[str, str]]:
-    chosen = [entry for entry in dropped if entry.filter == name][:3]
-    return [{"reason": e.reason, "text": e.text[:400], "source": e.source, "place": e.place} for e in chosen]
+    return [_example(entry) for entry in dropped if entry.filter == name][:EXAMPLES]
+
+
+def _example(entry: Dropped) -> dict[str, str]:
+    return {"reason": entry.reason, "text": entry.text[:400], "source": entry.source, "place": entry.place}
 
 
 def _summary(fields: Mapping[str, Any], output: pathlib.Path) -> list[str]:
@@ -378,34 +428,46 @@ def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
     return rows
 
 
+def describe_plan(recipe: DataRecipe) -> dict[str, Any]:
+    """The first prompt of each kind, and the most that all requests can take; asks nothing. Raises as make_plan does.
+
+    {"documents": a line, "skipped": [(name, reason)], "prompts": [{"name", "messages": [(role, text)]}], "requests",
+    "tokens", "dollars"}.
+    """
+    plan = make_plan(recipe)
+    count = sum(subject.of == "passage" for subject in plan.subjects)
+    maker = Maker(recipe, _Unasked(), None, _NoJournal())  # pyright: ignore[reportArgumentType]
+    first: dict[str, Task] = {}
+    total = Spent()
+    for task in plan.tasks:
+        first.setdefault(task.kind.name, task)
+        total.add_all(maker.most_spent(task))
+    return {
+        "documents": "" if plan.library is None else describe_library(plan.library, count),
+        "skipped": [] if plan.library is None else list(plan.library.skipped),
+        "prompts": [{"name": task.name, "messages": maker.first_request(task).messages} for task in first.values()],
+        "requests": len(plan.tasks),
+        "tokens": total.tokens,
+        "dollars": total.dollars,
+    }
+
+
 def show_plan(recipe: DataRecipe, console: Console | None = None) -> None:
     """Prints the first prompt of each kind and the most that the requests can take; asks nothing."""
     console = console or terminal.console()
-    plan = make_plan(recipe)
-    if plan.library is not None:
-        count = sum(subject.of == "passage" for subject in plan.subjects)
-        console.print(describe_library(plan.library, count), soft_wrap=True, markup=False)
-        for name, reason in plan.library.skipped:
-            console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
-    teacher = _Unasked()
-    maker = Maker(recipe, teacher, None, _NoJournal())  # pyright: ignore[reportArgumentType]
-    shown: set[str] = set()
-    for task in plan.tasks:
-        if task.kind.name in shown:
-            continue
-        shown.add(task.kind.name)
-        console.rule(f"{task.name}", style="dim", align="left")
-        for role, text in maker.first_request(task).messages:
+    plan = describe_plan(recipe)
+    if plan["documents"]:
+        console.print(plan["documents"], soft_wrap=True, markup=False)
+    for name, reason in plan["skipped"]:
+        console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
+    for prompt in plan["prompts"]:
+        console.rule(prompt["name"], style="dim", align="left")
+        for role, text in prompt["messages"]:
             console.print(f"{role}: {text}", soft_wrap=True, markup=False, highlight=False)
     console.rule(style="dim")
-    total = Spent()
-    for task in plan.tasks:
-        total.add_all(maker.most_spent(task))
-    price = f", ${total.dollars:,.2f}" if total.dollars else ""
-    line = (
-        f"{amount(len(plan.tasks), 'request')} for records; at most {total.tokens:,} tokens{price}, were every answer "
-    )
-    console.print(f"{line}as long as allowed and every attempt used", soft_wrap=True, markup=False)
+    price = f", ${plan['dollars']:,.2f}" if plan["dollars"] else ""
+    most = f"at most {plan['tokens']:,} tokens{price}, were every answer as long as allowed and every attempt used"
+    console.print(f"{amount(plan['requests'], 'request')} for records; {most}", soft_wrap=True, markup=False)
 
 
 class _NoJournal:
