@@ -168,6 +168,20 @@ def test_a_tool_s_schema_is_checked_and_may_refer_to_its_own_definitions(tmp_pat
         tool_subjects(str(file))
 
 
+def test_a_template_is_printed_a_shipped_one_and_a_copy_alike(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    from meshtune.cli.data import template
+
+    template("qa")
+    shown = capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(shown)
+    template(str(tmp_path / "mine.yaml"))
+    assert capsys.readouterr().out == shown == (TEMPLATES / "qa.yaml").read_text()
+    with pytest.raises(UserError, match="no such template"):
+        template(str(tmp_path / "none.yaml"))
+
+
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(UserError, match=r"no template 'sumary'[\s\S]*did you mean 'summary'"):
         Kind(KindSection(template="sumary"))

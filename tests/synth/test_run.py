@@ -342,6 +342,16 @@ def test_an_address_of_no_host_is_reported_at_once(docs: pathlib.Path, monkeypat
         generate_data(make(docs, "http://no.invalid/v1"))
 
 
+def test_a_budget_in_dollars_is_not_exceeded(docs: pathlib.Path):
+    with teacher_stub() as stub:
+        teacher = {"path": stub.address, "price": {"prompt": 10, "answer": 40}, "max_tokens": 100}
+        output = generate_data(make(docs, stub, teacher=teacher, attempts=1, budget={"dollars": 0.03}))
+        report = json.loads((output / "generated.json").read_text())
+        assert 0 < len(stub.requests) < 6
+        assert report["dollars"] == pytest.approx(0.003 * len(stub.requests))
+        assert report["dollars"] <= 0.03
+
+
 def test_a_budget_below_one_request_is_refused(docs: pathlib.Path):
     with teacher_stub() as stub:
         with pytest.raises(UserError, match=r"budget is too small for one request[\s\S]*raise it"):
@@ -433,6 +443,36 @@ def test_filters_count_and_show_what_they_drop(docs: pathlib.Path):
     card = (output / "README.md").read_text()
     assert "| refusals | 1 |" in card
     assert "Die Mühle mahlt" in card
+
+
+def test_judged_filters_drop_what_scores_too_little_by_their_rubrics(docs: pathlib.Path):
+    (docs.parent / "mine.yaml").write_text("about: mine\nprompt: 'MINE {{ question }} {{ passage }}'\n")
+
+    def judged(body: dict[str, Any]) -> str:
+        prompt = body["messages"][-1]["content"]
+        if "response_format" not in body:  # the second answer to the question about the ferry has no word of the first
+            return "Nobody knows." if "ferry" in prompt else "It is open every day in summer."
+        if "pairs" in body["response_format"]["json_schema"]["schema"]["properties"]:
+            (title,) = (title for title in TOPICS if f"# {title}" in prompt)
+            return json.dumps({"pairs": [{"question": f"{title}?", "answer": "It is open every day in summer."}]})
+        bad = "The mill?" in prompt if "MINE" in prompt else "orchard" in prompt
+        return json.dumps({"reason": "because", "score": 1 if bad else 5})
+
+    filters = {"duplicates": None, "agreement": 0.5, "grounded": 4}
+    filters["quality"] = {"least": 2, "rubric": str(docs.parent / "mine.yaml")}
+    with teacher_stub() as stub:
+        stub.answer = judged
+        output = generate_data(make(docs, stub, filters=filters))
+    assert {(row["filter"], pathlib.Path(row["source"]).name) for row in rows(output, "dropped.jsonl")} == {
+        ("quality", "0.md"),
+        ("agreement", "1.md"),
+        ("grounded", "2.md"),
+    }
+    assert len(rows(output)) == 3
+    card = (output / "README.md").read_text()
+    for name in ("quality", "agreement", "grounded"):
+        assert f"| {name} | 1 |" in card
+        assert f"- *{name}* (" in card
 
 
 @pytest.mark.parametrize(
