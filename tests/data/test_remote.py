@@ -104,7 +104,7 @@ def test_missing_credentials_are_said_to_be(monkeypatch, problem):
 
 
 def test_other_failures_of_a_library_are_no_traceback():
-    with pytest.raises(UserError, match="the address cannot be read: broken"), remote_errors("s3://x"):
+    with pytest.raises(UserError, match="the address cannot be used: broken"), remote_errors("s3://x"):
         raise RuntimeError("broken")
 
 
@@ -197,7 +197,7 @@ def test_where_nothing_can_be_written_is_said_before_anything_is_prepared(folder
     file.write_text("no JSON")
     if url.startswith("file"):
         (tmp_path / "sets").write_text("a file")
-        message = "cannot be written to"
+        message = "cannot be used"
     elif url.startswith("s3"):
         url, message = "s3://no-bucket/sets", "no such bucket"
     else:

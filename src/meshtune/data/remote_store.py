@@ -25,9 +25,9 @@ from meshtune.errors import UserError
 
 
 @contextlib.contextmanager
-def _file_system(url: str, use: str) -> Iterator[tuple[Any, str]]:
+def _file_system(url: str) -> Iterator[tuple[Any, str]]:
     """The file system of an address, and its folder there. What is raised meanwhile becomes UserError."""
-    with remote_errors(url, use):
+    with remote_errors(url):
         system, root = fsspec.core.url_to_fs(url)
         system.invalidate_cache()
         yield system, root.rstrip("/")
@@ -35,7 +35,7 @@ def _file_system(url: str, use: str) -> Iterator[tuple[Any, str]]:
 
 def check_writable(url: str) -> None:
     """Raises UserError where nothing can be written to: no such bucket, no credentials, no package for its protocol."""
-    with _file_system(url, "write") as (system, root):
+    with _file_system(url) as (system, root):
         _make_folder(system, root)
         system.pipe_file(f"{root}/.probe", b"probe")
         system.rm_file(f"{root}/.probe")
@@ -52,7 +52,7 @@ def upload_set(
 ) -> None:
     """Uploads a data set, but for the shards that are there; those of this `share` (index, count) first. Raises
     UserError."""
-    with _file_system(url, "write") as (system, root):
+    with _file_system(url) as (system, root):
         present = {name: info["size"] for name, info in system.find(root, detail=True).items()}
         for store in {store.path: store for store in stores}.values():
             target, shards = f"{root}/{store.path.name}", list(enumerate(store.files))
@@ -73,7 +73,7 @@ def upload_set(
 def fetch_set(url: str, manifest: Manifest) -> bool:
     """Downloads a data set's manifests and lengths; False if there is none. Raises UserError where there is no such
     folder, or it cannot be read."""
-    with _file_system(url, "read") as (system, root):
+    with _file_system(url) as (system, root):
         if not system.exists(root):
             raise FileNotFoundError(root)
         try:
@@ -104,7 +104,7 @@ def fetch_shard(file: pathlib.Path) -> None:
     """Downloads the file of a store that was fetched, once for all processes of a host. Raises UserError."""
     origin = read_json(file.parent / ORIGIN)
     assert origin is not None
-    with _file_system(origin["url"], "read") as (system, root), file.with_suffix(".lock").open("w") as lock:
+    with _file_system(origin["url"]) as (system, root), file.with_suffix(".lock").open("w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: it may be downloaded twice
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():

@@ -101,8 +101,8 @@ def _copy(system: Any, name: str, status: tuple[int, int, int]) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def remote_errors(url: str, use: str = "read") -> Iterator[None]:
-    """Turns what the libraries of protocols raise into UserErrors. `use` is what was tried: read, write."""
+def remote_errors(url: str) -> Iterator[None]:
+    """Turns what the libraries of protocols raise into UserErrors."""
     try:
         yield
     except UserError:
@@ -119,13 +119,12 @@ def remote_errors(url: str, use: str = "read") -> Iterator[None]:
             word in f"{type(problem).__name__} {text}".lower() for word in _CREDENTIALS
         ):
             fix = "give credentials as its library reads them (s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
-            fix += f"~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS; hf: HF_TOKEN), with the right to {use} this"
+            fix += "~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS; hf: HF_TOKEN), with the rights that this needs"
             raise UserError(f"credentials are missing or not enough: {text}", where=url, fix=fix) from problem
         if isinstance(problem, ValueError) and "protocol" in text.lower():
             fix = "give s3://, gs://, hf:// or a path"
             raise UserError(f"no such kind of address: {text}", where=url, fix=fix) from problem
-        problem_text = f"the address cannot be {'read' if use == 'read' else 'written to'}: {text}"
-        raise UserError(problem_text, where=url, fix="check it, and the network") from problem
+        raise UserError(f"the address cannot be used: {text}", where=url, fix="check it, and the network") from problem
 
 
 def _missing_error(url: str) -> UserError:
