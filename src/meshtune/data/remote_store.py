@@ -62,7 +62,7 @@ def upload_set(
                 progress("uploading", done, len(shards))
                 name = f"{target}/{file.name}"
                 # One that is not in the cache has been read from there.
-                if file.exists() and present.get(name, present.get(f"/{name}")) != file.stat().st_size:
+                if file.exists() and present.get(name) != file.stat().st_size:
                     system.put_file(str(file), name)
             for file in (LENGTHS, MANIFEST):
                 system.put_file(str(store.path / file), f"{target}/{file}")
