@@ -75,7 +75,7 @@ def respond(stub: ClusterStub, method: str, path: str, body: Any) -> tuple[int, 
         return 201, body
     if name is None:
         labels = dict(part.partition("=")[::2] for part in query.get("labelSelector", "").split(",") if part)
-        found = {
+        selected = {
             key: entry
             for key, entry in stub.objects.items()
             if key[:2] == (namespace, plural)
@@ -85,11 +85,11 @@ def respond(stub: ClusterStub, method: str, path: str, body: Any) -> tuple[int, 
             )
         }
         if method == "DELETE":
-            for key in found:
+            for key in selected:
                 del stub.objects[key]
-        return 200, {"items": list(found.values()), "metadata": {}}
+        return 200, {"items": list(selected.values()), "metadata": {}}
     if key not in stub.objects:
-        return 404, f"{plural} {name!r} not found"
+        return 404, f"{plural} {name!r} not selected"
     if method == "PATCH":
         stub.objects[key]["metadata"] |= body["metadata"]
     if method == "DELETE":
@@ -120,9 +120,9 @@ def cluster_stub() -> Iterator[ClusterStub]:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with stub.lock:
                 stub.requests.append((self.command, self.path))
-                code, value = respond(stub, self.command, self.path, json.loads(content or b"null"))
-                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                    code, value = 401, "Unauthorized"
+                code, value = 401, "Unauthorized"
+                if self.headers.get("Authorization") == f"Bearer {TOKEN}":
+                    code, value = respond(stub, self.command, self.path, json.loads(content or b"null"))
             if code >= 400:
                 value = {"kind": "Status", "status": "Failure", "message": value, "code": code}
             text = value if isinstance(value, str) else json.dumps(value)

@@ -136,7 +136,7 @@ def test_all_jobs_are_listed_by_one_request(cluster: ClusterStub, monkeypatch: p
     ]  # fmt: skip
 
 
-def test_what_the_cluster_refuses_is_said_and_leaves_nothing(cluster: ClusterStub, workspace: Workspace, tmp_path):
+def test_refusals_of_the_cluster_are_shown_and_leave_nothing(cluster: ClusterStub, workspace: Workspace, tmp_path):
     board = client(workspace)
 
     def refusal(**options: object) -> tuple[str, str]:
@@ -172,7 +172,7 @@ def test_what_the_cluster_refuses_is_said_and_leaves_nothing(cluster: ClusterStu
     assert "without leave" in submit(closed).json()["problems"][0]["message"]
 
 
-def test_a_cluster_that_is_gone_is_said_and_a_right_that_is_missing(cluster: ClusterStub, workspace: Workspace):
+def test_a_missing_right_and_a_deleted_job_are_shown(cluster: ClusterStub, workspace: Workspace):
     board = client(workspace)
     address = f"/api/jobs/{submit(board).json()['id']}"
     cluster.forbidden = {"jobsets"}

@@ -345,11 +345,11 @@ def test_an_address_of_no_host_is_reported_at_once(docs: pathlib.Path, monkeypat
 def test_a_budget_in_dollars_is_not_exceeded(docs: pathlib.Path):
     with teacher_stub() as stub:
         teacher = {"path": stub.address, "price": {"prompt": 10, "answer": 40}, "max_tokens": 100}
-        output = generate_data(make(docs, stub, teacher=teacher, attempts=1, budget={"dollars": 0.03}))
+        output = generate_data(make(docs, stub, teacher=teacher, attempts=1, budget={"dollars": 0.015}))
         report = json.loads((output / "generated.json").read_text())
         assert 0 < len(stub.requests) < 6
         assert report["dollars"] == pytest.approx(0.003 * len(stub.requests))
-        assert report["dollars"] <= 0.03
+        assert report["dollars"] <= 0.015
 
 
 def test_a_budget_below_one_request_is_refused(docs: pathlib.Path):

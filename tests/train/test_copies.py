@@ -47,7 +47,7 @@ def files_of(url: str) -> set[str]:
     return {name[len(root) + 1 :] for name in system.find(root)}
 
 
-def saved(store: str, output: pathlib.Path, steps, *, keep: int = 2, best: int | None = None) -> list[str]:
+def save_and_copy(store: str, output: pathlib.Path, steps, *, keep: int = 2, best: int | None = None) -> list[str]:
     """Saves and copies states one after another; what was said."""
     notes: list[str] = []
     with (
@@ -57,7 +57,7 @@ def saved(store: str, output: pathlib.Path, steps, *, keep: int = 2, best: int |
         for step in steps:
             marked = Best(best, 1.0) if best is not None and step >= best else None
             checkpoints.save(state_of(step), record_of(step, best=marked), keep=marked and marked.step)
-            copies.saved(None, step)
+            copies.copy(step)
             copies.wait()
     return notes
 
@@ -65,7 +65,7 @@ def saved(store: str, output: pathlib.Path, steps, *, keep: int = 2, best: int |
 def test_another_machine_restores_the_newest_copy_and_the_best_one_bit_for_bit(tmp_path, store):
     (tmp_path / "first").mkdir()
     (tmp_path / "first/metrics.jsonl").write_text("lines\n")
-    assert saved(store, tmp_path / "first", range(1, 6), best=2) == []
+    assert save_and_copy(store, tmp_path / "first", range(1, 6), best=2) == []
     copies = CheckpointCopies(store, tmp_path / "second", keep=2, notify=print)
     assert copies.steps() == [2, 4, 5]
     assert {name.partition("/")[0] for name in files_of(store)} == {"2", "4", "5"}, "others are deleted"
@@ -80,7 +80,7 @@ def test_another_machine_restores_the_newest_copy_and_the_best_one_bit_for_bit(t
 
 
 def test_a_copy_that_a_killed_process_left_unfinished_is_never_fetched_and_the_next_one_replaces_it(tmp_path, store):
-    saved(store, tmp_path / "first", [1, 2, 3])
+    save_and_copy(store, tmp_path / "first", [1, 2, 3])
     system, root = fsspec.core.url_to_fs(store)
     content = json.loads(system.cat_file(f"{root}/3/{MARKER}"))
     largest = max(content["files"], key=content["files"].get)
@@ -91,7 +91,7 @@ def test_a_copy_that_a_killed_process_left_unfinished_is_never_fetched_and_the_n
     assert copies.steps() == [2], "the marker is cut off"
     system.rm_file(f"{root}/3/{MARKER}")
     assert copies.fetch() == [2]
-    saved(store, tmp_path / "second", [4])
+    save_and_copy(store, tmp_path / "second", [4])
     assert copies.steps() == [2, 4]
     assert not any(name.startswith("3/") for name in files_of(store))
 
@@ -113,7 +113,7 @@ def test_one_checkpoint_is_copied_at_a_time_and_the_newest_of_those_that_wait_is
         for step in (1, 2, 3):
             checkpoints.save(state_of(step), record_of(step))
             checkpoints.wait()
-            copies.saved(None, step)
+            copies.copy(step)
             assert begun.wait(60)
         may_go_on.set()
         copies.wait()
@@ -122,7 +122,7 @@ def test_one_checkpoint_is_copied_at_a_time_and_the_newest_of_those_that_wait_is
 
 
 def test_a_run_does_not_begin_where_another_has_its_checkpoints(tmp_path, store, stories260k):
-    saved(store, tmp_path / "first", [1])
+    save_and_copy(store, tmp_path / "first", [1])
     CheckpointCopies(store, tmp_path / "second", keep=2, notify=print).check(resume=True)
     with pytest.raises(UserError, match="1 checkpoint of a run already, the newest of update 1"):
         train(recipe(stories260k, tmp_path / "second", store))
@@ -162,13 +162,13 @@ def test_a_copy_that_fails_is_said_and_ends_no_update_but_the_run_fails_if_it_is
         with monkeypatch.context() as patch:
             patch.setattr(type(MEMORY), "put_file", refuse)
             checkpoints.save(state_of(1), record_of(1))
-            copies.saved(None, 1)
+            copies.copy(1)
             with pytest.raises(UserError, match="the address cannot be used: connection reset"):
                 copies.wait()
         assert len(notes) == 1
         assert notes[0].startswith("the checkpoint of update 1 was not copied to memory://bucket/run")
         checkpoints.save(state_of(2), record_of(2))
-        copies.saved(None, 2)
+        copies.copy(2)
         copies.wait()
     assert copies.steps() == [2]
 
@@ -306,3 +306,21 @@ def test_what_a_real_s3_server_refuses_is_a_clear_error(tmp_path, s3, monkeypatc
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(UserError, match=r"credentials are missing or not enough(.|\n)*AWS_ACCESS_KEY_ID"):
         CheckpointCopies("s3://bucket/run", tmp_path, keep=1, notify=print).check(resume=False)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_elsewhere_from_a_copy_that_one_of_them_reads(tmp_path, stories260k):
+    def launch(name: str, *overrides: str) -> pathlib.Path:
+        mesh = ("mesh.dp=2", "model.load=replica", "resume=true")
+        store = None if name == "whole" else f"file://{tmp_path}/store"
+        config = recipe(stories260k, tmp_path / name, store, *mesh, *overrides)
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(config.model_dump(mode="json")))
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "MESHTUNE_CACHE": str(tmp_path / "cache")}
+        command = [sys.executable, "-m", "meshtune", "launch", "local", "-n", "2", str(file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return tmp_path / name
+
+    shutil.rmtree(launch("first"))
+    assert learned(launch("elsewhere", "train.steps=8")) == learned(launch("whole", "train.steps=8"))

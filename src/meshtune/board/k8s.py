@@ -82,12 +82,12 @@ def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> dict[str, s
     namespace = job["metadata"].get("namespace") or cluster.namespace
     cluster.check_queue(namespace, job["metadata"].get("labels", {}).get(QUEUE_NAME))
     parts = [entry for entry in objects if entry is not job]
-    made: list[dict[str, Any]] = []
+    created_objects: list[dict[str, Any]] = []
     try:
         for entry in (*parts, job):  # Kubeflow refuses a TrainJob whose runtime is not there
             entry["metadata"].setdefault("labels", {}).update(MANAGED)
             created = cluster.create(namespace, entry)
-            made.append(entry)
+            created_objects.append(entry)
         owner = {
             "apiVersion": job["apiVersion"],
             "kind": job["kind"],
@@ -97,7 +97,7 @@ def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> dict[str, s
         for entry in parts:  # which the cluster removes with the job
             cluster.adopt(namespace, entry, owner)
     except UserError:
-        for entry in made:
+        for entry in created_objects:
             with contextlib.suppress(UserError):
                 cluster.delete(namespace, entry["kind"], name)
         raise
@@ -238,7 +238,7 @@ class _Cluster:
 
     @contextlib.contextmanager
     def _asking(self, purpose: str, namespace: str, kind: str, *, missing: bool = False) -> Iterator[None]:
-        """Turns a refusal into a UserError. `missing`: what is not there is none."""
+        """Turns a refusal into a UserError. `missing`: an object that is not there is no error."""
         import urllib3
 
         try:
@@ -397,7 +397,7 @@ class Logs:
         self._read_at: dict[str, float] = {}
 
     def update(self, file: pathlib.Path, record: Mapping[str, Any]) -> None:
-        """Appends the lines that are new; the time of the last one is in a file beside it."""
+        """Appends the lines that are new; the time of the last one is in a second file."""
         mark = file.with_name(f"{file.name}.{record.get('id')}")
         with self._lock, contextlib.suppress(UserError, OSError):
             if "id" not in record or time.monotonic() - self._read_at.get(str(file), float("-inf")) < FRESH_SECONDS:

@@ -26,7 +26,7 @@ from rich.console import Console
 from meshtune import terminal
 from meshtune.config.data_recipe import DataRecipe
 from meshtune.data.chat import as_dicts
-from meshtune.data.documents import draw as draw_numbers
+from meshtune.data.mixing import draw as draw_numbers
 from meshtune.errors import UserError, amount
 from meshtune.evaluate.folder import (
     Report,

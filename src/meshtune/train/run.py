@@ -170,7 +170,7 @@ def _open_copies(recipe: Recipe, output: pathlib.Path, console: Console, job: Jo
         with claim_output(output, overwrite=False), console.status(f"fetching checkpoints from {url}"):
             steps = copies.fetch()
         if steps:
-            console.print(f"fetched the checkpoints of updates {', '.join(map(str, steps))} from {url}")
+            console.print(f"fetched from {url}: {', '.join(f'update {step}' for step in steps)}", soft_wrap=True)
     return copies
 
 
@@ -227,7 +227,7 @@ def _train(run: PreparedRun, checkpoints: Checkpoints, copies: CheckpointCopies 
         reference.from_start(loaded.model.parameters, loaded.model.spec)
     if resumed is not None:
         if copies is not None and resumed.step not in copies.steps():
-            copies.saved(None, resumed.step)
+            copies.copy(resumed.step)
         state = checkpoints.restore(resumed.step, state)
         saved = {name: getattr(resumed, name) for name in ("step", "best", "stale", "kl_coef")}
         record = dataclasses.replace(record, **saved)
@@ -245,13 +245,13 @@ def _train(run: PreparedRun, checkpoints: Checkpoints, copies: CheckpointCopies 
         console.print(line)
     task = make_task(loaded, record, state)
     savers = [hook.on_save(loaded) for hook in hooks if hook.on_save is not None]
-    saved = [saver.saved for saver in savers] + ([] if copies is None else [copies.saved])
-    task = dataclasses.replace(task, saved=saved)
+    task = dataclasses.replace(task, saved=[saver.saved for saver in savers])
     probes = _step_probes(run, task)
     history = metrics_log.read(run.output / metrics_log.METRICS) if run.job.is_main_process else []
     loss = SmoothedLoss(run.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
     with interruptible() as interrupt:
-        with open_sinks([*_sinks(run, record.step, history, loss), *probes]) as events:
+        sinks = [*_sinks(run, record.step, history, loss), *probes, *([] if copies is None else [copies])]
+        with open_sinks(sinks) as events:
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
     for saver in savers:

@@ -332,9 +332,12 @@ class Checkpoints:
         return self._newest is not None and not self.path(self._newest).exists()
 
     def wait_written(self, seconds: float) -> bool:
-        """Waits for the save under way, `seconds` at most; whether none is left. Raises as `check`."""
+        """Waits for the save under way, `seconds` at most; whether none is left. Raises as `check`.
+
+        Processes other than 0 do not wait: they may see the files much later than they are there, and 0 decides.
+        """
         until = time.monotonic() + seconds
-        while self.writing and time.monotonic() < until:
+        while self._job.is_main_process and self.writing and time.monotonic() < until:
             self.check()
             time.sleep(POLL_SECONDS)
         return not self.writing

@@ -24,6 +24,7 @@ from meshtune.json_text import parse_json
 from meshtune.runs.output import CHECKPOINTS, HISTORY, RECIPE, ROLLOUTS, RUN, link_or_copy
 from meshtune.train.checkpoint.checkpoints import read_record
 from meshtune.train.report.attempts import ATTEMPTS
+from meshtune.train.report.events import Event, Saved
 
 MARKER = "copy.json"
 RUN_FILES = "run/"  # in a copy: small files of the run, for resuming where its output is not
@@ -93,7 +94,15 @@ class CheckpointCopies:
         self._fetch_step(best.step, listed, with_run=False)
         return [best.step, steps[-1]]
 
-    def saved(self, trainable: object, step: int) -> None:
+    def receive(self, event: Event) -> None:
+        """Copies each checkpoint that a run saves, as a sink of its events."""
+        if isinstance(event, Saved):
+            self.copy(event.step)
+
+    def close(self) -> None:
+        """Ends nothing: `wait` does, once the result is written."""
+
+    def copy(self, step: int) -> None:
         """Copies the checkpoint of a step in the background, once it is complete."""
         with self._lock:
             if self._waiting is not None:

@@ -137,6 +137,7 @@ def _broadcast(reader: BroadcastReader, shard: jax.Array | None, index: Index, d
     return block
 
 
-def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
+    index = (slice(None),) * len(shape) if index is None else index
     bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)

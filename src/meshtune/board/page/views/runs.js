@@ -144,7 +144,7 @@ function one(place, id) {
     jobs: ({ jobs }) => {
       const listed = jobs.find((candidate) => candidate.id === id);
       if (!job || !listed) return;
-      if (listed.state !== job.state || listed.attempt !== job.attempt || listed.exists !== job.exists) refresh();
+      if (listed.state !== job.state || listed.attempt !== job.attempt || listed.exists !== job.exists || listed.scheduler?.reason !== job.scheduler?.reason) refresh();
       else if (listed.progress?.step !== job.progress?.step || listed.stage?.done !== job.stage?.done || listed.stage?.stage !== job.stage?.stage) {
         Object.assign(job, { progress: listed.progress, stage: listed.stage });
         head.querySelector('.progress')?.replaceWith(progress(job));
