@@ -57,9 +57,18 @@ import sys, threading, time, json
 from meshtune.config.load import load_recipe
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
+def held(name):
+    return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
+peak = 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, held("RssAnon"))
+        time.sleep(0.1)
+threading.Thread(target=watch, daemon=True).start()
 recipe = load_recipe(None, sys.argv[1:])
 prepare_data(recipe, load_tokenizer(recipe.model.path))
-print(json.dumps(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024))
+print(json.dumps({"anonymous": peak, "with mapped files": held("VmHWM")}))
 """
 STREAM = """
 import hashlib, json, os, resource, sys, time
@@ -184,15 +193,16 @@ def measure_prepare(folder: pathlib.Path, model: str, count: int) -> dict[str, o
 
 
 def measure_memory(folder: pathlib.Path, model: str, counts: str) -> dict[str, object]:
-    """The most memory that the preparing process held for each number of short records."""
+    """The most memory that the preparing process held for each number of short records: anonymous, which a machine must
+    have, and with the pages of mapped files, which the system takes back."""
     result: dict[str, object] = {}
     for count in map(int, counts.split(",")):
         write(folder, count, 8)
         environment = os.environ | {"MESHTUNE_CACHE": str(folder), "MESHTUNE_DATA_PROCESSES": "1"}
         command = [sys.executable, "-c", MEMORY, *overrides(folder, model)]
-        result[str(count)] = json.loads(
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
-        )
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+        result[str(count)] = json.loads(done.stdout)
+        print(count, result[str(count)], flush=True)
         shutil.rmtree(folder)
     return result
 

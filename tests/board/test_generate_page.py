@@ -43,7 +43,7 @@ def edit(board, recipe: str, *changes: dict, **fields: object) -> dict:
 RECIPE = f"# mine\nteacher: {MODEL}\ndocuments: handbook\nkinds: [qa]\noutput: made/first\n"
 
 
-def test_documents_are_uploaded_as_they_are_and_never_over_another(workspace, tmp_path):
+def test_documents_are_uploaded_unchanged_and_never_over_another(workspace, tmp_path):
     board = client(workspace)
     docx(tmp_path / "a.docx", [("", "Words of a document.")])
     contents = {"a.pdf": pdf([["One line"]]), "ä b.md": "# Ä\n".encode(), "a.HTML": b"<p>x"}
@@ -72,7 +72,7 @@ def test_documents_are_uploaded_as_they_are_and_never_over_another(workspace, tm
         ("../a.md", b"x", "not a plain file name"),
     ],
 )
-def test_what_is_no_document_is_refused_and_leaves_nothing(workspace, monkeypatch, name, content, message):
+def test_files_of_other_types_are_refused_and_leaves_nothing(workspace, monkeypatch, name, content, message):
     monkeypatch.setattr(uploads, "MOST_BYTES", 1000)
     answer = send(client(workspace), name, content)
     assert answer.status_code == 400
@@ -179,11 +179,11 @@ def test_records_are_shown_page_by_page_and_nothing_else(workspace):
     (output / "records.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]) + "\n")
     (output / "pairs.jsonl").symlink_to(workspace.root.parent / "secret.md")
     (workspace.root.parent / "secret.md").write_text('{"a": "secret"}')
-    address, seen, start = f"/api/generate/jobs/{job.id}/records", [], 0
+    address, collected, start = f"/api/generate/jobs/{job.id}/records", [], 0
     while start is not None:
         page = board.get(address, params={"file": "records.jsonl", "start": start}).json()
-        seen, start = seen + page["rows"], page["next"]
-    assert seen == rows
+        collected, start = collected + page["rows"], page["next"]
+    assert collected == rows
     for params in (
         {"file": "pairs.jsonl"},
         {"file": "journal.jsonl"},

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.board import follow
-from meshtune.board.job import RECIPE
-from meshtune.board.slurm import SCRIPT, checked_options
+from meshtune.board.job import RECIPE, SCHEDULERS
 from meshtune.board.workspace import HUB_ID, Workspace, check_references, checked_data_recipe, checked_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
@@ -267,20 +266,34 @@ def prepare_train(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     recipe = checked_recipe(workspace, text)
     output = workspace.to_write(recipe.output, "output")
     check_output(output, resume=resume or recipe.resume, overwrite=overwrite or recipe.overwrite)
-    if overwrite and body.get("slurm"):
+    scheduler = scheduler_of(body)
+    if overwrite and scheduler is not None:
         raise UserError(
-            "a run under Slurm is restarted, and would move its own work aside", where="overwrite", fix="leave it out"
+            "a run under a scheduler is restarted, and would move its own work aside",
+            where="overwrite",
+            fix="leave it out",
         )
-    flags = ["resume=true"] * resume if body.get("slurm") else [*["--resume"] * resume, *["--overwrite"] * overwrite]
-    return Prepared(output.name, train_command(body, flags), output=str(output), recipe=text)
+    flags = ["resume=true"] * resume if scheduler else [*["--resume"] * resume, *["--overwrite"] * overwrite]
+    return Prepared(output.name, train_command(workspace, body, flags), output=str(output), recipe=text)
 
 
-def train_command(body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
-    """The arguments that train by the recipe of a job, where `body` says: here, in processes, or under Slurm."""
+def scheduler_of(body: dict[str, Any]) -> str | None:
+    """The scheduler, of SCHEDULERS, whose options a request has. Raises: UserError for two of them."""
+    names = [name for name in SCHEDULERS if body.get(name)]
+    if len(names) > 1:
+        raise UserError(f"a run has one of {' and '.join(names)}", where=names[1], fix="leave the others out")
+    return names[0] if names else None
+
+
+def train_command(workspace: Workspace, body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
+    """The arguments that train by the recipe of a job, where `body` says: here, in processes, or under a scheduler."""
     recipe = f"{{job}}/{RECIPE}"
-    if body.get("slurm"):
-        resources = checked_options(body["slurm"])
-        return ("launch", "slurm", recipe, *options, *resources, "--out", f"{{job}}/{SCRIPT}", "--submit")
+    if (scheduler := scheduler_of(body)) is not None:
+        if scheduler == "kubernetes" and not workspace.runs_code:
+            problem = "an image runs with the rights of the board, which was started without leave to run code"
+            fix = "start it as meshtune board --run-code, if whoever uses it may run code in the cluster"
+            raise UserError(problem, where="kubernetes", fix=fix)
+        return SCHEDULERS[scheduler].command(body[scheduler], recipe, options)
     devices = body.get("devices") or {}
     processes = devices.get("processes", 1) if isinstance(devices, dict) else 1
     verb = ["launch", "local", "-n", str(processes)] if type(processes) is int and processes > 1 else ["train"]

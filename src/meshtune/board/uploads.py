@@ -68,7 +68,7 @@ async def _receive(
     path, file = _new_file(folder, name)
     try:
         with file:
-            size = await _write(file, name, _bounded(chunks, name, most, below), start)
+            size = await _write(file, name, _limit_size(chunks, name, most, below), start)
         if not size:
             raise UserError("the file is empty", where=name, fix="give one with records, or with text")
     except BaseException:
@@ -77,7 +77,7 @@ async def _receive(
     return path
 
 
-async def _bounded(chunks: AsyncIterator[bytes], name: str, most: int, below: str) -> AsyncIterator[bytes]:
+async def _limit_size(chunks: AsyncIterator[bytes], name: str, most: int, below: str) -> AsyncIterator[bytes]:
     size = 0
     async for chunk in chunks:
         size += len(chunk)

@@ -234,6 +234,11 @@ class DataSection(Section):
         description="Tokenise while training instead of before, for data of any size. Needs train.steps. In stage pt "
         "documents go on in the next row.",
     )
+    prepared: str | None = Field(
+        default=None,
+        description="A folder for prepared data: s3://, gs://, file:// and so on. meshtune data prepare uploads them, "
+        "runs open them there.",
+    )
     on_bad: Literal["error", "skip"] = Field(
         default="error", description="How records that do not fit their format are treated."
     )

@@ -14,8 +14,9 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.config.recipe import Recipe
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
+from meshtune.data.checking import SkippedRecord
 from meshtune.data.conversation import Conversation, Document, Labelled, Sample, Text
-from meshtune.data.documents import DocumentList, SkippedRecord
+from meshtune.data.documents import DocumentList
 from meshtune.data.loader import PartTask, Units, require_plain_text
 from meshtune.data.report import DataReport, TemplateInfo, histogram
 from meshtune.data.store import SHARD, fingerprint, sample_digest

@@ -34,18 +34,8 @@ import numpy as np
 
 from meshtune.data.conversation import Sample
 from meshtune.data.documents import DocumentList
-from meshtune.data.loader import (
-    HostBatch,
-    PartTask,
-    StageExamples,
-    Units,
-    pack,
-    packed_batch,
-    row_sizes,
-    shuffle_order,
-    unpacked_rows,
-    with_companions,
-)
+from meshtune.data.loader import HostBatch, PartTask, StageExamples, Units, packed_batch, row_sizes, with_companions
+from meshtune.data.packing import index_type, pack, shuffle_order, unpacked_rows
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
@@ -118,13 +108,13 @@ class StreamRows:
     task: PartTask
     row_length: int
     batch_size: int
-    accumulation: int = 1
-    continued: bool = False
-    packing: bool = True
-    shuffle: bool = True
-    seed: int = 0
-    skip: bool = False
-    units: Units | None = None
+    accumulation: int
+    continued: bool
+    packing: bool
+    shuffle: bool
+    seed: int
+    skip: bool
+    units: Units | None
     _orders: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     _tokenizers: list[Tokenize] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -152,16 +142,15 @@ class StreamRows:
         return max(1, self.row_length // UNIT_POSITIONS) if is_packed else 1
 
     def order(self, epoch: int) -> np.ndarray:
-        """The samples of an epoch in their order, uint32 or int64."""
+        """The samples of an epoch in their order."""
         count = len(self.documents)
         if not self.shuffle:
-            return np.arange(count)
+            return np.arange(count, dtype=index_type(count))
         with self._lock:
             if epoch not in self._orders:
-                smallest = np.min_scalar_type(max(count, 1 << 16))
                 while len(self._orders) >= max(2, _ORDERS // count):  # lanes may be in different epochs
                     del self._orders[min(self._orders)]
-                self._orders[epoch] = shuffle_order(count, self.seed, epoch).astype(smallest)
+                self._orders[epoch] = shuffle_order(count, self.seed, epoch)
             return self._orders[epoch]
 
     def blocks(self, lane: int) -> int:
@@ -395,9 +384,11 @@ class Stream:
         self.documents, self.row_length, self.batch_size = rows.documents, rows.row_length, rows.batch_size
         self._rows = self._counted = range(rows.batch_size)
 
-    def share(self, rows: Sequence[int], counted: Sequence[int]) -> None:
+    def share(self, rows: Sequence[int], counted: Sequence[int], *, processes: int = 1) -> None:
         """Reads only `rows` of every update from now on; others are empty. No other process counts the tokens of
-        `counted`. All are read where the weight of a token depends on all."""
+        `counted`. All are read where the weight of a token depends on all. The `processes` of a host have its workers
+        together."""
+        self.workers = max(1, self.workers // processes)
         units = self.rows.units
         if units is None or units.nll is None or units.nll_mean == "pairs":
             self._rows, self._counted = rows, counted

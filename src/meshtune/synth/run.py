@@ -26,17 +26,26 @@ from rich.console import Console
 from meshtune import terminal
 from meshtune.config.data_recipe import DataRecipe
 from meshtune.data.chat import as_dicts
-from meshtune.data.documents import draw as draw_numbers
+from meshtune.data.mixing import draw as draw_numbers
 from meshtune.errors import UserError, amount
-from meshtune.evaluate.folder import Report, read_json, replace, results_folder, show_progress, write_json, write_lines
+from meshtune.evaluate.folder import (
+    Report,
+    check_folder,
+    read_json,
+    replace,
+    results_folder,
+    show_progress,
+    write_json,
+    write_lines,
+)
 from meshtune.synth.card import CARD, COUNTS, HELD_OUT, HELD_OUT_PAIRS, PAIRS, RECORD_FILES, RECORDS, REPORT, card
 from meshtune.synth.documents import Library, describe_library, read_library, sha256_of
 from meshtune.synth.filters import Dropped, check_filters, drop_duplicates, drop_evaluation
 from meshtune.synth.journal import Journal
 from meshtune.synth.kinds import Kind, Subject, Task, make_tasks
-from meshtune.synth.maker import Maker, Spent, TaskResult, picture_copy
+from meshtune.synth.maker import Maker, Spent, TaskResult, load_rubrics, picture_copy
 from meshtune.synth.subjects import all_subjects, read_conversations, source_digests
-from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, closing, open_teacher
+from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, check_teacher, closing, open_teacher
 
 JOURNAL, SOURCES, DROPPED = "journal.jsonl", "sources.json", "dropped.jsonl"
 COUNTS_SECONDS = 1.0  # between two writes
@@ -110,6 +119,10 @@ def make_plan(recipe: DataRecipe) -> Plan:
     """Reads the sources and templates of a recipe. Raises UserError for whatever is wrong with them."""
     kinds = [Kind(section) for section in recipe.kinds]
     check_filters(recipe)
+    load_rubrics(recipe)
+    if recipe.mix is not None:
+        for source in recipe.mix.data:
+            read_conversations([source], "mix.data", first=True)
     digests = source_digests(recipe)
     library = read_library(recipe.documents, skip_bad=recipe.on_bad == "skip") if recipe.documents else None
     subjects = all_subjects(recipe, library)
@@ -128,8 +141,12 @@ def generate_data(
     that has changed since the run began, and where no record is left.
     """
     console = console or terminal.console()
-    plan = make_plan(recipe)
     output = pathlib.Path(recipe.output)
+    check_folder(output, resume=resume, overwrite=overwrite)
+    check_teacher(recipe.teacher)
+    if recipe.judge is not None:
+        check_teacher(recipe.judge, "judge")
+    plan = make_plan(recipe)
     if resume and not overwrite:
         check_sources(output, plan.digests)
     if plan.library is not None:
@@ -157,6 +174,11 @@ def generate_data(
                     outcome = run_tasks(plan, maker, models, report, counts)
                 _write(plan, maker, teacher, outcome, output, console)
                 counts.remove()
+            except KeyboardInterrupt:
+                console.print(
+                    f"stopped: {amount(len(journal), 'answer')} in the journal; --resume goes on", soft_wrap=True
+                )
+                raise
             finally:
                 journal.close()
     return output
@@ -394,7 +416,7 @@ def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
     """General conversations, enough for their share next to `count` records, or all if there are too few."""
     if recipe.mix is None or not count:
         return []
-    conversations = read_conversations(recipe.mix.data, "mix")
+    conversations = read_conversations(recipe.mix.data, "mix.data")
     number = min(len(conversations), round(count * recipe.mix.share / (1 - recipe.mix.share)))
     chosen = draw_numbers(len(conversations), number, np.random.default_rng([recipe.seed, 0x67656E]))
     rows: list[Mapping[str, Any]] = []

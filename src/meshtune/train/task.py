@@ -15,7 +15,6 @@ from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import CheckpointSection, Recipe
 from meshtune.config.section import seconds_of
 from meshtune.costs.goodput import mean_time_between_failures
-from meshtune.data.stream import Stream
 from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
@@ -61,9 +60,9 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         first = batches.empty_batch()
     else:
         # Without rollouts it is no PromptLoader, whose module would be imported to say so.
-        if isinstance(loader, Stream) and run.compute.layout is not None:
-            loader.share(*local_rows(run.compute.layout, loader.batch_size, recipe.train.accumulation))
-            loader.workers = max(1, loader.workers // run.processes_per_host)
+        if recipe.data.streaming and run.compute.layout is not None:
+            rows = local_rows(run.compute.layout, loader.batch_size, recipe.train.accumulation)
+            loader.share(*rows, processes=run.processes_per_host)  # pyright: ignore[reportAttributeAccessIssue]
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
         first = loader.empty_arrays() if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:

@@ -63,7 +63,7 @@ def generate_routes(state: BoardState) -> list[BaseRoute]:
         path = await receive_document(workspace, request.query_params.get("name", ""), request.stream())
         return Answer({"path": workspace.shown(path), "bytes": path.stat().st_size}, 201)
 
-    def edited(body: dict[str, Any]) -> dict[str, Any]:
+    def apply_changes(body: dict[str, Any]) -> dict[str, Any]:
         text, changes = text_of(body, "recipe"), body.get("changes") or []
         if not isinstance(changes, list) or len(changes) > MAX_CHANGES:
             problem = f"the changes are not a list of at most {MAX_CHANGES}"
@@ -86,7 +86,7 @@ def generate_routes(state: BoardState) -> list[BaseRoute]:
         return answer
 
     async def edit(request: Request) -> Response:
-        return Answer(await run_in_threadpool(edited, await body_of(request)))
+        return Answer(await run_in_threadpool(apply_changes, await body_of(request)))
 
     async def templates(_: Request) -> Response:
         return Answer({"files": await run_in_threadpool(own_templates, workspace)})
@@ -141,7 +141,7 @@ def generate_routes(state: BoardState) -> list[BaseRoute]:
 
 
 def template_fields(template: Template) -> dict[str, Any]:
-    """The template as the page shows it beside its text: its purpose, its subject, and its options with defaults."""
+    """The template as the page shows it with its text: its purpose, its subject, and its options with defaults."""
     return {"about": template.about, "of": template.of, "options": template.options}
 
 

@@ -20,7 +20,7 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from meshtune.data.answered_prompts import AnsweredPrompts
     from meshtune.data.conversation import Origin
-    from meshtune.data.loader import PackedRows
+    from meshtune.data.packing import PackedRows
     from meshtune.data.tokens import Example
 
 _LANES = 128  # a row's patches are a multiple of this where pictures have no tiles, for the attention's blocks
