@@ -45,9 +45,17 @@ def replica_devices(mesh: list[str] | None, run: str) -> int:
 
 
 def run_shared(
-    context: typer.Context, sharing: Sharing, output: pathlib.Path, *, devices: int, resume: bool, overwrite: bool
+    context: typer.Context,
+    sharing: Sharing,
+    output: pathlib.Path,
+    *,
+    devices: int,
+    resume: bool,
+    overwrite: bool,
+    output_argument: str = "--output=",
 ) -> bool:
-    """Runs the command of this process in replicas, where several are asked for, and whether it did.
+    """Runs the command of this process in replicas, where several are asked for, and whether it did. The folder of the
+    results follows `output_argument`.
 
     Raises: UserError for an executor that is not installed, and a folder with other results; typer.Exit if a replica
     fails.
@@ -66,10 +74,14 @@ def run_shared(
     if overwrite:
         with claim_output(output, overwrite=True):
             pass
-    arguments = without_options(context.find_root().obj, OPTIONS, FLAGS)
+    arguments = (*without_options(context.find_root().obj, OPTIONS, FLAGS), f"{output_argument}{output}")
 
     def parts() -> int:
-        return sum(1 for pattern in ("**/blocks/*.jsonl", "**/benchmarks/*.json") for _ in output.glob(pattern))
+        return sum(
+            1
+            for pattern in ("**/blocks/*.jsonl", "**/benchmarks/*.json", "journal/*.jsonl")
+            for _ in output.glob(pattern)
+        )
 
     replicas = Replicas(arguments, sharing.replicas, devices, output, parts)
     if sharing.executor == "slurm":
