@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+from collections.abc import Sequence
 
 import typer
 
@@ -60,12 +61,11 @@ def run_shared(
     Raises: UserError for an executor that is not installed, and a folder with other results; typer.Exit if a replica
     fails.
     """
-    from meshtune.launch.replicas import Replicas, check_executor, run_replicas, submit_replicas, without_options
+    from meshtune.launch.replicas import check_executor
 
     check_executor(sharing.executor)
     if sharing.replicas == 1:
         return False
-    from meshtune import terminal
     from meshtune.evaluate.folder import check_folder
     from meshtune.runs.output import claim_output
 
@@ -74,14 +74,27 @@ def run_shared(
     if overwrite:
         with claim_output(output, overwrite=True):
             pass
-    arguments = (*without_options(context.find_root().obj, OPTIONS, FLAGS), f"{output_argument}{output}")
+    patterns = ("**/blocks/*.jsonl", "**/benchmarks/*.json", "journal/*.jsonl")
+    run_replicas_of(context, sharing, output, f"{output_argument}{output}", devices=devices, patterns=patterns)
+    return True
+
+
+def run_replicas_of(
+    context: typer.Context, sharing: Sharing, output: pathlib.Path, *more: str, devices: int, patterns: Sequence[str]
+) -> None:
+    """Runs the command of this process in replicas, with `more` arguments. The files of complete parts of the work have
+    these `patterns` in `output`.
+
+    Raises: UserError for an executor that is not installed; typer.Exit if a replica fails.
+    """
+    from meshtune import terminal
+    from meshtune.launch.replicas import Replicas, check_executor, run_replicas, submit_replicas, without_options
+
+    check_executor(sharing.executor)
+    arguments = (*without_options(context.find_root().obj, OPTIONS, FLAGS), *more)
 
     def parts() -> int:
-        return sum(
-            1
-            for pattern in ("**/blocks/*.jsonl", "**/benchmarks/*.json", "journal/*.jsonl")
-            for _ in output.glob(pattern)
-        )
+        return sum(1 for pattern in patterns for _ in output.glob(pattern))
 
     replicas = Replicas(arguments, sharing.replicas, devices, output, parts)
     if sharing.executor == "slurm":
@@ -89,4 +102,3 @@ def run_shared(
         typer.echo(f"job {number} submitted, an array of {replicas.count}; the results will be in {output}")
     elif code := run_replicas(replicas, sharing.executor, terminal.console(stderr=True)):
         raise typer.Exit(code)
-    return True
