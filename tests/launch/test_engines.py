@@ -186,6 +186,10 @@ def test_jobs_of_slurm_write_the_bytes_of_one_process_also_when_one_is_killed(
     options = ["--replicas", "2"]
     if name == "prepare":
         options = ["--workers", "2", "--option", "partition=here", "--option", "time=10:00"]
+        too_much = ["--option", "mem-per-cpu=9000G", "--executor", "slurm"]
+        refused = start([*MESHTUNE, *work.command(name, output), *options, *too_much], output, **slurm)
+        assert refused.wait(timeout=300) == 2
+        assert "Slurm does not take the job" in pathlib.Path(f"{output}.log").read_text()
     submitted = start([*MESHTUNE, *work.command(name, output), *options, "--executor", "slurm"], output, **slurm)
     match = re.search(r"job (\d+) ", " ".join(finish(submitted, output).split()))
     assert match
@@ -193,6 +197,7 @@ def test_jobs_of_slurm_write_the_bytes_of_one_process_also_when_one_is_killed(
         wait(lambda: parts(name, output))
         kill_replica("2/2", output)
         wait(lambda: "PENDING" in states(match[1], slurm))  # requeued, with a delay of two minutes by default
+        time.sleep(2)  # a node refuses a job that it ended in the same second
         env = os.environ | slurm
         subprocess.run(["scontrol", "update", f"JobId={match[1]}_2", "StartTime=now"], env=env, check=True)
     wait(lambda: not {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"} & set(states(match[1], slurm)))
