@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import typer
 
@@ -74,16 +74,25 @@ def run_shared(
     if overwrite:
         with claim_output(output, overwrite=True):
             pass
-    patterns = ("**/blocks/*.jsonl", "**/benchmarks/*.json", "journal/*.jsonl")
-    run_replicas_of(context, sharing, output, f"{output_argument}{output}", devices=devices, patterns=patterns)
+
+    def parts() -> int:
+        patterns = ("**/blocks/*.jsonl", "**/benchmarks/*.json", "journal/*.jsonl")
+        return sum(1 for pattern in patterns for _ in output.glob(pattern))
+
+    run_replicas_of(context, sharing, output, f"{output_argument}{output}", devices=devices, parts=parts)
     return True
 
 
 def run_replicas_of(
-    context: typer.Context, sharing: Sharing, output: pathlib.Path, *more: str, devices: int, patterns: Sequence[str]
+    context: typer.Context,
+    sharing: Sharing,
+    output: pathlib.Path,
+    *extra: str,
+    devices: int,
+    parts: Callable[[], int],
 ) -> None:
-    """Runs the command of this process in replicas, with `more` arguments. The files of complete parts of the work have
-    these `patterns` in `output`.
+    """Runs the command of this process in replicas, with `extra` arguments. `parts` counts the complete parts of the
+    work.
 
     Raises: UserError for an executor that is not installed; typer.Exit if a replica fails.
     """
@@ -91,11 +100,7 @@ def run_replicas_of(
     from meshtune.launch.replicas import Replicas, check_executor, run_replicas, submit_replicas, without_options
 
     check_executor(sharing.executor)
-    arguments = (*without_options(context.find_root().obj, OPTIONS, FLAGS), *more)
-
-    def parts() -> int:
-        return sum(1 for pattern in patterns for _ in output.glob(pattern))
-
+    arguments = (*without_options(context.find_root().obj, OPTIONS, FLAGS), *extra)
     replicas = Replicas(arguments, sharing.replicas, devices, output, parts)
     if sharing.executor == "slurm":
         number = submit_replicas(replicas, sharing.sbatch)

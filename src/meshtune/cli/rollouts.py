@@ -45,7 +45,11 @@ def serve_rollouts(context: typer.Context, arguments: Arguments, *, sharing: Sha
     if sharing.replicas > 1:
         sizes = recipe.mesh.sizes.values() if isinstance(recipe.mesh, MeshConfig) else ()
         devices = math.prod(size for size in sizes if size > 0)
-        run_replicas_of(context, sharing, output.absolute(), devices=devices, patterns=["rollouts/*.npz"])
+
+        def newest() -> int:
+            return max((int(file.stem) for file in output.glob("rollouts/*.npz")), default=-1)
+
+        run_replicas_of(context, sharing, output.absolute(), devices=devices, parts=newest)
         return
     check_run(recipe.model_copy(update={"resume": False, "overwrite": True}))
 

@@ -155,12 +155,12 @@ def with_arrays(params: Tree, changing: frozenset[str], arrays: Sequence[np.ndar
         )
     new = [jax.device_put(array, before.sharding) for before, array in zip(old, arrays, strict=True)]
     changed = dict(zip(paths, jax.tree.unflatten(tree, new), strict=True))
-    return _replaced(params, changed)
+    return _replace(params, changed)
 
 
-def _replaced(tree: Tree, leaves: Mapping[str, Any], prefix: str = "") -> Tree:
+def _replace(tree: Tree, leaves: Mapping[str, Any], prefix: str = "") -> Tree:
     return {
-        key: _replaced(value, leaves, f"{prefix}{key}/")
+        key: _replace(value, leaves, f"{prefix}{key}/")
         if isinstance(value, dict)
         else leaves.get(f"{prefix}{key}", value)
         for key, value in tree.items()

@@ -37,7 +37,7 @@ class Outcome:
     within_budget: int
     failed: dict[int, str] = dataclasses.field(default_factory=dict)
     spent: Spent = dataclasses.field(default_factory=Spent)
-    asked: int = 0
+    requested: int = 0
     replayed: int = 0
 
 
@@ -164,7 +164,7 @@ class _Run:
         journal = self._journals.pop(block, None)
         if journal is not None:
             journal.close(complete=complete)
-            self.outcome.asked += journal.asked
+            self.outcome.requested += journal.requested
             self.outcome.replayed += journal.replayed
 
     def close(self) -> None:

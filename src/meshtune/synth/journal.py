@@ -19,13 +19,13 @@ class Journal:
     """The answers to the requests of some tasks, by the keys of the requests. Threads may use it.
 
     A line is a list of the answers that were computed together, which are there together or not. The file has another
-    name until all of them are there. `asked` and `replayed` count the answers of the models and of the file.
+    name until all of them are there. `requested` and `replayed` count the answers of the models and of the file.
     """
 
     def __init__(self, file: pathlib.Path):
         self._answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
-        self.asked = self.replayed = 0
+        self.requested = self.replayed = 0
         self._path, draft = file, file.with_name(f"{file.name}{DRAFT}")
         self._open = file if file.exists() else draft
         complete = 0
@@ -65,7 +65,7 @@ class Journal:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._answers |= answers
-            self.asked += len(answers)
+            self.requested += len(answers)
 
     def close(self, *, complete: bool = False) -> None:
         """Closes the file, and names it as a complete one if it is."""

@@ -87,7 +87,7 @@ class Writer:
         """Mixes general data in and writes files and report; returns lines that sum it up. Raises UserError where no
         record is left."""
         plan, recipe, folder = self._plan, self._plan.recipe, self._folder
-        made = sum(self._counts.values())
+        total = sum(self._counts.values())
         conversations, left = self._counts[RECORDS], sum(self._kinds.values())
         general = _general(recipe, conversations)
         for row in general:
@@ -107,14 +107,14 @@ class Writer:
             "records": {name: self._counts[name] for name in FILES[:-1] if self._counts[name]},
             "kinds": dict(self._kinds),
             "sources": dict(self._sources),
-            "made": made,
+            "made": total,
             "dropped": dict(self._dropped),
             "examples": self._examples,
             "general": len(general),
             "general_share": len(general) / self._counts[RECORDS] if general else 0.0,
             "skipped_documents": [list(entry) for entry in (plan.library.skipped if plan.library is not None else ())],
             "changed_sources": changed_sources(plan.digests),
-            "requests": {"asked": outcome.asked, "of the journal": outcome.replayed},
+            "requests": {"asked": outcome.requested, "of the journal": outcome.replayed},
             "tokens": {"prompts": outcome.spent.prompt, "answers": outcome.spent.answer},
             "dollars": round(outcome.spent.dollars, 6),
             "tasks": len(plan.tasks),
