@@ -103,5 +103,5 @@ def test_missing_credentials_are_said_to_be(monkeypatch, problem):
 
 
 def test_other_failures_of_a_library_are_no_traceback():
-    with pytest.raises(UserError, match="the address cannot be read: broken"), remote_errors("s3://x"):
+    with pytest.raises(UserError, match="the address cannot be used: broken"), remote_errors("s3://x"):
         raise RuntimeError("broken")

@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,22 +105,25 @@ def write_recipe(docs: pathlib.Path, stub: TeacherStub, name: str, **teacher: An
     return file
 
 
-def test_a_run_goes_on_to_the_record_after_kill_9(docs: pathlib.Path):
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_run_goes_on_to_the_record_after_kill_9_and_ctrl_c(docs: pathlib.Path, end: signal.Signals):
     with teacher_stub() as stub:
         reference = generate_data(load_data_recipe(write_recipe(docs, stub, "reference")))
         total = len(stub.requests)
     with teacher_stub(delay=0.3) as stub:
         recipe = write_recipe(docs, stub, "killed")
-        process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, text=True)
         while len(stub.requests) < 5 and process.poll() is None:
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        os.kill(process.pid, end)
+        shown = process.communicate()[0]
         output = docs.parent / "killed"
         file = output / "journal/000000.jsonl.partial"
         journal = file.read_bytes()
         answered = journal.count(b"\n")
         assert 0 < answered < total
+        if end == signal.SIGINT:
+            assert f"stopped: {answered} answers in the journal; --resume goes on" in shown
         assert not (output / "records.jsonl").exists()
         file.write_bytes(journal + b'[{"request": "half a li')  # the system may have written a part
         stub.delay, before = 0.0, len(stub.requests)
@@ -151,15 +155,13 @@ def test_shards_together_make_the_records_of_one_run(docs: pathlib.Path, monkeyp
     with teacher_stub() as stub:
         stub.answer = repetitive
         one = generate_data(make(docs, stub, "one", **keys))
-        assert one is not None
         asked, recipe = len(stub.requests), make(docs, stub, "many", **keys)
         stub.faults = {asked + 4: status(400)}
-        assert generate_data(recipe, shard=Shard(2, 3)) is None
-        assert generate_data(recipe, shard=Shard(2, 3)) is None  # started again, it has nothing left to do
-        assert generate_data(recipe, shard=Shard(1, 3)) is None
+        generate_data(recipe, shard=Shard(2, 3))
+        generate_data(recipe, shard=Shard(2, 3))  # started again, it has nothing left to do
+        generate_data(recipe, shard=Shard(1, 3))
         assert not (docs.parent / "many/records.jsonl").exists()
         many = generate_data(recipe, shard=Shard(3, 3))
-        assert many is not None
         assert len(stub.requests) == 2 * asked + 1  # the one that was refused is asked again
         before = (many / "records.jsonl").stat()
         assert generate_data(recipe, shard=Shard(1, 3)) == many
@@ -342,6 +344,44 @@ def test_a_budget_is_not_exceeded_and_ends_at_the_same_task(docs: pathlib.Path):
             generate_data(more, resume=True)
             assert len(stub.requests) == 6 > asked
     assert ends[0] == ends[1]
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "language": ({"filters": {"language": "English"}}, r"no code of a language[\s\S]*filters.language[\s\S]*en, es"),
+    "evaluation": ({"filters": {"evaluation": "none.jsonl"}}, r"no such file[\s\S]*filters.evaluation, none.jsonl"),
+    "mix": ({"mix": {"data": "none.jsonl"}}, r"no such file[\s\S]*mix.data, none.jsonl"),
+    "columns": ({"mix": {"data": "other.csv"}}, r"fields are: a, b[\s\S]*mix.data, other.csv[\s\S]*'mix.data=\{path"),
+    "rubric": ({"filters": {"quality": {"rubric": "none.yaml"}}}, r"no such rubric[\s\S]*none.yaml"),
+    "template": ({"kinds": ["none.yaml"]}, r"no such template[\s\S]*none.yaml[\s\S]*meshtune data template"),
+    "key": ({"teacher": {"key": "NO_SUCH_KEY"}}, r"NO_SUCH_KEY[\s\S]*teacher.key[\s\S]*export NO_SUCH_KEY"),
+    "judge's key": ({"judge": {"path": "http://host/v1", "key": "NO_SUCH_KEY"}}, r"judge.key[\s\S]*export NO_SUCH_KEY"),
+    "model": ({"judge": "./no-model"}, r"'no-model' does not exist"),
+    "output": ({"output": "other.csv"}, r"output is a file[\s\S]*other.csv[\s\S]*another output"),
+    "output of others": ({"output": "docs"}, r"folder is not empty[\s\S]*docs[\s\S]*another output"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_reported_before_documents_are_read(
+    docs: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    keys, words = MISTAKES[name]
+    (docs / "0.md").write_bytes(b"\xff")  # which reading it would report
+    (docs.parent / "other.csv").write_text("a,b\n1,2\n")
+    monkeypatch.chdir(docs.parent)
+    with teacher_stub() as stub, pytest.raises(UserError, match=words):
+        generate_data(make(docs, stub, **keys))
+    assert stub.requests == []
+
+
+def test_an_address_of_no_host_is_reported_at_once(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(socket.gaierror) as error:
+        socket.getaddrinfo("no.invalid", 80)
+    if error.value.errno != socket.EAI_NONAME:
+        pytest.skip("there is no name server to ask")
+    monkeypatch.setattr(teachers, "PAUSE", 1000.0)
+    with pytest.raises(UserError, match=r"no host of this name[\s\S]*http://no.invalid/v1[\s\S]*correct teacher.path"):
+        generate_data(make(docs, "http://no.invalid/v1"))
 
 
 def test_a_budget_below_one_request_is_refused(docs: pathlib.Path):

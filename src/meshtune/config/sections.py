@@ -40,7 +40,7 @@ class ModelSection(Section):
     load: Literal["direct", "broadcast", "replica"] = Field(
         default="direct",
         description="direct: every process reads what its devices hold. For slow shared storage: broadcast, one "
-        "process a host reads for all, or replica, one replica of mesh.dp reads for the others.",
+        "process a host reads for all, or replica, one replica of mesh.dp reads for the others, checkpoints too.",
     )
     tokenizer: PathText | None = Field(
         default=None, description="Directory or hub id of the tokenizer, if not the model's own."

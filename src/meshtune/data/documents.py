@@ -409,12 +409,16 @@ class DocumentList(Sequence[Sample]):
         """The origin of a sample, without reading it."""
         return self.sources[self.source[index]].records.origin(int(self.record[index]))
 
-    def cut(self, start: int, stop: int) -> DocumentList:
-        """Consecutive samples with only those records that they are made from, for another process."""
-        source, record, sources = self.source[start:stop].copy(), self.record[start:stop].copy(), list[CheckedSource]()
-        for index in np.unique(source).tolist():
-            chosen = self.source[start:stop] == index
-            numbers, record[chosen] = np.unique(record[chosen], return_inverse=True)
+    def take(self, numbers: np.ndarray) -> DocumentList:
+        """The samples of these numbers, int [n], in their order."""
+        return DocumentList(self.sources, self.source[numbers], self.record[numbers], self.system)
+
+    def compact(self) -> DocumentList:
+        """The samples with only those records that they are made from, for another process."""
+        source, record, sources = self.source.copy(), self.record.copy(), list[CheckedSource]()
+        for index in np.unique(self.source).tolist():
+            chosen = self.source == index
+            numbers, record[chosen] = np.unique(self.record[chosen], return_inverse=True)
             source[chosen] = len(sources)
             records = self.sources[index].records.select(numbers)
             empty = {"usable": numbers[:0], "digests": _NO_DIGESTS}

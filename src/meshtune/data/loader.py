@@ -320,13 +320,15 @@ class HostBatch:
 
     `arrays` are those of arrays.batch.TOKEN_ARRAYS, each [A, B, T] (micro-batches, rows, positions), and with units
     those of units.Units.arrays. `origins[a][b]` lists the records of a row, segment 1 first, one for each unit; it is
-    empty for a padding row. The rest is of batches that are generated (train.loop.TrainBatch).
+    empty for a padding row. `counts` are its tokens and those with a weight, where other processes have other rows. The
+    rest is of batches that are generated (train.loop.TrainBatch).
     """
 
     arrays: dict[str, np.ndarray]
     origins: list[list[list[Origin]]]
     step: int
     epoch: int
+    counts: tuple[int, int] | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     rollout_rows: Sequence[Mapping[str, object]] = ()
@@ -426,6 +428,10 @@ class Loader:
                 self.steps_per_epoch(len(self._ends))
             epoch = bisect.bisect_right(self._ends, step)
             return epoch, step - (self._ends[epoch - 1] if epoch else 0)
+
+    def empty_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of the shapes of most batches: those of the first one."""
+        return self.batch(0).arrays
 
     def batch(self, step: int) -> HostBatch:
         """The batch of update `step`, counted from 0 over any number of epochs."""

@@ -112,7 +112,7 @@ class Preparer:
             remove_damaged(path)
 
         def task(number: int) -> ShardTask:
-            chosen = samples.cut(number * size, (number + 1) * size) if count > 1 else samples
+            chosen = samples[number * size : (number + 1) * size].compact() if count > 1 else samples
             return ShardTask(path / SHARD_NAME.format(number), chosen, self.task.convert, self.task.options)
 
         def done(shards: int) -> None:

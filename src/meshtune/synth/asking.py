@@ -27,6 +27,12 @@ PATIENCE = 4  # requests in a row that fail before nothing more is asked, and as
 
 Deliver = Callable[[Sequence[TaskResult]], None]
 """Takes the results of some tasks."""
+Count = Callable[[TaskResult, Spent], None]
+"""Takes the result of a task as soon as it is there, and what all have taken."""
+
+
+def count_nothing(result: TaskResult, spent: Spent) -> None:
+    """Does nothing."""
 
 
 @dataclasses.dataclass
@@ -64,17 +70,18 @@ def run_tasks(
     report: Report,
     *,
     deliver: Deliver,
+    count: Count = count_nothing,
     blocks: Sequence[int] | None = None,
 ) -> Outcome:
     """Makes the records of all tasks, or of some `blocks`, and delivers them in the order of the tasks.
 
-    The folder `journals` has the answers. A task starts where the most that it can take is left of the budget; one that
-    does not fit waits for those under way, so that where the budget ends depends on their answers only. Raises
-    UserError of a teacher that cannot be asked.
+    The folder `journals` has the answers. `count` is called as tasks end, in any order. A task starts where the most
+    that it can take is left of the budget; one that does not fit waits for those under way, so that where the budget
+    ends depends on their answers only. Raises UserError of a teacher that cannot be asked.
     """
     journals.mkdir(parents=True, exist_ok=True)
     numbers = range(count_blocks(len(plan.tasks))) if blocks is None else blocks
-    run = _Run(plan, maker, teachers, journals, report, deliver, numbers)
+    run = _Run(plan, maker, teachers, journals, report, deliver, count, numbers)
     try:
         (run.by_threads if all(isinstance(teacher, ServerTeacher) for teacher in teachers) else run.by_batches)()
         run.deliver(last=True)
@@ -99,10 +106,11 @@ class _Run:
         folder: pathlib.Path,
         report: Report,
         deliver: Deliver,
+        count: Count,
         blocks: Sequence[int],
     ):
         self._tasks, self._recipe, self._maker, self._teachers = plan.tasks, plan.recipe, maker, teachers
-        self._folder, self._report, self._deliver = folder, report, deliver
+        self._folder, self._report, self._deliver, self._count = folder, report, deliver, count
         self._blocks = {number: range(len(plan.tasks))[number * TASKS : (number + 1) * TASKS] for number in blocks}
         self._waiting = list(blocks)  # those that are not delivered
         self._total, self._done = sum(map(len, self._blocks.values())), 0
@@ -136,6 +144,7 @@ class _Run:
         self._running.pop(number, None)
         self._results[number], self._failures = result, 0
         self.outcome.spent.add_all(result.spent)
+        self._count(result, self.outcome.spent)
         self._done += 1
 
     def _fail(self, number: int, failure: RequestFailed) -> None:

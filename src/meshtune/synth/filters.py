@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from meshtune.config.data_recipe import DataRecipe, Filters
-from meshtune.config.sections import DataSection
-from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.config.sections import DataSection, SourceSection
+from meshtune.data.conversation import Conversation, Message, Origin, Sample
 from meshtune.data.documents import load_documents
+from meshtune.errors import UserError
 from meshtune.evaluate.metrics import WORD
 from meshtune.evaluate.statistics import text_marks
 from meshtune.synth.documents import count_words
@@ -70,7 +72,12 @@ def check_filters(recipe: DataRecipe) -> None:
     if recipe.filters.duplicates is not None:
         package("datasketch", "near duplicates are compared")
     if recipe.filters.language is not None:
+        languages = sorted(os.listdir(package("langdetect", "languages are recognised").PROFILES_DIRECTORY))
+        if recipe.filters.language not in languages:
+            problem = f"'{recipe.filters.language}' is no code of a language that is recognised"
+            raise UserError(problem, where="filters.language", fix=f"give one of {', '.join(languages)}")
         _language_of("This sentence is read so that profiles of languages are loaded by one thread.")
+    load_sources(recipe.filters.evaluation, "filters.evaluation")
 
 
 def local_filters(filters: Filters) -> Iterator[tuple[str, Callable[[MadeRecord], str | None]]]:
@@ -147,13 +154,24 @@ def _shingles(text: str) -> set[str]:
 
 def evaluation_marks(filters: Filters) -> frozenset[bytes]:
     """The marks of evaluation data, by which `meshtune eval` counts words in common."""
-    documents = load_documents(DataSection(train=list(filters.evaluation), packing=False), seed=0).train
+    documents = load_sources(filters.evaluation, "filters.evaluation")
     return frozenset().union(*map(text_marks, documents))
 
 
 def record_marks(record: MadeRecord) -> set[bytes]:
     """The marks of a record."""
     return text_marks(_conversation(record))
+
+
+def load_sources(sources: Sequence[SourceSection], key: str) -> Sequence[Sample]:
+    """The records of the sources that a key names. Raises UserError for one that is missing or damaged."""
+    if not sources:
+        return ()
+    try:
+        return load_documents(DataSection(train=list(sources), packing=False), seed=0).train
+    except UserError as problem:
+        fix = problem.fix and problem.fix.replace("data.train=", f"{key}=")
+        raise UserError(problem.what, where=f"{key}, {problem.where or ''}".rstrip(", "), fix=fix) from problem
 
 
 def _conversation(record: MadeRecord) -> Conversation:

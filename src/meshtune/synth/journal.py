@@ -15,6 +15,12 @@ from meshtune.synth.teachers import Answer
 DRAFT = ".partial"
 
 
+def count_answers(folder: pathlib.Path) -> int:
+    """The number of answers in the journals of a folder."""
+    lines = (line for file in folder.glob("*.jsonl*") for line in file.read_bytes().splitlines(keepends=True))
+    return sum(len(json.loads(line)) for line in lines if line.endswith(b"\n"))
+
+
 class Journal:
     """The answers to the requests of some tasks, by the keys of the requests. Threads may use it.
 

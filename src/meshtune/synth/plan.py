@@ -16,8 +16,8 @@ from meshtune.evaluate.folder import read_json
 from meshtune.synth.documents import Library, describe_library, read_library, sha256_of
 from meshtune.synth.filters import check_filters
 from meshtune.synth.kinds import Kind, Subject, Task, make_tasks
-from meshtune.synth.maker import Maker, Spent
-from meshtune.synth.subjects import all_subjects, source_digests
+from meshtune.synth.maker import Maker, Spent, load_rubrics
+from meshtune.synth.subjects import all_subjects, read_conversations, source_digests
 
 SOURCES = "sources.json"
 
@@ -38,6 +38,10 @@ def make_plan(recipe: DataRecipe) -> Plan:
     """Reads the sources and templates of a recipe. Raises UserError for whatever is wrong with them."""
     kinds = [Kind(section) for section in recipe.kinds]
     check_filters(recipe)
+    load_rubrics(recipe)
+    if recipe.mix is not None:
+        for source in recipe.mix.data:
+            read_conversations([source], "mix.data", first=True)
     digests = source_digests(recipe)
     library = read_library(recipe.documents, skip_bad=recipe.on_bad == "skip") if recipe.documents else None
     subjects = all_subjects(recipe, library)
@@ -88,34 +92,46 @@ def check_prompts(plan: Plan, maker: Maker, tasks: Sequence[Task]) -> None:
             raise UserError(problem, where=task.name, fix="lower passage_words or teacher.max_tokens")
 
 
+def describe_plan(recipe: DataRecipe) -> dict[str, Any]:
+    """The first prompt of each kind, and the most that all requests can take; asks nothing. Raises as make_plan does.
+
+    {"documents": a line, "skipped": [(name, reason)], "prompts": [{"name", "messages": [(role, text)]}], "requests",
+    "tokens", "dollars"}.
+    """
+    plan = make_plan(recipe)
+    count = sum(subject.of == "passage" for subject in plan.subjects)
+    maker = Maker(recipe, _Unasked(), None)  # pyright: ignore[reportArgumentType]
+    first: dict[str, Task] = {}
+    total = Spent()
+    for task in plan.tasks:
+        first.setdefault(task.kind.name, task)
+        total.add_all(maker.most_spent(task))
+    return {
+        "documents": "" if plan.library is None else describe_library(plan.library, count),
+        "skipped": [] if plan.library is None else list(plan.library.skipped),
+        "prompts": [{"name": task.name, "messages": maker.first_request(task).messages} for task in first.values()],
+        "requests": len(plan.tasks),
+        "tokens": total.tokens,
+        "dollars": total.dollars,
+    }
+
+
 def show_plan(recipe: DataRecipe, console: Console | None = None) -> None:
     """Prints the first prompt of each kind and the most that the requests can take; asks nothing."""
     console = console or terminal.console()
-    plan = make_plan(recipe)
-    if plan.library is not None:
-        count = sum(subject.of == "passage" for subject in plan.subjects)
-        console.print(describe_library(plan.library, count), soft_wrap=True, markup=False)
-        for name, reason in plan.library.skipped:
-            console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
-    teacher = _Unasked()
-    maker = Maker(recipe, teacher, None)  # pyright: ignore[reportArgumentType]
-    shown: set[str] = set()
-    for task in plan.tasks:
-        if task.kind.name in shown:
-            continue
-        shown.add(task.kind.name)
-        console.rule(f"{task.name}", style="dim", align="left")
-        for role, text in maker.first_request(task).messages:
+    plan = describe_plan(recipe)
+    if plan["documents"]:
+        console.print(plan["documents"], soft_wrap=True, markup=False)
+    for name, reason in plan["skipped"]:
+        console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
+    for prompt in plan["prompts"]:
+        console.rule(prompt["name"], style="dim", align="left")
+        for role, text in prompt["messages"]:
             console.print(f"{role}: {text}", soft_wrap=True, markup=False, highlight=False)
     console.rule(style="dim")
-    total = Spent()
-    for task in plan.tasks:
-        total.add_all(maker.most_spent(task))
-    price = f", ${total.dollars:,.2f}" if total.dollars else ""
-    line = (
-        f"{amount(len(plan.tasks), 'request')} for records; at most {total.tokens:,} tokens{price}, were every answer "
-    )
-    console.print(f"{line}as long as allowed and every attempt used", soft_wrap=True, markup=False)
+    price = f", ${plan['dollars']:,.2f}" if plan["dollars"] else ""
+    most = f"at most {plan['tokens']:,} tokens{price}, were every answer as long as allowed and every attempt used"
+    console.print(f"{amount(plan['requests'], 'request')} for records; {most}", soft_wrap=True, markup=False)
 
 
 class _Unasked:

@@ -17,16 +17,27 @@ from rich.console import Console
 
 from meshtune import terminal
 from meshtune.config.data_recipe import DataRecipe
-from meshtune.errors import UserError
-from meshtune.evaluate.folder import join_complete, read_json, results_folder, show_progress, write_json
+from meshtune.errors import UserError, amount
+from meshtune.evaluate.folder import check_folder, join_complete, read_json, results_folder, show_progress, write_json
 from meshtune.options import Shard
-from meshtune.synth.asking import TASKS, Deliver, Outcome, block_of, has_budget, missing_blocks, run_tasks
-from meshtune.synth.card import REPORT, card
+from meshtune.synth.asking import (
+    TASKS,
+    Count,
+    Deliver,
+    Outcome,
+    block_of,
+    count_nothing,
+    has_budget,
+    missing_blocks,
+    run_tasks,
+)
+from meshtune.synth.card import COUNTS, REPORT, card
 from meshtune.synth.documents import describe_library
+from meshtune.synth.journal import count_answers
 from meshtune.synth.maker import Maker
 from meshtune.synth.plan import SOURCES, Plan, check_prompts, check_sources, make_plan
-from meshtune.synth.teachers import Teacher, closing, open_teacher
-from meshtune.synth.writing import Writer, describe_recipe
+from meshtune.synth.teachers import Teacher, check_teacher, closing, open_teacher
+from meshtune.synth.writing import Counts, Writer, describe_recipe
 
 JOURNAL = "journal"  # a folder with a file for each block of tasks
 
@@ -48,18 +59,22 @@ def generate_data(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
-) -> pathlib.Path | None:
+) -> pathlib.Path:
     """Makes the records of a recipe in its output folder, which it returns.
 
-    Of a shard only the answers are asked for; once no shard is missing, all records are made of them, and before that
-    None is returned. Raises UserError for whatever is wrong with recipe, sources and teacher, for an output that
-    exists, for a source that has changed since the run began, and where no record is left.
+    Of a shard only the answers are asked for; once no shard is missing, all records are made of them. Raises UserError
+    for whatever is wrong with recipe, sources and teacher, for an output that exists, for a source that has changed
+    since the run began, and where no record is left.
     """
     console = console or terminal.console()
     if shard.count > 1:
         check_shared(recipe)
-    plan = make_plan(recipe)
     output = pathlib.Path(recipe.output)
+    check_folder(output, resume=resume or shard.count > 1, overwrite=overwrite)
+    check_teacher(recipe.teacher)
+    if recipe.judge is not None:
+        check_teacher(recipe.judge, "judge")
+    plan = make_plan(recipe)
     if (resume or shard.count > 1) and not overwrite:
         check_sources(output, plan.digests)
     if plan.library is not None:
@@ -78,10 +93,15 @@ def generate_data(
             write_json(output / SOURCES, dict(plan.digests))
             run = _Generation(plan, [teacher, *([judge] if judge is not None else [])], output, console)
             run.check(shard)
-            if shard.count == 1:
-                return run.write()
-            run.ask(shard)
-            return join_complete(output, shard, run.missing, run.join, console)
+            try:
+                if shard.count == 1:
+                    return run.write()
+                run.ask(shard)
+                return join_complete(output, shard, run.missing, run.join, console) or output
+            except KeyboardInterrupt:
+                answers = amount(count_answers(output / JOURNAL), "answer")
+                console.print(f"stopped: {answers} in the journal; --resume goes on", soft_wrap=True)
+                raise
 
 
 class _Generation:
@@ -104,15 +124,16 @@ class _Generation:
     def ask(self, shard: Shard) -> None:
         """Asks for the answers of the blocks of a shard."""
         blocks = [block for block in self.missing() if shard.takes(block)]
-        self._run("answers", lambda results: None, blocks)
+        self._run("answers", lambda results: None, blocks=blocks)
 
     def write(self) -> pathlib.Path:
         """Asks for the answers that no journal has, and writes the records of all."""
-        writer = Writer(self._plan, self._output)
+        writer, counts = Writer(self._plan, self._output), Counts(self._output / COUNTS)
         try:
-            outcome = self._run("generating", writer.add)
+            outcome = self._run("generating", writer.add, counts.add)
             for line in writer.finish(outcome, self._teachers[0].name):
                 self._console.print(line, soft_wrap=True, markup=False)
+            counts.remove()
         finally:
             writer.close()
         return self._output
@@ -124,10 +145,13 @@ class _Generation:
             return self._output
         return self.write()
 
-    def _run(self, activity: str, deliver: Deliver, blocks: Sequence[int] | None = None) -> Outcome:
+    def _run(
+        self, activity: str, deliver: Deliver, count: Count = count_nothing, blocks: Sequence[int] | None = None
+    ) -> Outcome:
+        plan, journals = self._plan, self._journals
         with show_progress(self._console, activity) as report:
             return run_tasks(
-                self._plan, self._maker, self._teachers, self._journals, report, deliver=deliver, blocks=blocks
+                plan, self._maker, self._teachers, journals, report, deliver=deliver, count=count, blocks=blocks
             )
 
 

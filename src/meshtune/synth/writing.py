@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
@@ -19,16 +22,54 @@ from meshtune.data.documents import draw as draw_numbers
 from meshtune.errors import UserError, amount
 from meshtune.evaluate.folder import replace, write_json
 from meshtune.synth.asking import Outcome
-from meshtune.synth.card import CARD, REPORT, card
+from meshtune.synth.card import CARD, HELD_OUT, HELD_OUT_PAIRS, PAIRS, RECORD_FILES, RECORDS, REPORT, card
 from meshtune.synth.filters import Dropped, Duplicates, MadeRecord, drop, evaluation_marks, record_marks
-from meshtune.synth.maker import TaskResult, picture_copy
+from meshtune.synth.maker import Spent, TaskResult, picture_copy
 from meshtune.synth.plan import Plan, changed_sources
 from meshtune.synth.subjects import read_conversations
 
-RECORDS, PAIRS, HELD_OUT, HELD_OUT_PAIRS = "records.jsonl", "pairs.jsonl", "held-out.jsonl", "held-out-pairs.jsonl"
 DROPPED = "dropped.jsonl"
-FILES = (RECORDS, PAIRS, HELD_OUT, HELD_OUT_PAIRS, DROPPED)
-EXAMPLES = 3  # of what a filter dropped, in the report
+COUNTS_SECONDS = 1.0  # between two writes
+EXAMPLES = 3  # of what a filter dropped
+NEWEST = 3  # records that are shown while others are made
+
+
+class Counts:
+    """Counts records as they are made, with examples of those that filters dropped, in a file for whoever watches. The
+    filters that compare all records come last, and are not in it."""
+
+    def __init__(self, file: pathlib.Path):
+        self._file, self._written = file, float("-inf")
+        self._records = 0
+        self._dropped: Counter[str] = Counter()
+        self._examples: dict[str, list[dict[str, str]]] = {}
+        self._newest: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=NEWEST)
+
+    def add(self, result: TaskResult, spent: Spent) -> None:
+        """Adds the result of a task; `spent` is what all have taken."""
+        self._records += len(result.records)
+        self._newest += [record.fields for record in result.records]
+        for entry in result.dropped:
+            self._dropped[entry.filter] += 1
+            examples = self._examples.setdefault(entry.filter, [])
+            if len(examples) < EXAMPLES:
+                examples.append(_example(entry))
+        if time.monotonic() - self._written > COUNTS_SECONDS:
+            self._written = time.monotonic()
+            fields = {
+                "made": self._records + self._dropped.total(),
+                "dropped": dict(self._dropped),
+                "examples": self._examples,
+                "newest": list(self._newest),
+                "tokens": {"prompts": spent.prompt, "answers": spent.answer},
+                "dollars": round(spent.dollars, 6),
+            }
+            with contextlib.suppress(OSError):  # nothing depends on it
+                write_json(self._file, fields)
+
+    def remove(self) -> None:
+        """Removes the file, when the report is there."""
+        self._file.unlink(missing_ok=True)
 
 
 class Writer:
@@ -73,9 +114,7 @@ class Writer:
         self._dropped[dropped.filter] += 1
         examples = self._examples.setdefault(dropped.filter, [])
         if len(examples) < EXAMPLES:
-            text = dropped.text[:400]
-            example = {"reason": dropped.reason, "text": text, "source": dropped.source, "place": dropped.place}
-            examples.append(example)
+            examples.append(_example(dropped))
 
     def _write(self, name: str, fields: Mapping[str, Any]) -> None:
         if name not in self._files:
@@ -94,7 +133,7 @@ class Writer:
             self._write(RECORDS, row)
         self._copy_pictures()
         self.close()
-        for name in FILES:
+        for name in (*RECORD_FILES, DROPPED):
             if name in self._files:
                 os.replace(_draft(folder, name), folder / name)
             elif name == DROPPED:
@@ -104,7 +143,7 @@ class Writer:
         fields = {
             "recipe": describe_recipe(recipe),
             "teacher": teacher,
-            "records": {name: self._counts[name] for name in FILES[:-1] if self._counts[name]},
+            "records": {name: self._counts[name] for name in RECORD_FILES if self._counts[name]},
             "kinds": dict(self._kinds),
             "sources": dict(self._sources),
             "made": total,
@@ -144,6 +183,10 @@ class Writer:
                 shutil.copyfile(picture, copy)
 
 
+def _example(entry: Dropped) -> dict[str, str]:
+    return {"reason": entry.reason, "text": entry.text[:400], "source": entry.source, "place": entry.place}
+
+
 def describe_recipe(recipe: DataRecipe) -> dict[str, Any]:
     """The recipe's keys that are not the defaults."""
     return recipe.model_dump(mode="json", exclude_defaults=True)
@@ -175,7 +218,7 @@ def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
     """General conversations, enough for their share next to `count` records, or all if there are too few."""
     if recipe.mix is None or not count:
         return []
-    conversations = read_conversations(recipe.mix.data, "mix")
+    conversations = read_conversations(recipe.mix.data, "mix.data")
     number = min(len(conversations), round(count * recipe.mix.share / (1 - recipe.mix.share)))
     chosen = draw_numbers(len(conversations), number, np.random.default_rng([recipe.seed, 0x67656E]))
     rows: list[Mapping[str, Any]] = []

@@ -15,11 +15,12 @@ from meshtune.arrays.tree import Tree, merge, named_leaves
 from meshtune.config.recipe import CheckpointSection, Recipe
 from meshtune.config.section import seconds_of
 from meshtune.costs.goodput import mean_time_between_failures
+from meshtune.data.stream import Stream
 from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import place_batch
+from meshtune.mesh.placement import local_rows, place_batch
 from meshtune.objectives.answers import Batch
 from meshtune.objectives.config import ONLINE_STAGES
 from meshtune.setup.memory import size_in_words
@@ -60,8 +61,11 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         first = batches.empty_batch()
     else:
         # Without rollouts it is no PromptLoader, whose module would be imported to say so.
+        if isinstance(loader, Stream) and run.compute.layout is not None:
+            loader.share(*local_rows(run.compute.layout, loader.batch_size, recipe.train.accumulation))
+            loader.workers = max(1, loader.workers // run.processes_per_host)
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
-        first = loader.batch(0).arrays if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
+        first = loader.empty_arrays() if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:
         step = _compiled_steps(run, step, state, place(first))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
