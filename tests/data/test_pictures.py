@@ -16,6 +16,7 @@ from rich.console import Console
 from data.pictures import file_of, make_model, picture, processed_by, reader_of
 from meshtune.config.recipe import Recipe
 from meshtune.config.sections import VisionSection
+from meshtune.data import prepare as prepare_module
 from meshtune.data.conversation import Conversation, Origin
 from meshtune.data.inspection import inspect_data
 from meshtune.data.pictures.expansion import read_pictures
@@ -332,6 +333,31 @@ def test_a_changed_picture_is_another_data_set_and_is_noticed_while_training(mod
         first.train.batch(0)
     assert prepare(model("internvl"), [chat("a.png")], folder).fingerprint != first.fingerprint
     assert prepare(model("internvl"), [chat("a.png")], folder, max_pixels=900).fingerprint != first.fingerprint
+
+
+def test_prepared_pictures_are_opened_by_the_manifest_until_a_file_changes(model, folder, monkeypatch):
+    records, reads, load = [chat("a.png"), chat("b.png", "c.png")], [], prepare_module.load_documents
+    monkeypatch.setattr(
+        prepare_module, "load_documents", lambda *args, **options: (reads.append(1), load(*args, **options))[1]
+    )
+    directory = model("internvl")
+    first, again = (prepare(directory, records, folder) for _ in range(2))
+    assert len(reads) == 1
+    assert again.fingerprint == first.fingerprint
+    assert again.report == first.report
+    one, other = first.train.batch(0).arrays, again.train.batch(0).arrays
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    (folder / "b.png").write_bytes(file_of(picture(150, 60, seed=1)))
+    changed = prepare(directory, records, folder)
+    assert len(reads) == 2
+    assert changed.report.changed == (str(folder / "b.png"),)
+    assert changed.fingerprint != first.fingerprint
+    (folder / "other").mkdir()
+    for name in ("a.png", "b.png", "c.png"):
+        (folder / "other" / name).write_bytes((folder / name).read_bytes())
+    prepare(directory, records, folder, media_dir=str(folder / "other"))
+    assert len(reads) == 3, "pictures of another folder are others"
 
 
 def test_pictures_are_scaled_before_the_models_own_resize(model, folder):

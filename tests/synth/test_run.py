@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -102,21 +103,24 @@ def write_recipe(docs: pathlib.Path, stub: TeacherStub, name: str, **teacher: An
     return file
 
 
-def test_a_run_goes_on_to_the_record_after_kill_9(docs: pathlib.Path):
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_run_goes_on_to_the_record_after_kill_9_and_ctrl_c(docs: pathlib.Path, end: signal.Signals):
     with teacher_stub() as stub:
         reference = generate_data(load_data_recipe(write_recipe(docs, stub, "reference")))
         total = len(stub.requests)
     with teacher_stub(delay=0.3) as stub:
         recipe = write_recipe(docs, stub, "killed")
-        process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, text=True)
         while len(stub.requests) < 5 and process.poll() is None:
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        os.kill(process.pid, end)
+        shown = process.communicate()[0]
         output = docs.parent / "killed"
         journal = (output / "journal.jsonl").read_bytes()
         answered = journal.count(b"\n")
         assert 0 < answered < total
+        if end == signal.SIGINT:
+            assert f"stopped: {answered} answers in the journal; --resume goes on" in shown
         assert not (output / "records.jsonl").exists()
         (output / "journal.jsonl").write_bytes(
             journal + b'{"request": "half a li'
@@ -300,6 +304,54 @@ def test_a_budget_is_not_exceeded_and_ends_at_the_same_task(docs: pathlib.Path):
     assert ends[0] == ends[1]
 
 
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "language": ({"filters": {"language": "English"}}, r"no code of a language[\s\S]*filters.language[\s\S]*en, es"),
+    "evaluation": ({"filters": {"evaluation": "none.jsonl"}}, r"no such file[\s\S]*filters.evaluation, none.jsonl"),
+    "mix": ({"mix": {"data": "none.jsonl"}}, r"no such file[\s\S]*mix.data, none.jsonl"),
+    "columns": ({"mix": {"data": "other.csv"}}, r"fields are: a, b[\s\S]*mix.data, other.csv[\s\S]*'mix.data=\{path"),
+    "rubric": ({"filters": {"quality": {"rubric": "none.yaml"}}}, r"no such rubric[\s\S]*none.yaml"),
+    "template": ({"kinds": ["none.yaml"]}, r"no such template[\s\S]*none.yaml[\s\S]*meshtune data template"),
+    "key": ({"teacher": {"key": "NO_SUCH_KEY"}}, r"NO_SUCH_KEY[\s\S]*teacher.key[\s\S]*export NO_SUCH_KEY"),
+    "judge's key": ({"judge": {"path": "http://host/v1", "key": "NO_SUCH_KEY"}}, r"judge.key[\s\S]*export NO_SUCH_KEY"),
+    "model": ({"judge": "./no-model"}, r"'no-model' does not exist"),
+    "output": ({"output": "other.csv"}, r"output is a file[\s\S]*other.csv[\s\S]*another output"),
+    "output of others": ({"output": "docs"}, r"folder is not empty[\s\S]*docs[\s\S]*another output"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_reported_before_documents_are_read(
+    docs: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    keys, words = MISTAKES[name]
+    (docs / "0.md").write_bytes(b"\xff")  # which reading it would report
+    (docs.parent / "other.csv").write_text("a,b\n1,2\n")
+    monkeypatch.chdir(docs.parent)
+    with teacher_stub() as stub, pytest.raises(UserError, match=words):
+        generate_data(make(docs, stub, **keys))
+    assert stub.requests == []
+
+
+def test_an_address_of_no_host_is_reported_at_once(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(socket.gaierror) as error:
+        socket.getaddrinfo("no.invalid", 80)
+    if error.value.errno != socket.EAI_NONAME:
+        pytest.skip("there is no name server to ask")
+    monkeypatch.setattr(teachers, "PAUSE", 1000.0)
+    with pytest.raises(UserError, match=r"no host of this name[\s\S]*http://no.invalid/v1[\s\S]*correct teacher.path"):
+        generate_data(make(docs, "http://no.invalid/v1"))
+
+
+def test_a_budget_in_dollars_is_not_exceeded(docs: pathlib.Path):
+    with teacher_stub() as stub:
+        teacher = {"path": stub.address, "price": {"prompt": 10, "answer": 40}, "max_tokens": 100}
+        output = generate_data(make(docs, stub, teacher=teacher, attempts=1, budget={"dollars": 0.015}))
+        report = json.loads((output / "generated.json").read_text())
+        assert 0 < len(stub.requests) < 6
+        assert report["dollars"] == pytest.approx(0.003 * len(stub.requests))
+        assert report["dollars"] <= 0.015
+
+
 def test_a_budget_below_one_request_is_refused(docs: pathlib.Path):
     with teacher_stub() as stub:
         with pytest.raises(UserError, match=r"budget is too small for one request[\s\S]*raise it"):
@@ -391,6 +443,36 @@ def test_filters_count_and_show_what_they_drop(docs: pathlib.Path):
     card = (output / "README.md").read_text()
     assert "| refusals | 1 |" in card
     assert "Die Mühle mahlt" in card
+
+
+def test_judged_filters_drop_what_scores_too_little_by_their_rubrics(docs: pathlib.Path):
+    (docs.parent / "mine.yaml").write_text("about: mine\nprompt: 'MINE {{ question }} {{ passage }}'\n")
+
+    def judged(body: dict[str, Any]) -> str:
+        prompt = body["messages"][-1]["content"]
+        if "response_format" not in body:  # the second answer to the question about the ferry has no word of the first
+            return "Nobody knows." if "ferry" in prompt else "It is open every day in summer."
+        if "pairs" in body["response_format"]["json_schema"]["schema"]["properties"]:
+            (title,) = (title for title in TOPICS if f"# {title}" in prompt)
+            return json.dumps({"pairs": [{"question": f"{title}?", "answer": "It is open every day in summer."}]})
+        bad = "The mill?" in prompt if "MINE" in prompt else "orchard" in prompt
+        return json.dumps({"reason": "because", "score": 1 if bad else 5})
+
+    filters = {"duplicates": None, "agreement": 0.5, "grounded": 4}
+    filters["quality"] = {"least": 2, "rubric": str(docs.parent / "mine.yaml")}
+    with teacher_stub() as stub:
+        stub.answer = judged
+        output = generate_data(make(docs, stub, filters=filters))
+    assert {(row["filter"], pathlib.Path(row["source"]).name) for row in rows(output, "dropped.jsonl")} == {
+        ("quality", "0.md"),
+        ("agreement", "1.md"),
+        ("grounded", "2.md"),
+    }
+    assert len(rows(output)) == 3
+    card = (output / "README.md").read_text()
+    for name in ("quality", "agreement", "grounded"):
+        assert f"| {name} | 1 |" in card
+        assert f"- *{name}* (" in card
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 from meshtune.board.data_preview import preview
 from meshtune.board.planning import LOCAL, local_machine
 from meshtune.board.recipe_text import content_of
+from meshtune.config.data_recipe import load_data_recipe
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import find_target
@@ -25,6 +26,7 @@ from meshtune.plan.report import (
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.search import memory_limit, predict_candidate, workload_of
+from meshtune.synth.run import describe_plan
 from meshtune.translatable import Translatable, template_of
 
 
@@ -137,10 +139,16 @@ def methods(request: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": sizes, **machine({})}
 
 
+def generate(request: dict[str, Any]) -> dict[str, Any]:
+    """The first prompts of {"recipe": YAML}, a recipe of data, and the most that it can take."""
+    return describe_plan(load_data_recipe(content_of(request["recipe"])))
+
+
 # What can be asked for, by the request's `work`. Raises: UserError, reported to the page.
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "plan": plan,
     "data": preview,
     "machine": machine,
     "methods": methods,
+    "generate": generate,
 }

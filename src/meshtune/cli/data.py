@@ -130,11 +130,11 @@ def template(
     name: Annotated[str | None, typer.Argument(help="The kind to print, as a start for your own.")] = None,
 ) -> None:
     """List the kinds that `data generate` knows, or print the template of one."""
-    from meshtune.config.data_recipe import TEMPLATES, load_template, template_names
+    from meshtune.config.data_recipe import load_template, template_names, template_text
 
     if name is None:
         for entry in template_names():
             print(f"{entry:12} {load_template(entry).about}")
         return
     load_template(name)
-    print((TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8"), end="")
+    print(template_text(name), end="")

@@ -40,7 +40,7 @@ class ModelSection(Section):
     load: Literal["direct", "broadcast", "replica"] = Field(
         default="direct",
         description="direct: every process reads what its devices hold. For slow shared storage: broadcast, one "
-        "process a host reads for all, or replica, one replica of mesh.dp reads for the others.",
+        "process a host reads for all, or replica, one replica of mesh.dp reads for the others, checkpoints too.",
     )
     tokenizer: PathText | None = Field(
         default=None, description="Directory or hub id of the tokenizer, if not the model's own."
@@ -233,6 +233,11 @@ class DataSection(Section):
         default=False,
         description="Tokenise while training instead of before, for data of any size. Needs train.steps. In stage pt "
         "documents go on in the next row.",
+    )
+    prepared: str | None = Field(
+        default=None,
+        description="A folder for prepared data: s3://, gs://, file:// and so on. meshtune data prepare uploads them, "
+        "runs open them there.",
     )
     on_bad: Literal["error", "skip"] = Field(
         default="error", description="How records that do not fit their format are treated."

@@ -47,7 +47,7 @@ def prepare_share(recipe: Recipe, shard: Shard, processes: int | None, console: 
             bar.update(line, completed=done, total=total)
 
         share = (shard.index - 1, shard.count)
-        return prepare_data(recipe, tokenizer, progress=progress, share=share, processes=processes)
+        return prepare_data(recipe, tokenizer, progress=progress, share=share, processes=processes, upload=True)
 
 
 @dataclasses.dataclass(frozen=True)

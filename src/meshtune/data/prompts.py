@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshtune.data.conversation import Origin
-from meshtune.data.loader import shuffle_order
+from meshtune.data.packing import shuffle_order
 from meshtune.data.store import Store
 from meshtune.lazy import LazyFunction
 

@@ -19,7 +19,8 @@ from meshtune.costs.estimate import ROLES, estimated_collectives, reference_byte
 from meshtune.costs.hardware import Device, Target
 from meshtune.costs.reliability import Reliability
 from meshtune.costs.roofline import Roofline, roofline, work_of
-from meshtune.data.documents import CheckedSource, DocumentList, load_documents
+from meshtune.data.checking import CheckedSource
+from meshtune.data.documents import DocumentList, load_documents
 from meshtune.data.pictures.files import PictureFiles
 from meshtune.data.prepare import prepare_data
 from meshtune.data.prompts import PromptLoader

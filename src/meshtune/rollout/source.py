@@ -73,6 +73,7 @@ class RolloutBatch:
     metrics: Mapping[str, float]
     seconds: float
     rollout_rows: Sequence[Mapping[str, object]] = ()
+    counts: None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshtune.config.data_recipe import DataRecipe, Filters
-from meshtune.config.sections import DataSection
-from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.config.sections import DataSection, SourceSection
+from meshtune.data.conversation import Conversation, Message, Origin, Sample
 from meshtune.data.documents import load_documents
+from meshtune.errors import UserError
 from meshtune.evaluate.metrics import WORD
 from meshtune.evaluate.statistics import overlap
 from meshtune.synth.documents import count_words
@@ -68,7 +70,12 @@ def check_filters(recipe: DataRecipe) -> None:
     if recipe.filters.duplicates is not None:
         package("datasketch", "near duplicates are compared")
     if recipe.filters.language is not None:
+        languages = sorted(os.listdir(package("langdetect", "languages are recognised").PROFILES_DIRECTORY))
+        if recipe.filters.language not in languages:
+            problem = f"'{recipe.filters.language}' is no code of a language that is recognised"
+            raise UserError(problem, where="filters.language", fix=f"give one of {', '.join(languages)}")
         _language_of("This sentence is read so that profiles of languages are loaded by one thread.")
+    load_sources(recipe.filters.evaluation, "filters.evaluation")
 
 
 def local_filters(filters: Filters) -> Iterator[tuple[str, Callable[[MadeRecord], str | None]]]:
@@ -142,12 +149,23 @@ def _shingles(text: str) -> set[str]:
 
 def drop_evaluation(records: Sequence[MadeRecord], filters: Filters) -> tuple[list[MadeRecord], list[Dropped]]:
     """Records without words in a row in common with evaluation data, as `meshtune eval` counts them."""
-    documents = load_documents(DataSection(train=list(filters.evaluation), packing=False), seed=0).train
+    documents = load_sources(filters.evaluation, "filters.evaluation")
     shared = set(overlap([_conversation(record) for record in records], documents).shared) if records else set()
     dropped = [
         drop(record, "evaluation", "words of evaluation data") for n, record in enumerate(records) if n in shared
     ]
     return [record for n, record in enumerate(records) if n not in shared], dropped
+
+
+def load_sources(sources: Sequence[SourceSection], key: str) -> Sequence[Sample]:
+    """The records of the sources that a key names. Raises UserError for one that is missing or damaged."""
+    if not sources:
+        return ()
+    try:
+        return load_documents(DataSection(train=list(sources), packing=False), seed=0).train
+    except UserError as problem:
+        fix = problem.fix and problem.fix.replace("data.train=", f"{key}=")
+        raise UserError(problem.what, where=f"{key}, {problem.where or ''}".rstrip(", "), fix=fix) from problem
 
 
 def _conversation(record: MadeRecord) -> Conversation:

@@ -329,7 +329,9 @@ def load_rubrics(recipe: DataRecipe) -> dict[str, Rubric]:
         try:
             fields = meta.find_undeclared_variables(environment().parse(rubrics[name].prompt))
         except TemplateError as problem:
-            raise UserError(f"the rubric is no Jinja template: {problem}", where=f"filters.{name}") from problem
+            fix = "write {{ name }} for a variable"
+            what = f"the rubric is no Jinja template: {problem}"
+            raise UserError(what, where=f"filters.{name}", fix=fix) from problem
         for field in sorted(fields - set(RUBRIC_FIELDS)):
             fix = f"{nearest(field, RUBRIC_FIELDS)}there are: {', '.join(RUBRIC_FIELDS)}"
             raise UserError(f"the rubric has an unknown field '{field}'", where=f"filters.{name}", fix=fix)

@@ -7,12 +7,15 @@ hash of their request, so that a run that ended early continues without asking t
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
 import queue
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,20 +26,31 @@ from rich.console import Console
 from meshtune import terminal
 from meshtune.config.data_recipe import DataRecipe
 from meshtune.data.chat import as_dicts
-from meshtune.data.documents import draw as draw_numbers
+from meshtune.data.mixing import draw as draw_numbers
 from meshtune.errors import UserError, amount
-from meshtune.evaluate.folder import Report, read_json, replace, results_folder, show_progress, write_json, write_lines
-from meshtune.synth.card import CARD, REPORT, card
+from meshtune.evaluate.folder import (
+    Report,
+    check_folder,
+    read_json,
+    replace,
+    results_folder,
+    show_progress,
+    write_json,
+    write_lines,
+)
+from meshtune.synth.card import CARD, COUNTS, HELD_OUT, HELD_OUT_PAIRS, PAIRS, RECORD_FILES, RECORDS, REPORT, card
 from meshtune.synth.documents import Library, describe_library, read_library, sha256_of
 from meshtune.synth.filters import Dropped, check_filters, drop_duplicates, drop_evaluation
 from meshtune.synth.journal import Journal
 from meshtune.synth.kinds import Kind, Subject, Task, make_tasks
-from meshtune.synth.maker import Maker, Spent, TaskResult, picture_copy
+from meshtune.synth.maker import Maker, Spent, TaskResult, load_rubrics, picture_copy
 from meshtune.synth.subjects import all_subjects, read_conversations, source_digests
-from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, closing, open_teacher
+from meshtune.synth.teachers import RequestFailed, Stopped, Teacher, check_teacher, closing, open_teacher
 
 JOURNAL, SOURCES, DROPPED = "journal.jsonl", "sources.json", "dropped.jsonl"
-RECORDS, PAIRS, HELD_OUT, HELD_OUT_PAIRS = "records.jsonl", "pairs.jsonl", "held-out.jsonl", "held-out-pairs.jsonl"
+COUNTS_SECONDS = 1.0  # between two writes
+EXAMPLES = 3  # of what a filter dropped
+NEWEST = 3  # records that are shown while others are made
 PATIENCE = 4  # requests in a row that fail before nothing more is asked, and as many as are under way
 
 
@@ -63,10 +77,52 @@ class Outcome:
     spent: Spent = dataclasses.field(default_factory=Spent)
 
 
+class Counts:
+    """Counts records as they are made, with examples of those that filters dropped, in a file for whoever watches. The
+    filters that compare all records come last, and are not in it."""
+
+    def __init__(self, file: pathlib.Path):
+        self._file, self._written = file, float("-inf")
+        self._records = 0
+        self._dropped: Counter[str] = Counter()
+        self._examples: dict[str, list[dict[str, str]]] = {}
+        self._newest: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=NEWEST)
+
+    def add(self, result: TaskResult, spent: Spent) -> None:
+        """Adds the result of a task; `spent` is what all have taken."""
+        self._records += len(result.records)
+        self._newest += [record.fields for record in result.records]
+        for entry in result.dropped:
+            self._dropped[entry.filter] += 1
+            examples = self._examples.setdefault(entry.filter, [])
+            if len(examples) < EXAMPLES:
+                examples.append(_example(entry))
+        if time.monotonic() - self._written > COUNTS_SECONDS:
+            self._written = time.monotonic()
+            fields = {
+                "made": self._records + self._dropped.total(),
+                "dropped": dict(self._dropped),
+                "examples": self._examples,
+                "newest": list(self._newest),
+                "tokens": {"prompts": spent.prompt, "answers": spent.answer},
+                "dollars": round(spent.dollars, 6),
+            }
+            with contextlib.suppress(OSError):  # nothing depends on it
+                write_json(self._file, fields)
+
+    def remove(self) -> None:
+        """Removes the file, when the report is there."""
+        self._file.unlink(missing_ok=True)
+
+
 def make_plan(recipe: DataRecipe) -> Plan:
     """Reads the sources and templates of a recipe. Raises UserError for whatever is wrong with them."""
     kinds = [Kind(section) for section in recipe.kinds]
     check_filters(recipe)
+    load_rubrics(recipe)
+    if recipe.mix is not None:
+        for source in recipe.mix.data:
+            read_conversations([source], "mix.data", first=True)
     digests = source_digests(recipe)
     library = read_library(recipe.documents, skip_bad=recipe.on_bad == "skip") if recipe.documents else None
     subjects = all_subjects(recipe, library)
@@ -85,8 +141,12 @@ def generate_data(
     that has changed since the run began, and where no record is left.
     """
     console = console or terminal.console()
-    plan = make_plan(recipe)
     output = pathlib.Path(recipe.output)
+    check_folder(output, resume=resume, overwrite=overwrite)
+    check_teacher(recipe.teacher)
+    if recipe.judge is not None:
+        check_teacher(recipe.judge, "judge")
+    plan = make_plan(recipe)
     if resume and not overwrite:
         check_sources(output, plan.digests)
     if plan.library is not None:
@@ -108,9 +168,17 @@ def generate_data(
                 _check_prompts(plan, maker)
                 if len(journal):
                     console.print(f"{amount(len(journal), 'answer')} of earlier in the journal", soft_wrap=True)
+                counts = Counts(output / COUNTS)
                 with show_progress(console, "generating") as report:
-                    outcome = run_tasks(plan, maker, [teacher, *([judge] if judge is not None else [])], report)
+                    models = [teacher, *([judge] if judge is not None else [])]
+                    outcome = run_tasks(plan, maker, models, report, counts)
                 _write(plan, maker, teacher, outcome, output, console)
+                counts.remove()
+            except KeyboardInterrupt:
+                console.print(
+                    f"stopped: {amount(len(journal), 'answer')} in the journal; --resume goes on", soft_wrap=True
+                )
+                raise
             finally:
                 journal.close()
     return output
@@ -157,7 +225,7 @@ def _check_prompts(plan: Plan, maker: Maker) -> None:
             raise UserError(problem, where=task.name, fix="lower passage_words or teacher.max_tokens")
 
 
-def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Report) -> Outcome:
+def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Report, counts: Counts) -> Outcome:
     """Makes the records of all tasks, `teacher.at_once` of them at once.
 
     A task starts where the most that it can take is left of the budget; one that does not fit waits for those under
@@ -186,6 +254,7 @@ def run_tasks(plan: Plan, maker: Maker, teachers: Sequence[Teacher], report: Rep
                 if result is not None:
                     outcome.results[number], failures = result, 0
                     outcome.spent.add_all(result.spent)
+                    counts.add(result, outcome.spent)
                 elif failure is not None:
                     outcome.failed[number], failures = failure, failures + 1
                     if failures >= PATIENCE + recipe.teacher.at_once:
@@ -262,7 +331,7 @@ def _write(
         records, copies = drop_evaluation(records, recipe.filters)
         dropped += copies
     general = _general(recipe, sum(not record.is_pair and not record.held_out for record in records))
-    files: dict[str, list[Mapping[str, Any]]] = {RECORDS: [], PAIRS: [], HELD_OUT: [], HELD_OUT_PAIRS: []}
+    files: dict[str, list[Mapping[str, Any]]] = {name: [] for name in RECORD_FILES}
     for record in records:
         name = (
             (HELD_OUT_PAIRS if record.is_pair else HELD_OUT)
@@ -318,8 +387,11 @@ def _write(
 
 
 def _examples(dropped: Sequence[Dropped], name: str) -> list[dict[str, str]]:
-    chosen = [entry for entry in dropped if entry.filter == name][:3]
-    return [{"reason": e.reason, "text": e.text[:400], "source": e.source, "place": e.place} for e in chosen]
+    return [_example(entry) for entry in dropped if entry.filter == name][:EXAMPLES]
+
+
+def _example(entry: Dropped) -> dict[str, str]:
+    return {"reason": entry.reason, "text": entry.text[:400], "source": entry.source, "place": entry.place}
 
 
 def _summary(fields: Mapping[str, Any], output: pathlib.Path) -> list[str]:
@@ -344,7 +416,7 @@ def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
     """General conversations, enough for their share next to `count` records, or all if there are too few."""
     if recipe.mix is None or not count:
         return []
-    conversations = read_conversations(recipe.mix.data, "mix")
+    conversations = read_conversations(recipe.mix.data, "mix.data")
     number = min(len(conversations), round(count * recipe.mix.share / (1 - recipe.mix.share)))
     chosen = draw_numbers(len(conversations), number, np.random.default_rng([recipe.seed, 0x67656E]))
     rows: list[Mapping[str, Any]] = []
@@ -356,34 +428,46 @@ def _general(recipe: DataRecipe, count: int) -> list[Mapping[str, Any]]:
     return rows
 
 
+def describe_plan(recipe: DataRecipe) -> dict[str, Any]:
+    """The first prompt of each kind, and the most that all requests can take; asks nothing. Raises as make_plan does.
+
+    {"documents": a line, "skipped": [(name, reason)], "prompts": [{"name", "messages": [(role, text)]}], "requests",
+    "tokens", "dollars"}.
+    """
+    plan = make_plan(recipe)
+    count = sum(subject.of == "passage" for subject in plan.subjects)
+    maker = Maker(recipe, _Unasked(), None, _NoJournal())  # pyright: ignore[reportArgumentType]
+    first: dict[str, Task] = {}
+    total = Spent()
+    for task in plan.tasks:
+        first.setdefault(task.kind.name, task)
+        total.add_all(maker.most_spent(task))
+    return {
+        "documents": "" if plan.library is None else describe_library(plan.library, count),
+        "skipped": [] if plan.library is None else list(plan.library.skipped),
+        "prompts": [{"name": task.name, "messages": maker.first_request(task).messages} for task in first.values()],
+        "requests": len(plan.tasks),
+        "tokens": total.tokens,
+        "dollars": total.dollars,
+    }
+
+
 def show_plan(recipe: DataRecipe, console: Console | None = None) -> None:
     """Prints the first prompt of each kind and the most that the requests can take; asks nothing."""
     console = console or terminal.console()
-    plan = make_plan(recipe)
-    if plan.library is not None:
-        count = sum(subject.of == "passage" for subject in plan.subjects)
-        console.print(describe_library(plan.library, count), soft_wrap=True, markup=False)
-        for name, reason in plan.library.skipped:
-            console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
-    teacher = _Unasked()
-    maker = Maker(recipe, teacher, None, _NoJournal())  # pyright: ignore[reportArgumentType]
-    shown: set[str] = set()
-    for task in plan.tasks:
-        if task.kind.name in shown:
-            continue
-        shown.add(task.kind.name)
-        console.rule(f"{task.name}", style="dim", align="left")
-        for role, text in maker.first_request(task).messages:
+    plan = describe_plan(recipe)
+    if plan["documents"]:
+        console.print(plan["documents"], soft_wrap=True, markup=False)
+    for name, reason in plan["skipped"]:
+        console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
+    for prompt in plan["prompts"]:
+        console.rule(prompt["name"], style="dim", align="left")
+        for role, text in prompt["messages"]:
             console.print(f"{role}: {text}", soft_wrap=True, markup=False, highlight=False)
     console.rule(style="dim")
-    total = Spent()
-    for task in plan.tasks:
-        total.add_all(maker.most_spent(task))
-    price = f", ${total.dollars:,.2f}" if total.dollars else ""
-    line = (
-        f"{amount(len(plan.tasks), 'request')} for records; at most {total.tokens:,} tokens{price}, were every answer "
-    )
-    console.print(f"{line}as long as allowed and every attempt used", soft_wrap=True, markup=False)
+    price = f", ${plan['dollars']:,.2f}" if plan["dollars"] else ""
+    most = f"at most {plan['tokens']:,} tokens{price}, were every answer as long as allowed and every attempt used"
+    console.print(f"{amount(plan['requests'], 'request')} for records; {most}", soft_wrap=True, markup=False)
 
 
 class _NoJournal:

@@ -13,6 +13,7 @@ import json
 import mimetypes
 import os
 import pathlib
+import socket
 import threading
 import time
 import urllib.error
@@ -24,6 +25,8 @@ from meshtune.config.data_recipe import TeacherModel
 from meshtune.errors import UserError
 from meshtune.json_text import parse_json
 from meshtune.rollout.servers import read_answer
+from meshtune.runs.sources import split_state
+from meshtune.weights.hub import check_path
 
 if TYPE_CHECKING:
     from meshtune.generate.request import Generation
@@ -106,6 +109,25 @@ class Teacher(Protocol):
         ...
 
 
+def check_teacher(section: TeacherModel, role: str = "teacher") -> None:
+    """Raises UserError for a key that is not set and a model folder that is missing: before documents are read."""
+    if section.is_server:
+        api_key(section, role)
+    else:
+        check_path(split_state(section.path)[0].as_posix())
+
+
+def api_key(section: TeacherModel, role: str) -> str:
+    """The key of a server, of the environment; "" where it needs none. Raises UserError where it is not set."""
+    if section.key is None:
+        return ""
+    key = os.environ.get(section.key, "").strip()
+    if not key:
+        problem = f"the environment variable {section.key}, which is to hold the server's key, is not set"
+        raise UserError(problem, where=f"{role}.key", fix=f"export {section.key}=...")
+    return key
+
+
 def open_teacher(section: TeacherModel, role: str = "teacher") -> Teacher:
     """The model of a section called `role`. Raises UserError where it cannot be used."""
     return ServerTeacher(section, role) if section.is_server else LocalTeacher(section)
@@ -124,12 +146,8 @@ class ServerTeacher:
     def __init__(self, section: TeacherModel, role: str = "teacher"):
         self._section, self._role, self._address = section, role, section.path.rstrip("/")
         self._stop = threading.Event()
-        self._key = ""
-        if section.key is not None:
-            self._key = os.environ.get(section.key, "").strip()
-            if not self._key:
-                problem = f"the environment variable {section.key}, which is to hold the server's key, is not set"
-                raise UserError(problem, where=f"{role}.key", fix=f"export {section.key}=...")
+        self._key = api_key(section, role)
+        self._answered = False
         self._open = urllib.request.build_opener(_SameAddress()).open
         self._model = section.model or self._only_model()
 
@@ -215,6 +233,7 @@ class ServerTeacher:
             try:
                 query = urllib.request.Request(self._address + path, content, headers)
                 answer = read_answer(query, time.monotonic() + self._section.timeout, self._open)
+                self._answered = True
                 return read(parse_json(answer, self._address))
             except urllib.error.HTTPError as error:
                 text = self._without_key(_body(error))
@@ -222,7 +241,11 @@ class ServerTeacher:
                 self._check(error.code, problem)
                 pause = _retry_after(error) or pause
             except (OSError, http.client.HTTPException) as error:
-                problem = self._without_key(str(getattr(error, "reason", None) or error or type(error).__name__))
+                reason = getattr(error, "reason", None) or error
+                if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME and not self._answered:
+                    fix = f"correct {self._role}.path"
+                    raise UserError("there is no host of this name", where=self._address, fix=fix) from error
+                problem = self._without_key(str(reason) or type(error).__name__)
             except ValueError as error:  # UserError of JSON included
                 problem = self._without_key(getattr(error, "what", str(error)))
             if number + 1 < self._section.tries and self._stop.wait(pause):
@@ -332,7 +355,9 @@ class LocalTeacher:
             self._changed.notify_all()
 
     def prompt_tokens(self, request: Request) -> int:
-        """The prompt's tokens."""
+        """The prompt's tokens. Its schema is compiled, which raises UserError for one that cannot be."""
+        if request.schema is not None:
+            self._grammar(request.schema)
         ids, room = self._prompt(request).ids, self._context - self._section.max_tokens
         if len(ids) > room:
             raise UserError(

@@ -19,7 +19,7 @@ from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import place_batch
+from meshtune.mesh.placement import local_rows, place_batch
 from meshtune.objectives.answers import Batch
 from meshtune.objectives.config import ONLINE_STAGES
 from meshtune.setup.memory import size_in_words
@@ -60,8 +60,11 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         first = batches.empty_batch()
     else:
         # Without rollouts it is no PromptLoader, whose module would be imported to say so.
+        if recipe.data.streaming and run.compute.layout is not None:
+            rows = local_rows(run.compute.layout, loader.batch_size, recipe.train.accumulation)
+            loader.share(*rows, processes=run.processes_per_host)  # pyright: ignore[reportAttributeAccessIssue]
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
-        first = loader.batch(0).arrays if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
+        first = loader.empty_arrays() if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:
         pictures = getattr(loader, "pictures", None)
         batches_of_all_shapes = [first] if pictures is None else pictures.batches(first)

@@ -19,7 +19,7 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from meshtune.data.answered_prompts import AnsweredPrompts
     from meshtune.data.conversation import Origin
-    from meshtune.data.loader import PackedRows
+    from meshtune.data.packing import PackedRows
     from meshtune.data.tokens import Example
 
 SAVING = 0.1  # the share of an epoch's patches that one more compiled program must save
