@@ -146,11 +146,14 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
 def _compiled_steps(
     run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batches: Iterable[PlacedBatch]
 ) -> Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]:
-    """The step, compiled for batches of each of these shapes, the one that needs the most memory first."""
+    """The step, compiled for batches of each of these shapes, the one that needs the most memory first; for another
+    shape when it comes."""
     compiled = {_shapes(batch): _compile(run, step, state, batch) for batch in batches}
 
     def apply(state: TrainState, frozen: Tree, batch: PlacedBatch, seed: np.int32) -> tuple[TrainState, Metrics]:
-        return compiled[_shapes(batch)](state, frozen, batch, seed)
+        if (shapes := _shapes(batch)) not in compiled:
+            compiled[shapes] = _compile(run, step, state, batch)
+        return compiled[shapes](state, frozen, batch, seed)
 
     return apply
 
