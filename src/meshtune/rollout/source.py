@@ -141,10 +141,8 @@ class RolloutSource:
         return sizes | named_sizes(self.recipe)
 
     def empty_batch(self) -> dict[str, np.ndarray]:
-        """The arrays of a batch that holds nothing: of their shapes and dtypes."""
+        """The arrays of a batch that holds nothing, without those of pictures: of their shapes and dtypes."""
         arrays = empty_arrays(online_arrays(self.recipe, shared=self._shared), self.rows_sizes)
-        if (pictures := self.loader.pictures) is not None:
-            arrays |= pictures.empty_arrays(self.loader.batch_size, self.loader.row_length, pictures.sizes[0])
         return micro_batches(arrays, self.loader.accumulation)
 
     def next(self, step: int, state: Any) -> RolloutBatch:
