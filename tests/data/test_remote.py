@@ -142,7 +142,6 @@ def test_prepared_data_are_opened_from_a_folder_without_their_sources(folder, tm
     """Shards are downloaded when they are read, and not uploaded again."""
     url, system = folder
     monkeypatch.setattr("meshtune.data.store.SHARD", 8)
-    monkeypatch.setattr("meshtune.data.store._open_shard", store_module._open_shard.__wrapped__)
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "1")
     file = tmp_path / "a.jsonl"
     file.write_text(LINES)
@@ -178,7 +177,7 @@ def test_a_damaged_shard_comes_again(tmp_path, monkeypatch):
     file.write_text(LINES)
     prepare(url, tmp_path / "first", monkeypatch, file, upload=True)
     expected = [example.ids.tolist() for example in prepare(url, tmp_path / "second", monkeypatch, file).train.store]
-    (shard,) = (tmp_path / "second").glob("tokens/*/shard-*")
+    shard = min((tmp_path / "second").glob("tokens/*/shard-*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-40] ^= 1
     shard.write_bytes(data)
