@@ -133,8 +133,9 @@ def folder(request, tmp_path):
             patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
             fsspec.get_filesystem_class("s3").clear_instance_cache()
             system = fsspec.filesystem("s3")
-            system.mkdir("bucket")
-            yield "s3://bucket/sets", system
+            bucket = tmp_path.name.replace("_", "-")  # they outlive moto's server
+            system.mkdir(bucket)
+            yield f"s3://{bucket}/sets", system
         server.stop()
 
 
