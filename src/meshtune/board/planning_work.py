@@ -26,7 +26,7 @@ from meshtune.plan.report import (
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.search import memory_limit, predict_candidate, workload_of
-from meshtune.synth.run import describe_plan
+from meshtune.synth.plan import describe_plan
 from meshtune.translatable import Translatable, template_of
 
 
