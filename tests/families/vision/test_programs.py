@@ -16,6 +16,7 @@ from families.vision.checkpoints import write_checkpoint
 from families.vision.sights import VisionCase
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
+from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.mesh.placement import place_batch
@@ -62,6 +63,8 @@ def test_a_planned_batch_has_the_arrays_of_a_loaded_one(case: VisionCase, stage:
     recipe = recipe_of(case, tmp_path, f"stage={stage}", "method=full", pairs=stage == "dpo")
     planned = step_of(with_row_patches(recipe))
     loader = prepare_data(recipe, load_tokenizer(tmp_path / "model")).train
+    assert isinstance(loader, Loader)
+    assert loader.pictures is not None
     largest = next(loader.pictures.batches(loader.batch(0).arrays))
     units = {"units", "values", "reference"}
     assert planned.arguments[2].keys() | {"reference"} == largest.keys() | {"reference"}
@@ -69,6 +72,7 @@ def test_a_planned_batch_has_the_arrays_of_a_loaded_one(case: VisionCase, stage:
         k: v for k, v in shapes(largest).items() if k not in units
     }
     spec = planned.run.spec.vision
+    assert spec is not None
     assert (spec.tile or 0, spec.merge, spec.pixels) == (
         loader.pictures.reader.tile_patches, loader.pictures.reader.merge, loader.pictures.reader.pixels
     )  # fmt: skip
@@ -87,7 +91,10 @@ def test_the_planned_step_is_that_of_the_run(case: VisionCase, tmp_path, monkeyp
     console = Console(quiet=True)
     with log_console(console) as log:
         run, state = load_run(set_up_run(recipe, tmp_path / "run", console, log, Job(ProcessInfo())))
-    batch = place_batch(next(run.data.train.pictures.batches(run.data.train.batch(0).arrays)), None)
+    loader = run.data.train
+    assert isinstance(loader, Loader)
+    assert loader.pictures is not None
+    batch = place_batch(next(loader.pictures.batches(loader.batch(0).arrays)), None)
     ours = step_for(run, run.compute, run.optimizer).lower(state, run.frozen, batch, np.int32(0)).as_text()
     planned = step_of(with_row_patches(recipe), learned=run.data.report.learned_share)
     described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), planned.arguments)
