@@ -134,7 +134,7 @@ def generate(
     output, devices = pathlib.Path(recipe.output), 0 if recipe.teacher.is_server else 1
     flags = {"resume": resume, "overwrite": overwrite}
     if not run_shared(context, sharing, output, devices=devices, output_argument="output=", **flags):
-        generate_data(recipe, shard=parse_shard(sharing.shard), **flags)
+        generate_data(recipe, shard=parse_shard(sharing.shard), resume=resume, overwrite=overwrite)
 
 
 @app.command()

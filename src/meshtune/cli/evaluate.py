@@ -146,8 +146,7 @@ def evaluate(
     names, files = parse_tasks(tasks or [])
     output = pathlib.Path(writing.output or default_output(model, "evaluation", compare or "alone")).expanduser()
     devices = replica_devices(mesh, loading.adapter or model)
-    flags = {"resume": writing.resume, "overwrite": writing.overwrite}
-    if run_shared(context, sharing, output, devices=devices, **flags):
+    if run_shared(context, sharing, output, devices=devices, resume=writing.resume, overwrite=writing.overwrite):
         if sharing.executor != "slurm":
             typer.echo(f"report   {output / MARKDOWN} and {output / HTML}")
         return
@@ -259,8 +258,7 @@ def predict(
         typer.echo(f"{'answers':24} {output / PREDICTIONS}")
 
     devices = replica_devices(mesh, loading.adapter or model)
-    flags = {"resume": writing.resume, "overwrite": writing.overwrite}
-    if run_shared(context, sharing, output, devices=devices, **flags):
+    if run_shared(context, sharing, output, devices=devices, resume=writing.resume, overwrite=writing.overwrite):
         if sharing.executor != "slurm":
             show(read_json(output / TOTALS))
         return

@@ -290,7 +290,7 @@ class _Run:
             try:
                 while True:
                     send = making[number].throw if isinstance(answer, RequestRefused) else making[number].send
-                    question = send(answer)  # pyright: ignore[reportArgumentType]
+                    question = send(answer)  # pyright: ignore[reportArgumentType, reportCallIssue]
                     answer = journal.get(question.key)
                     if answer is None:
                         questions[number] = question

@@ -111,6 +111,7 @@ def _replicas(run: LoadedRun, start: int | None) -> RolloutReplicas:
             where="rollout.replicas",
             fix="look at rewards with rollout.replicas=false",
         )
+    assert isinstance(run.data.train, PromptLoader)
     if run.data.train.reader is not None:
         raise UserError(
             "replicas read no pictures, which the prompts of this model may have",
