@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 
 import fsspec
 import pytest
@@ -133,8 +134,9 @@ def folder(request, tmp_path):
             patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
             fsspec.get_filesystem_class("s3").clear_instance_cache()
             system = fsspec.filesystem("s3")
-            system.mkdir("bucket")
-            yield "s3://bucket/sets", system
+            bucket = f"bucket{time.time_ns()}"  # servers of a process share their contents
+            system.mkdir(bucket)
+            yield f"s3://{bucket}/sets", system
         server.stop()
 
 
@@ -142,7 +144,6 @@ def test_prepared_data_are_opened_from_a_folder_without_their_sources(folder, tm
     """Shards are downloaded when they are read, and not uploaded again."""
     url, system = folder
     monkeypatch.setattr("meshtune.data.store.SHARD", 8)
-    monkeypatch.setattr("meshtune.data.store._open_shard", store_module._open_shard.__wrapped__)
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "1")
     file = tmp_path / "a.jsonl"
     file.write_text(LINES)
@@ -178,7 +179,7 @@ def test_a_damaged_shard_comes_again(tmp_path, monkeypatch):
     file.write_text(LINES)
     prepare(url, tmp_path / "first", monkeypatch, file, upload=True)
     expected = [example.ids.tolist() for example in prepare(url, tmp_path / "second", monkeypatch, file).train.store]
-    (shard,) = (tmp_path / "second").glob("tokens/*/shard-*")
+    (shard,) = (tmp_path / "second").glob("tokens/*/shard-*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-40] ^= 1
     shard.write_bytes(data)
