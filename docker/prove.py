@@ -51,7 +51,7 @@ class Image:
 
     def command(self, arguments: list[str]) -> list[str]:
         """The command that runs `arguments` in the root, in a name space of its own for mounts and processes."""
-        mounts = 'mount --bind /dev "$0/dev" && mount -t proc proc "$0/proc"'
+        mounts = 'mount --bind /dev "$0/dev" && mount -t proc proc "$0/proc" && mount -t sysfs -o ro sysfs "$0/sys"'
         for folder in filter(os.path.isdir, carried()):
             mounts += f' && mkdir -p "$0"{folder} && mount --bind {folder} "$0"{folder}'
         entry = f'{mounts} && exec chroot --userspec={self.user} "$0" "$@"'

@@ -25,7 +25,8 @@ from meshtune.data.documents import load_documents
 from meshtune.data.pictures.files import PictureFiles
 from meshtune.errors import UserError
 from meshtune.synth.kinds import Kind, Subject, draw, make_tasks, parse_answer, render
-from meshtune.synth.run import generate_data, make_plan
+from meshtune.synth.plan import make_plan
+from meshtune.synth.run import generate_data
 from meshtune.synth.subjects import tool_subjects
 
 pytest.importorskip("jsonschema", reason="the extra synth is not installed")

@@ -20,9 +20,11 @@ from teacher_stub import KEY, TeacherStub, answer, half, hang, send, status, tea
 
 from meshtune.config.data_recipe import DataRecipe, load_data_recipe
 from meshtune.errors import UserError
-from meshtune.synth import teachers
+from meshtune.options import Shard
+from meshtune.synth import asking, teachers
 from meshtune.synth.filters import REFUSAL
-from meshtune.synth.run import generate_data, show_generated, show_plan
+from meshtune.synth.plan import make_plan, show_plan
+from meshtune.synth.run import generate_data, show_generated
 
 pytest.importorskip("jsonschema", reason="the extra synth is not installed")
 pytest.importorskip("datasketch", reason="the extra synth is not installed")
@@ -116,15 +118,14 @@ def test_a_run_goes_on_to_the_record_after_kill_9_and_ctrl_c(docs: pathlib.Path,
         os.kill(process.pid, end)
         shown = process.communicate()[0]
         output = docs.parent / "killed"
-        journal = (output / "journal.jsonl").read_bytes()
+        file = output / "journal/000000.jsonl.partial"
+        journal = file.read_bytes()
         answered = journal.count(b"\n")
         assert 0 < answered < total
         if end == signal.SIGINT:
             assert f"stopped: {answered} answers in the journal; --resume goes on" in shown
         assert not (output / "records.jsonl").exists()
-        (output / "journal.jsonl").write_bytes(
-            journal + b'{"request": "half a li'
-        )  # the system may have written a part
+        file.write_bytes(journal + b'[{"request": "half a li')  # the system may have written a part
         stub.delay, before = 0.0, len(stub.requests)
         with pytest.raises(UserError, match=r"not empty[\s\S]*--resume"):
             generate_data(load_data_recipe(recipe))
@@ -132,7 +133,52 @@ def test_a_run_goes_on_to_the_record_after_kill_9_and_ctrl_c(docs: pathlib.Path,
         assert len(stub.requests) - before == total - answered  # nothing that was answered is asked again
     for name in ("records.jsonl", "dropped.jsonl"):
         assert (output / name).read_bytes() == (reference / name).read_bytes()
-    assert len((output / "journal.jsonl").read_text().splitlines()) == total
+    assert len((output / "journal/000000.jsonl").read_text().splitlines()) == total
+
+
+def repetitive(body: dict[str, Any]) -> str:
+    """One of four answers, so that there are near duplicates in all blocks."""
+    words = ["rye and spelt", "oats and barley", "wheat and maize", "millet and rice"][body["seed"] % 4]
+    return json.dumps({"pairs": [{"question": f"What is {words} for?", "answer": f"The mill grinds {words} at noon."}]})
+
+
+def test_shards_together_make_the_records_of_one_run(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asking, "TASKS", 2)
+    general = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]}
+               for n in range(50)]  # fmt: skip
+    (docs.parent / "general.jsonl").write_text("".join(json.dumps(row) + "\n" for row in general))
+    keys = {
+        "mix": {"data": str(docs.parent / "general.jsonl")},
+        "held_out": 0.3,
+        "kinds": [{"template": "qa", "repeat": 3}],
+    }
+    with teacher_stub() as stub:
+        stub.answer = repetitive
+        one = generate_data(make(docs, stub, "one", **keys))
+        asked, recipe = len(stub.requests), make(docs, stub, "many", **keys)
+        stub.faults = {asked + 4: status(400)}
+        generate_data(recipe, shard=Shard(2, 3))
+        generate_data(recipe, shard=Shard(2, 3))  # started again, it has nothing left to do
+        generate_data(recipe, shard=Shard(1, 3))
+        assert not (docs.parent / "many/records.jsonl").exists()
+        many = generate_data(recipe, shard=Shard(3, 3))
+        first, later = [{json.dumps(body) for body in part} for part in (stub.requests[:asked], stub.requests[asked:])]
+        assert first == later
+        assert len(stub.requests) > asked + len(later)  # the one that was refused is asked again
+        before = (many / "records.jsonl").stat()
+        assert generate_data(recipe, shard=Shard(1, 3)) == many
+        assert (many / "records.jsonl").stat().st_ino == before.st_ino
+    names = ("records.jsonl", "held-out.jsonl", "dropped.jsonl")
+    assert [(one / name).read_bytes() for name in names] == [(many / name).read_bytes() for name in names]
+    assert (one / "README.md").read_text() == (many / "README.md").read_text().replace("/many", "/one")
+    assert json.loads((one / "generated.json").read_text())["dropped"]["duplicates"] > 10
+
+
+def test_a_budget_cannot_be_shared(docs: pathlib.Path):
+    with teacher_stub() as stub:
+        with pytest.raises(UserError, match=r"none of them knows[\s\S]*--dry-run"):
+            generate_data(make(docs, stub, budget={"tokens": 10**6}), shard=Shard(1, 2))
+        assert stub.requests == []
 
 
 def test_faults_that_pass_leave_no_trace(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -182,8 +228,6 @@ def test_a_request_that_fails_is_counted_and_asked_again(docs: pathlib.Path):
 
 
 def _order(recipe: DataRecipe) -> list[str]:
-    from meshtune.synth.run import make_plan
-
     return [str(task.subject.variables["passage"]) for task in make_plan(recipe).tasks]
 
 

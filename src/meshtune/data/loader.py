@@ -236,8 +236,7 @@ class Loader:
 
     With `units` neighbouring documents of the store are a unit: they are neighbouring segments of one row, which has
     room for as many documents of `max_length`. `max_units` bounds the units (or documents) in any row. `pictures` reads
-    those of documents, of which a row has `max_patches` patches at most (None: from the data); `patch_sizes` are the
-    numbers of patches that the arrays of a batch may have, the largest first, none where no document has a picture.
+    those of documents, of which a row has `max_patches` patches at most (None: from the data).
     """
 
     def __init__(
@@ -268,16 +267,14 @@ class Loader:
         self.max_units = most_that_fit(self._lengths, self.row_length) if packing else 1
         self.pictures: RowPictures | None = None
         self.prefixes = pictures is not None and pictures.prefix
-        if pictures is not None:
-            self.pictures = row_pictures(pictures, store, self.unit_size, self._pack(0), max_patches)
         self._ends: list[int] = []  # the step after the last one of each epoch that was planned
         self._plans: collections.OrderedDict[int, PackedRows] = collections.OrderedDict()
         self._lock = threading.RLock()
-
-    @property
-    def patch_sizes(self) -> tuple[int, ...]:
-        """The numbers of patches that the arrays of a batch may have, the largest first."""
-        return () if self.pictures is None else self.pictures.sizes
+        if pictures is not None:
+            by_tokens = self._pack(0)
+            self.pictures = row_pictures(pictures, store, self.unit_size, by_tokens, max_patches)
+        if self.pictures is not None:
+            self.pictures = self.pictures.with_sizes(self.rows(0), batch_size)
 
     def _pack(self, epoch: int) -> PackedRows:
         n, pictures = len(self._lengths), self.pictures

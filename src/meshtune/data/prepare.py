@@ -174,7 +174,7 @@ class _Preparation:
         if url is not None and self.upload:
             check_writable(url)
         if url is not None and prepared is None and not changed:
-            if fetch_set(url, manifest, new=self.upload):
+            if fetch_set(url, manifest, may_be_new=self.upload):
                 prepared, changed = manifest.open()
             elif not self.upload:
                 problem = "there are no data that were prepared with these sources, options and tokenizer"

@@ -70,11 +70,11 @@ def upload_set(
         system.put_file(str(manifest.file), f"{root}/{FOLDER}/{manifest.file.name}")
 
 
-def fetch_set(url: str, manifest: Manifest, *, new: bool) -> bool:
-    """Downloads a data set's manifests and lengths; False if there is none. Raises UserError where the folder cannot be
-    read, and where there is none, unless it may be `new`."""
+def fetch_set(url: str, manifest: Manifest, *, may_be_new: bool) -> bool:
+    """Downloads a data set's manifests and lengths; False if there is none. Raises UserError where there is no such
+    folder, unless it `may_be_new`, or it cannot be read."""
     with _file_system(url) as (system, root):
-        if not new and not system.exists(root):
+        if not may_be_new and not system.exists(root):
             raise FileNotFoundError(root)
         try:
             data = system.cat_file(f"{root}/{FOLDER}/{manifest.file.name}")

@@ -117,7 +117,7 @@ def write_lines(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def replace(path: pathlib.Path, text: str) -> None:
     """Writes a text file as one atomic replacement."""
-    draft = path.with_name(f".{path.name}.partial")
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}.partial")  # shards write the same files
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 

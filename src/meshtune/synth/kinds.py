@@ -291,9 +291,9 @@ class Task:
     seed: int
     held_out: bool
 
-    @functools.cached_property
+    @property
     def variables(self) -> dict[str, Any]:
-        """The variables of its prompts."""
+        """The variables of its prompts, which are not held: there may be millions of tasks."""
         return self.kind.variables(self.subject, self.seed)
 
     @property

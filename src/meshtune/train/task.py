@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -66,7 +66,9 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
         first = loader.empty_arrays() if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:
-        step = _compiled_steps(run, step, state, place(first))
+        pictures = getattr(loader, "pictures", None)
+        batches_of_all_shapes = [first] if pictures is None else pictures.batches(first)
+        step = _compiled_steps(run, step, state, map(place, batches_of_all_shapes))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
     early = recipe.eval
     return Task(
@@ -142,14 +144,14 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
 
 
 def _compiled_steps(
-    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, first: PlacedBatch
+    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batches: Iterable[PlacedBatch]
 ) -> Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]:
-    """The step, compiled for batches like `first`, and for others when they come: with or without pictures."""
-    compiled = {_shapes(first): _compile(run, step, state, first)}
+    """The step, compiled for batches of each of these shapes, the one that needs the most memory first; for another
+    shape when it comes."""
+    compiled = {_shapes(batch): _compile(run, step, state, batch) for batch in batches}
 
     def apply(state: TrainState, frozen: Tree, batch: PlacedBatch, seed: np.int32) -> tuple[TrainState, Metrics]:
-        shapes = _shapes(batch)
-        if shapes not in compiled:
+        if (shapes := _shapes(batch)) not in compiled:
             compiled[shapes] = _compile(run, step, state, batch)
         return compiled[shapes](state, frozen, batch, seed)
 
@@ -170,7 +172,8 @@ def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch:
         temporary = facts.output_size_in_bytes - facts.alias_size_in_bytes + facts.temp_size_in_bytes
         where = "of device memory" if run.compute.layout is None else "of memory on each device"
         memory = f"; it needs {size_in_words(facts.argument_size_in_bytes + temporary)} {where}"
-    run.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{memory}")
+    patches = f" for {batch['patches'].shape[-2]:,} patches a row" if "patches" in batch else ""
+    run.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{patches}{memory}")
     if facts is not None and run.recipe.compute.memory_check:
         check_compiled(run.memory, facts.argument_size_in_bytes, temporary, run.job)
     return compiled

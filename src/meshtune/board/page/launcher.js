@@ -50,7 +50,7 @@ export function deviceChoice(trains = true) {
   const beside = h('input', { type: 'checkbox' });
   const schedulers = {
     slurm: { nodes: numberField(1), gpus: numberField(8, 0), time: textField('4:00:00'), partition: textField(''), account: textField('') },
-    kubernetes: { image: textField(''), claim: textField(''), nodes: numberField(1), devices: numberField(8, 0), queue: textField(''), namespace: textField('') },
+    kubernetes: { image: h('input', { type: 'text' }), claim: textField(''), nodes: numberField(1), devices: numberField(8, 0), queue: textField(''), namespace: textField('') },
   };
   const rest = h('div', { class: 'row' },
     trains && [h('label', {}, t('launcher.processes'), ' ', processes), h('label', {}, t('launcher.count'), ' ', count)],
