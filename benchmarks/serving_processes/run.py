@@ -195,7 +195,7 @@ def save_model(path: str, tokenizer: str) -> str:
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
         tie_word_embeddings=True,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{tokenizer}/{name}", path)
     return path

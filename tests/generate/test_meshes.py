@@ -82,7 +82,7 @@ def check_rows_are_written_locally(params: Tree, spec: ModelSpec) -> None:
     switches, knobs = programs.compiled_form([Sampling()] * rows)
     arrays: Any = (placed, layers, programs.Counts.empty(rows), feed, knobs, np.int32(4), np.bool_(False))
     options = {"spec": spec, "compute": compute, "switches": switches, "alternatives": None}
-    text = programs.decode.lower(*arrays, **options).compile().as_text()
+    text = programs.decode.lower(*arrays, **options).compile().as_text() or ""
     shapes = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
     assert shapes, "the tokens are gathered"
     assert all(shape.count(",") < 2 for shape in shapes), shapes

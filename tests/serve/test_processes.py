@@ -38,7 +38,9 @@ def body(model: str, prompt: str, **options: object) -> dict[str, Any]:
 def adapter(base: Path, folder: Path) -> Path:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).save_pretrained(folder)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).save_pretrained(
+        str(folder)
+    )
     return folder
 
 
