@@ -6,18 +6,21 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import pytest
 from made_documents import TOPICS, page
 from teacher_stub import KEY, TeacherStub, answer, half, hang, send, status, teacher_stub, wrong_json
 
-from meshtune.config.data_recipe import DataRecipe, load_data_recipe
+from meshtune.config.data_recipe import DataRecipe, TeacherModel, load_data_recipe
 from meshtune.errors import UserError
 from meshtune.synth import teachers
 from meshtune.synth.filters import REFUSAL
@@ -448,3 +451,37 @@ def test_the_output_is_shown_with_its_sources(docs: pathlib.Path, capsys: pytest
     assert f"qa of {docs}"[:40] in shown  # long paths are cut
     assert "prompt_sha256" in shown
     assert "| qa | 18 |" in shown
+
+
+def test_a_local_teacher_decodes_its_requests_together(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Three threads ask one after another, twice: every decode step has all three rows."""
+    from meshtune.generate.weights import BatchCaches
+
+    model = shutil.copytree(str(files("meshtune.quickstart") / "model"), tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    monkeypatch.setattr(teachers, "GATHER", 30.0)
+    decode, rows_of_calls = BatchCaches.decode, []
+
+    def counting_decode(caches: BatchCaches, **arrays: Any) -> Any:
+        rows_of_calls.append(int(np.sum(arrays["feed"].remaining > 0)))
+        return decode(caches, **arrays)
+
+    monkeypatch.setattr(BatchCaches, "decode", counting_decode)
+    teacher = teachers.LocalTeacher(TeacherModel(path=str(model), at_once=3, max_tokens=4, temperature=0))
+    teacher._stop_ids, answers = frozenset(), []
+
+    def ask(number: int) -> None:
+        for turn in range(2):
+            time.sleep(0.02 * number)
+            answers.append(teacher.ask(teachers.Request((("user", f"{turn} {number}"),), seed=number)))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    teacher.close()
+    assert [answer.answer_tokens for answer in answers] == [4] * 6
+    assert rows_of_calls == [3, 3]
