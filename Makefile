@@ -68,9 +68,10 @@ test-fuzz: $(TEST) ## Thousands of damaged and hostile files at every reader, te
 
 check: lint types test ## All that CI runs: format, lint, types, fast tests
 
-lint: $(TEST) ## Formatting and lint, changing nothing
+lint: $(TEST) ## Formatting and lint, of the workflows too, changing nothing
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/jactionlint --no-hints --shellcheck=$(VENV)/bin/shellcheck
 
 types: $(TEST) ## Static types
 	$(VENV)/bin/pyright
@@ -88,9 +89,9 @@ lock: $(TEST) ## Write the versions in .venv to constraints.txt
 	@mv constraints.new constraints.txt
 
 lock-images: $(TEST) ## Write the hashes of the images' packages to docker/requirements-*.txt (Python 3.11, x86-64)
-	$(PY) docker/lock.py cpu serve,evaluate
-	$(PY) docker/lock.py cuda cuda13,serve,evaluate
-	$(PY) docker/lock.py tpu tpu,serve,evaluate
+	$(PY) docker/lock.py cpu serve,evaluate,synth
+	$(PY) docker/lock.py cuda cuda13,serve,evaluate,synth
+	$(PY) docker/lock.py tpu tpu,serve,evaluate,synth
 
 wheel: $(TEST) ## Build wheel and source distribution into dist/, and check them in a fresh environment
 	@$(PIP) -e '.[release]' $(STEPS)

@@ -1,11 +1,13 @@
 """Carries out the steps of a Dockerfile in a fresh Debian, where no Docker engine is, and runs what the image is for.
 
-Debian's Python stands for that of the base image. As root, with mmdebstrap (apt install mmdebstrap):
+Debian's Python stands for that of the base image, which also has the packages that are named. As root, with mmdebstrap
+(apt install mmdebstrap):
 
-    python docker/prove.py cuda.Dockerfile DEVICE=cpu EXTRAS=serve,evaluate
+    python docker/prove.py cuda.Dockerfile DEVICE=cpu EXTRAS=serve,evaluate,synth
+    python docker/prove.py rocm.Dockerfile jax==0.10.0 jaxlib==0.10.0
 
 MESHTUNE_DEBIAN names apt's sources and options, where they are not those of Debian; MESHTUNE_CARRY names files that pip
-needs.
+needs, which are copied, and folders, which are mounted.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +27,18 @@ import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = "python3,python3-venv,ca-certificates"
+# As python:3.11-slim-bookworm has them.
+PYTHON_PACKAGES = ("pip==24.0", "setuptools==79.0.1", "wheel==0.45.1")
+IMPORTS = (
+    "import datasketch, langdetect, llguidance, lm_eval, markitdown, starlette"  # of the extras, with their libraries
+)
+OWN_FOLDERS = 'test "$(id -u)" = 1000 && touch "$HOME/x" /work/x && ! touch /usr/local/x 2> /dev/null'
 HEALTHY_SECONDS = 300.0
+
+
+def carried() -> list[str]:
+    """Files and folders of this machine that the root has too."""
+    return os.environ.get("MESHTUNE_CARRY", "").split()
 
 
 class Image:
@@ -37,7 +51,9 @@ class Image:
 
     def command(self, arguments: list[str]) -> list[str]:
         """The command that runs `arguments` in the root, in a name space of its own for mounts and processes."""
-        mounts = 'mount --bind /dev "$0/dev" && mount -t proc proc "$0/proc"'
+        mounts = 'mount --bind /dev "$0/dev" && mount -t proc proc "$0/proc" && mount -t sysfs -o ro sysfs "$0/sys"'
+        for folder in filter(os.path.isdir, carried()):
+            mounts += f' && mkdir -p "$0"{folder} && mount --bind {folder} "$0"{folder}'
         entry = f'{mounts} && exec chroot --userspec={self.user} "$0" "$@"'
         env = [
             "/usr/bin/env",
@@ -72,16 +88,17 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(name, arguments.strip()) for name, arguments in pairs]
 
 
-def make_debian(root: pathlib.Path) -> None:
-    """Makes a minimal Debian with a Python at /usr/local, as Docker's images of Python have it."""
+def make_debian(root: pathlib.Path, packages: list[str]) -> None:
+    """Makes a minimal Debian with a Python at /usr/local, as Docker's images of Python have it, and packages."""
     extra = os.environ.get("MESHTUNE_DEBIAN", "").split()
     options = ["--quiet", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(root), *extra]
     subprocess.run(["mmdebstrap", *options], check=True)
-    for name in ("/etc/resolv.conf", "/etc/hosts", *os.environ.get("MESHTUNE_CARRY", "").split()):
+    for name in filter(os.path.isfile, ("/etc/resolv.conf", "/etc/hosts", *carried())):
         place = root / name.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(name, place)
     Image(root).run("python3", "-m", "venv", "/usr/local")
+    Image(root).run("pip", "install", "--quiet", *PYTHON_PACKAGES, *packages)
 
 
 def copy_source(place: pathlib.Path) -> None:
@@ -92,6 +109,13 @@ def copy_source(place: pathlib.Path) -> None:
         if name and name.split("/")[0] not in ignored and (ROOT / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, place / name)
+
+
+def home(root: pathlib.Path, user: str) -> str:
+    """The home of a user, or of a user's number."""
+    accounts = [line.split(":") for line in (root / "etc/passwd").read_text(encoding="utf-8").splitlines()]
+    (place,) = (account[5] for account in accounts if user in (account[0], account[2]))
+    return place
 
 
 def build(image: Image, dockerfile: str, given: dict[str, str]) -> list[str]:
@@ -114,7 +138,7 @@ def build(image: Image, dockerfile: str, given: dict[str, str]) -> list[str]:
                 )
             case "USER":
                 image.user = arguments
-                image.variables["HOME"] = f"/home/{arguments}"
+                image.variables["HOME"] = home(image.root, arguments)
             case "WORKDIR":
                 image.folder = arguments
             case "ENV":
@@ -137,18 +161,24 @@ def check_service(image: Image, service: dict, variables: dict[str, str]) -> Non
         assert time.monotonic() - start < HEALTHY_SECONDS, "the service is not healthy"
         time.sleep(1)
     print(f"  healthy after {time.monotonic() - start:.0f} s: {shlex.join(command)}", flush=True)
-    server.terminate()
+    (child,) = pathlib.Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    assert pathlib.Path(f"/proc/{child}").stat().st_uid == 1000
+    os.kill(int(child), signal.SIGTERM)  # unshare itself lets it pass
     server.wait(timeout=60)
 
 
 def main(dockerfile: str, *arguments: str) -> None:
     """Builds the image, and runs its command, the quickstart, the board and a server in it, as its user."""
+    packages = [argument for argument in arguments if "==" in argument]
+    given = dict(argument.split("=", 1) for argument in arguments if argument not in packages)
     with tempfile.TemporaryDirectory() as place:
         root = pathlib.Path(place) / "root"
-        make_debian(root)
+        make_debian(root, packages)
         image = Image(root)
-        image.run(*build(image, dockerfile, dict(word.split("=", 1) for word in arguments)))
-        assert image.user != "root"
+        image.run(*build(image, dockerfile, given))
+        image.run("/bin/sh", "-c", OWN_FOLDERS)
+        image.run("python3", "-c", IMPORTS)
+        image.run("meshtune", "--version")
         image.run("meshtune", "env")
         image.run("meshtune", "quickstart", "train.steps=20")
         services = yaml.safe_load((ROOT / "docker/compose.yml").read_text(encoding="utf-8"))["services"]

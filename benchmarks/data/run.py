@@ -3,6 +3,7 @@
     python benchmarks/data/run.py open FOLDER MODEL GIGABYTES TOKENS_A_RECORD result.json
     python benchmarks/data/run.py prepare FOLDER MODEL RECORDS result.json
     python benchmarks/data/run.py memory FOLDER MODEL RECORDS,RECORDS result.json
+    python benchmarks/data/run.py stream FOLDER MODEL RECORDS UPDATES result.json
 
 FOLDER must not exist, and is deleted. See README.md.
 """
@@ -56,9 +57,46 @@ import sys, threading, time, json
 from meshtune.config.load import load_recipe
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
+def held(name):
+    return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
+peak = 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, held("RssAnon"))
+        time.sleep(0.1)
+threading.Thread(target=watch, daemon=True).start()
 recipe = load_recipe(None, sys.argv[1:])
 prepare_data(recipe, load_tokenizer(recipe.model.path))
-print(json.dumps(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024))
+print(json.dumps({"anonymous": peak, "with mapped files": held("VmHWM")}))
+"""
+STREAM = """
+import hashlib, json, os, resource, sys, time
+from meshtune.config.load import load_recipe
+from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import load_tokenizer
+share, of, workers, updates, *fields = sys.argv[1:]
+recipe = load_recipe(None, fields)
+stream = prepare_data(recipe, load_tokenizer(recipe.model.path)).train
+size = stream.batch_size // int(of)
+rows = range(int(share) * size, (int(share) + 1) * size)
+stream.workers, stream.journal = int(workers), None
+stream.share(rows, rows)
+digests, tokens = [hashlib.sha256() for _ in range(stream.batch_size)], 0
+before, start = time.process_time(), time.monotonic()
+for batch in stream.iterate(0, int(updates)):
+    arrays = [batch.arrays[name].reshape(stream.batch_size, -1) for name in sorted(batch.arrays)]
+    for row in rows:
+        tokens += int((arrays[1][row] > 0).sum())
+        for array in arrays:
+            digests[row].update(array[row].tobytes())
+wall, own = time.monotonic() - start, time.process_time() - before
+children = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps({
+    "tokens": tokens, "wall": round(wall, 2), "cpu": round(own, 2),
+    "workers_cpu": round(children.ru_utime + children.ru_stime, 2),
+    "rows": {row: digests[row].hexdigest() for row in rows},
+}))
 """
 PREPARE = [sys.executable, "-m", "meshtune", "data", "prepare"]
 
@@ -155,16 +193,43 @@ def measure_prepare(folder: pathlib.Path, model: str, count: int) -> dict[str, o
 
 
 def measure_memory(folder: pathlib.Path, model: str, counts: str) -> dict[str, object]:
-    """The most memory that the preparing process held for each number of short records."""
+    """The most memory that the preparing process held for each number of short records: anonymous, which a machine must
+    have, and with the pages of mapped files, which the system takes back."""
     result: dict[str, object] = {}
     for count in map(int, counts.split(",")):
         write(folder, count, 8)
         environment = os.environ | {"MESHTUNE_CACHE": str(folder), "MESHTUNE_DATA_PROCESSES": "1"}
         command = [sys.executable, "-c", MEMORY, *overrides(folder, model)]
-        result[str(count)] = json.loads(
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
-        )
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+        result[str(count)] = json.loads(done.stdout)
+        print(count, result[str(count)], flush=True)
         shutil.rmtree(folder)
+    return result
+
+
+def measure_stream(folder: pathlib.Path, model: str, count: int, updates: int) -> dict[str, object]:
+    """The first `updates` of a stream: in one process with 1 and 2 workers, and in 1, 2, 4 processes by shares of rows,
+    one after another. Processor seconds of a process are its own, those of workers are apart and have their imports."""
+    write(folder, count, 600)
+    arguments = [*overrides(folder, model), "data.streaming=true", "train.batch_size=16", f"train.steps={updates}"]
+    arguments[3:4] = ["stage=sft"]
+    arguments += ["data.max_length=2048"]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    result, rows = dict[str, object](), dict[str, set[str]]()
+
+    def run(share: int, of: int, workers: int) -> dict[str, object]:
+        command = [sys.executable, "-c", STREAM, str(share), str(of), str(workers), str(updates), *arguments]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+        measured = json.loads(done.stdout.splitlines()[-1])
+        for row, digest in measured.pop("rows").items():
+            rows.setdefault(row, set()).add(digest)
+        return measured
+
+    for workers in (1, 2, 1, 2):
+        result.setdefault(f"{workers} workers", []).append(run(0, 1, workers))  # pyright: ignore[reportAttributeAccessIssue]
+    for processes in (2, 4):
+        result[f"{processes} processes"] = [run(share, processes, 1) for share in range(processes)]
+    assert all(len(digests) == 1 for digests in rows.values()), "rows differ"
     return result
 
 
@@ -178,6 +243,8 @@ def main() -> None:
                 result = measure_open(folder, model, float(arguments[0]), int(arguments[1]))
             case "prepare":
                 result = measure_prepare(folder, model, int(arguments[0]))
+            case "stream":
+                result = measure_stream(folder, model, *map(int, arguments))
             case _:
                 result = measure_memory(folder, model, arguments[0])
     finally:

@@ -57,7 +57,30 @@ def starts_of(output: pathlib.Path) -> list[float]:
     return [row["time"] for row in read(output / ATTEMPTS) if row["kind"] == "start"]
 
 
-def kill_at_random(launcher: subprocess.Popen[bytes], output: pathlib.Path) -> list[tuple[float, float]]:
+class Saves:
+    """When each checkpoint was there, as seen by looking again and again."""
+
+    def __init__(self, output: pathlib.Path):
+        self._folder, self._there = output / "checkpoints", set[str]()
+        self.written: list[tuple[int, float]] = []
+
+    def look(self) -> None:
+        """Notes the checkpoints that are new."""
+        names = {path.name for path in self._folder.glob("[0-9]*") if path.name.isdigit()}
+        self.written += [(int(name), time.time()) for name in names - self._there]
+        self._there = names
+
+    def seconds(self, rows: list[dict[str, Any]]) -> float:
+        """The median time from the end of the wait for a save until it was written."""
+        times = []
+        for row in rows:
+            seen = [moment for step, moment in self.written if step == row["step"] and moment >= row["time"]]
+            if row["kind"] == "save" and seen:
+                times.append(min(seen) - row["time"])
+        return statistics.median(times)
+
+
+def kill_at_random(launcher: subprocess.Popen[bytes], output: pathlib.Path, saves: Saves) -> list[tuple[float, float]]:
     """Kills one of the processes BETWEEN seconds after each start until the run ends; the times (of a start, of its
     kill)."""
     numbers, kills = random.Random(0), list[tuple[float, float]]()
@@ -66,7 +89,7 @@ def kill_at_random(launcher: subprocess.Popen[bytes], output: pathlib.Path) -> l
         if len(starts) == len(kills):  # it is starting
             time.sleep(0.2)
             continue
-        if _ends_before(launcher, starts[-1] + numbers.uniform(*BETWEEN)):
+        if _ends_before(launcher, starts[-1] + numbers.uniform(*BETWEEN), saves):
             break
         workers = psutil.Process(launcher.pid).children()
         if len(workers) == 2:
@@ -75,12 +98,13 @@ def kill_at_random(launcher: subprocess.Popen[bytes], output: pathlib.Path) -> l
     return kills
 
 
-def _ends_before(launcher: subprocess.Popen[bytes], until: float) -> bool:
+def _ends_before(launcher: subprocess.Popen[bytes], until: float, saves: Saves) -> bool:
     """Waits until a time, by the clock; whether the launcher has ended meanwhile."""
     while time.time() < until:
         if launcher.poll() is not None:
             return True
-        time.sleep(0.1)
+        saves.look()
+        time.sleep(0.05)
     return False
 
 
@@ -109,7 +133,8 @@ def main() -> None:
         lines = [{"text": f"Story {n}. " + "Once upon a time there was a cat. " * (1 + n % 7)} for n in range(400)]
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         launcher, output = start(folder, "killed", data)
-        kills = kill_at_random(launcher, output)
+        saves = Saves(output)
+        kills = kill_at_random(launcher, output, saves)
         assert launcher.returncode == 0, (folder / "killed.log").read_text()[-3000:]
         starts = starts_of(output)
         interval, save = save_cost(output)
@@ -121,15 +146,19 @@ def main() -> None:
         cycles = [row["step"] for row in rows if row["kind"] == "start"]
         useful = _useful(rows)
         wall = starts[-1] - starts[0]
+        write = saves.seconds(rows)
         result = {
             "kills": len(kills),
             "seconds_to_a_kill": [round(killed - started, 1) for started, killed in kills],
             "interval": round(interval, 3),
             "save": round(save, 3),
+            "write": round(write, 3),
             "restart": round(restart, 2),
             "mtbf": round(mtbf, 1),
             "goodput_between_first_and_last_start": round(useful / wall, 4),
-            "goodput_of_the_formula": round(goodput(interval, save, restart, mtbf), 4),
+            "goodput_of_the_formula": round(goodput(interval, save, restart, mtbf, write), 4),
+            "goodput_if_saves_counted_at_once": round(goodput(interval, save, restart, mtbf), 4),
+            "seconds_lost_per_kill": round(mtbf - useful / len(kills), 2),
             "run_json": measured,
             "first_updates_of_attempts": cycles,
             "digest": digest(output),

@@ -31,9 +31,9 @@ import meshtune
 from meshtune.config.data_recipe import DataRecipe, load_data_recipe
 from meshtune.evaluate.folder import Report
 from meshtune.generate.weights import BatchCaches
-from meshtune.synth.journal import Journal
+from meshtune.synth.asking import run_tasks
 from meshtune.synth.maker import Maker
-from meshtune.synth.run import make_plan, run_tasks
+from meshtune.synth.plan import make_plan
 from meshtune.synth.teachers import Teacher, open_teacher
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -92,12 +92,10 @@ def measure(recipe: DataRecipe, teacher: Teacher, process: psutil.Process, folde
     """Wall-clock and processor seconds, and tokens of answers, of one round."""
     report: Report = silent
     plan = make_plan(recipe)
-    journal = Journal(folder / f"journal-{time.monotonic_ns()}.jsonl")
-    maker = Maker(recipe, teacher, None, journal)
+    maker, journals = Maker(recipe, teacher, None), folder / f"journal-{time.monotonic_ns()}"
     start, before = time.monotonic(), sum(process.cpu_times()[:2])
-    outcome = run_tasks(plan, maker, [teacher], report)
+    outcome = run_tasks(plan, maker, [teacher], journals, report, deliver=lambda results: None)
     seconds, used = time.monotonic() - start, sum(process.cpu_times()[:2]) - before
-    journal.close()
     assert not outcome.failed, outcome.failed
     spent = outcome.spent
     counts = {"prompts": len(plan.tasks), "prompt_tokens": spent.prompt, "answer_tokens": spent.answer}

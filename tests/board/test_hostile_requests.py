@@ -19,6 +19,7 @@ from meshtune.board.job import EXIT, PROCESS, Job
 from meshtune.board.routes import all_routes
 from meshtune.board.state import BoardState, Planner
 from meshtune.board.workspace import Workspace, check_job, checked_recipe, workspace_at
+from meshtune.config.data_recipe import template_text
 from meshtune.config.fields import json_schema
 from meshtune.errors import UserError
 from meshtune.quickstart import DIRECTORY
@@ -129,6 +130,7 @@ def bodies(escape: str, workspace: Workspace, job: Job) -> dict[str, list[dict[s
         {"kind": "eval", "model": MODEL, "tasks": [f"arc_easy={escape}"]},
         {"kind": "serve", "model": MODEL, "adapters": {"a": escape}},
         {"kind": "serve", "model": MODEL, "adapters": [f"a={escape}"]},
+        *({"kind": "data", "recipe": text} for text in data_recipes(escape)),
         *([{"kind": "eval", "model": MODEL, key: escape} for key in ("data", "compare") if escape]),
         *([{**model, "output": escape}] if escape else []),
     ]
@@ -144,7 +146,24 @@ def bodies(escape: str, workspace: Workspace, job: Job) -> dict[str, list[dict[s
         "/api/plan": [{"recipe": text.replace("ESCAPE", quoted)}],
         "/api/data/preview": [{"recipe": text.replace("ESCAPE", quoted)}],
         "/api/models/memory": [{"path": escape}],
+        "/api/generate/plan": [{"recipe": text} for text in data_recipes(escape)],
     }
+
+
+DATA_RECIPE = {"teacher": str(MODEL), "documents": "inside", "kinds": ["qa"], "output": "made/x"}
+
+
+def data_recipes(escape: str) -> list[str]:
+    """Recipes of data that hold `escape` in each place of a path."""
+    source = [{"path": escape}]
+    keys = {
+        **{"teacher": {"path": escape}, "judge": {"path": escape}, "documents": [escape], "pictures": [escape]},
+        **{"examples": source, "mix": {"data": source}, "filters": {"evaluation": source}, "tools": escape},
+        **{"kinds": [{"template": escape}], "output": escape},
+    }
+    recipes = [{**DATA_RECIPE, key: value} for key, value in keys.items()]
+    recipes.append({**DATA_RECIPE, "filters": {"grounded": {"rubric": escape}}})
+    return list(map(json.dumps, recipes))
 
 
 def leads_outside(workspace: Workspace, path: str) -> bool:
@@ -157,13 +176,18 @@ def leads_outside(workspace: Workspace, path: str) -> bool:
 NO_PATHS = {
     *("/api/session", "/sign-in", "/api/machine", "/api/compare", "/api/catalogue", "/api/talk", "/api/events"),
     *("/api/recipe", "/api/recipe/form", "/api/recipe/files", "/api/data/files", "/api/models", "/api/models/machine"),
+    *("/api/generate/form", "/api/generate/files", "/api/generate/recipe", "/api/generate/jobs/{job}"),
+    "/api/generate/templates",
     *(
         f"/api/jobs/{{job}}{end}"
         for end in ("", "/recipe", "/report", "/log", "/metrics", "/samples", "/rollouts", "/stop", "/remove")
     ),
     *("/api/results/{job}", "/api/results/{job}/report", "/api/talk/{job}/v1/models", "/api/talk/{job}/v1/{path:path}"),
 }
-IN_ADDRESS = {"/api/recipe/file", "/api/data/upload", "/api/results/{job}/files/{path:path}", "/api/jobs/{job}/resume"}
+IN_ADDRESS = {
+    *("/api/recipe/file", "/api/data/upload", "/api/results/{job}/files/{path:path}", "/api/jobs/{job}/resume"),
+    *("/api/generate/upload", "/api/generate/jobs/{job}/records"),
+}
 
 
 def routes_of(workspace: Workspace) -> list[Route]:
@@ -263,8 +287,9 @@ def test_no_route_leads_outside(workspace, job, planner_requests):
         assert checked["problems"]
         if "\0" not in escape:
             assert board.get("/api/recipe/file", params={"name": escape}).status_code == 400
-            upload = board.post("/api/data/upload", params={"name": escape}, content=b"x", headers=BYTES)
-            assert upload.status_code == 400
+            for place in ("data", "generate"):
+                upload = board.post(f"/api/{place}/upload", params={"name": escape}, content=b"x", headers=BYTES)
+                assert upload.status_code == 400
     assert not planner_requests
     assert sorted(workspace.root.rglob("*")) == before
     fine = board.post("/api/check", json={"recipe": recipe()})
@@ -422,6 +447,7 @@ KINDS_BODIES = (
     {"kind": "predict", "model": MODEL, "data": LESSON, "limit": 1, "max_tokens": 1, "rows": 1},
     {"kind": "export", "model": MODEL, "form": "gguf", "type": "F16", "merge": True, "output": "runs/x"},
     {"kind": "push", "model": MODEL, "repository": "a/b", "token": "x", "public": True},
+    {"kind": "data", "recipe": json.dumps(DATA_RECIPE), "resume": True, "overwrite": False},
 )
 DEVICES = {"keys": ["cpu"], "count": 1, "processes": 1, "beside": True}
 SLURM = {"nodes": 1, "gpus": 1, "time": "1:00:00"}
@@ -442,9 +468,15 @@ POSTS: dict[str, tuple[dict[str, Any], ...]] = {
     "/api/plan": ({"recipe": recipe(), "target": "here", "compile": False, "count": False, "price": 1.5, "page": "p"},),
     "/api/data/preview": ({"recipe": recipe(), "page": "p"},),
     "/api/models/memory": ({"path": str(MODEL), "page": "p"},),
+    "/api/generate/recipe": (
+        {"recipe": json.dumps(DATA_RECIPE), "changes": [{"path": "kinds.0.options.count", "value": 1}]},
+        {"recipe": "documents: docs", "changes": [], "name_output": True},
+    ),
+    "/api/generate/templates": ({"name": "mine", "text": template_text("qa"), "replace": True},),
+    "/api/generate/plan": ({"recipe": json.dumps(DATA_RECIPE), "page": "p"},),
     "/api/talk/{job}/v1/{path:path}": ({"model": "m", "messages": []},),
 }
-WITHOUT_BODY = {"/api/jobs/{job}/resume", "/api/jobs/{job}/remove", "/api/data/upload"}
+WITHOUT_BODY = {"/api/jobs/{job}/resume", "/api/jobs/{job}/remove", "/api/data/upload", "/api/generate/upload"}
 
 
 def check_answer(answer: Any, label: object, caplog: pytest.LogCaptureFixture) -> None:
@@ -509,9 +541,10 @@ def test_requests_that_once_were_failures_of_the_server(workspace, planner_reque
 def test_no_recipe_is_a_failure_of_the_server(workspace, planner_requests, caplog):
     board = client(workspace)
     for text in RECIPES:
-        for path in ("/api/recipe", "/api/plan", "/api/data/preview", "/api/check", "/api/recipe/import"):
-            key = "text" if path.endswith("import") else "recipe"
-            check_answer(board.post(path, json={key: text}), (path, text[:100]), caplog)
+        pages = ("/api/recipe", "/api/plan", "/api/data/preview", "/api/check", "/api/recipe/import")
+        for path in (*pages, "/api/generate/recipe", "/api/generate/plan", "/api/generate/templates"):
+            key = "text" if path.endswith(("import", "templates")) else "recipe"
+            check_answer(board.post(path, json={key: text, "name": "x"}), (path, text[:100]), caplog)
         changes = [{"path": "data.train.0.path", "value": "x"}]
         check_answer(board.post("/api/recipe", json={"recipe": text, "changes": changes}), text[:100], caplog)
         changes = [{"path": "seed", "text": text}]

@@ -102,9 +102,9 @@ def test_nothing_comes_from_another_host():
 
 
 def test_the_page_is_light():
-    """Below 300 KB with English, another language and its help, before compression."""
+    """Below 330 KB with English, another language and its help, before compression."""
     languages = [path.stat().st_size for path in (PAGE / "text").glob("*.json")]
     english = (PAGE / "text/en.json").stat().st_size
     helps = [path.stat().st_size for path in (PAGE / "text/help").iterdir()]
     sizes = [path.stat().st_size for path in PAGE.rglob("*") if path.is_file() and PAGE / "text" not in path.parents]
-    assert sum(sizes) + english + max(languages) + max(helps) < 300_000
+    assert sum(sizes) + english + max(languages) + max(helps) < 330_000

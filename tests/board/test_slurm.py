@@ -47,11 +47,13 @@ def workspace(tmp_path: pathlib.Path) -> Workspace:
 
 def test_a_run_is_submitted_watched_and_cancelled(stub: pathlib.Path, workspace: Workspace):
     board = client(workspace)
-    assert board.get("/api/machine").json()["slurm"] is True
+    assert "slurm" in board.get("/api/machine").json()["schedulers"]
     body = {"recipe": recipe(), "slurm": {"nodes": 2, "gpus": 4, "time": "4:00:00", "partition": "long"}}
     created = board.post("/api/jobs", json=body)
     assert created.status_code == 201, created.text
-    assert (created.json()["state"], created.json()["slurm"]) == ("queued", {"id": "4711", "reason": ""})
+    assert (created.json()["state"], created.json()["scheduler"]) == (
+        "queued", {"name": "slurm", "id": "4711", "reason": ""},
+    )  # fmt: skip
     script = (stub / "script").read_text()
     for line in ("--nodes=2", "--gpus-per-node=4", "--time=4:00:00", "--partition=long"):
         assert f"#SBATCH {line}" in script
@@ -62,9 +64,9 @@ def test_a_run_is_submitted_watched_and_cancelled(stub: pathlib.Path, workspace:
         return board.get(job).json()["state"]
 
     (stub / "state").write_text("PENDING PartitionConfig\n")
-    assert board.get(job).json()["slurm"]["reason"] == "PartitionConfig"
+    assert board.get(job).json()["scheduler"]["reason"] == "PartitionConfig"
     (stub / "state").write_text("RUNNING None\n")
-    assert (state(), board.get(job).json()["slurm"]["reason"]) == ("running", "")
+    assert (state(), board.get(job).json()["scheduler"]["reason"]) == ("running", "")
     (workspace.root / "slurm-4711.out").write_text("a node does not see the model\n")
     assert board.get(f"{job}/log").json()["text"] == "a node does not see the model\n"
     logs = workspace.root / "runs/first/logs"

@@ -43,7 +43,7 @@ def test_a_run_on_two_nodes_is_stopped_and_goes_on_while_another_waits(workspace
     wait(lambda: steps(first) or job(first)["state"] == "failed", 240)
     assert job(first)["state"] == "running", job(first)["reason"]
     waiting = submit("runs/waiting", nodes=3)
-    wait(lambda: "Partition" in job(waiting)["slurm"]["reason"], 60)  # Slurm's words differ between its versions
+    wait(lambda: "Partition" in job(waiting)["scheduler"]["reason"], 60)  # Slurm's words differ between its versions
     assert job(waiting)["state"] == "queued"
     assert board.post(f"{waiting}/stop", json={}).status_code == 200
     wait(lambda: job(waiting)["state"] == "stopped", 60)

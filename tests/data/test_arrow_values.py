@@ -22,7 +22,7 @@ from datasets import Array2D, Array3D, ClassLabel, Features, Image, Json, LargeL
 from datasets.features.features import _FEATURE_TYPES
 
 from data.reading import fails, read
-from meshtune.data.documents import check_source
+from meshtune.data.checking import check_source
 from meshtune.data.sources import DataSource
 from meshtune.errors import UserError
 

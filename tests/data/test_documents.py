@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtune.config.sections import DataSection
+from meshtune.data.checking import open_unchecked
 from meshtune.data.conversation import Conversation, Text
-from meshtune.data.documents import data_sources, load_documents, open_unchecked
+from meshtune.data.documents import data_sources, load_documents
 from meshtune.data.formats import FORMATS_BY_TYPE
 from meshtune.errors import UserError
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtune.data.loader import _mix, pack, padded_length, random_keys, shuffle_order, unpacked_rows
+from meshtune.data.loader import _mix
+from meshtune.data.packing import pack, padded_length, random_keys, shuffle_order, unpacked_rows
 
 
 @settings(max_examples=150, deadline=None)

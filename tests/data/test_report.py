@@ -14,8 +14,8 @@ from rich.console import Console
 
 from meshtune.config.data_options import TokenOptions
 from meshtune.config.load import load_recipe
+from meshtune.data.checking import SkippedRecord
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.documents import SkippedRecord
 from meshtune.data.inspection import coloured_tokens, render
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
@@ -32,7 +32,7 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
         Example(np.arange(n, dtype=np.int32), np.ones(n, np.float32), Origin("f", i)) for i, n in enumerate(lengths)
     ]
     store = write_store(tmp_path / "store", examples, dict)
-    store.meta = {"copies": count_copies(store.digests, store.column("values"), "documents")}
+    store.meta = {"copies": count_copies([store.digests], store.column("values"), "documents")}
     prepared = Loader(store, max_length=64, batch_size=batch_size, **loader)
     total = sum(lengths)
     counts = counts or TokenCounts(

@@ -32,8 +32,8 @@ CHATS = [name for name in template_names() if name != "paligemma"]  # which writ
 SIZE = 32
 STARTED = f"""
 import sys, time
-import meshtune.data.store, meshtune.data.documents
-meshtune.data.store.SHARD, meshtune.data.documents.RANGE = {SIZE}, 100
+import meshtune.data.store, meshtune.data.checking
+meshtune.data.store.SHARD, meshtune.data.checking.RANGE = {SIZE}, 100
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 from data.preparing import prepared
 prepared(sys.argv[1], sys.argv[2], "sft", lambda activity, done, of: time.sleep("tokenising" in activity and 0.4))
@@ -43,7 +43,7 @@ prepared(sys.argv[1], sys.argv[2], "sft", lambda activity, done, of: time.sleep(
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr("meshtune.data.store.SHARD", SIZE)
-    monkeypatch.setattr("meshtune.data.documents.RANGE", 100)
+    monkeypatch.setattr("meshtune.data.checking.RANGE", 100)
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "1")
 
 
@@ -192,7 +192,7 @@ def test_the_first_error_is_the_one_of_the_first_record(tmp_path, small_shards, 
     for bad in (SIZE + 1, SIZE - 1):
         lines[bad]["messages"] = lines[bad]["messages"][:1]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr("meshtune.data.documents.RANGE", SIZE)
+    monkeypatch.setattr("meshtune.data.checking.RANGE", SIZE)
     monkeypatch.setenv("MESHTUNE_DATA_PROCESSES", "2")
     with pytest.raises(UserError, match="on_bad=skip") as caught:
         prepared(tmp_path / "data.jsonl", tmp_path / "cache", "sft")

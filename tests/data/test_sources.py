@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.reading import fails, read
-from meshtune.data.documents import check_source
+from meshtune.data.checking import check_source
+from meshtune.data.readers import columnar
 from meshtune.data.sources import COMPRESSIBLE, READERS, DataSource, open_path
 from meshtune.errors import UserError
 
@@ -296,7 +297,10 @@ def test_parquet_and_arrow_give_the_records_written(tmp_path, hf_home):
         records = open_path(path, path.name)
         assert list(records.sweep()) == rows
         assert records[599] == rows[599]
-    assert any(hf_home.rglob("*.arrow")), "parquet is cached where HF_HOME says"
+    assert not any(hf_home.rglob("*.arrow")), "parquet is read in place"
+    copy = open_path(tmp_path / "a.parquet", "a").random_access()
+    assert any(hf_home.rglob("*.arrow")), "where it is read in any order, it is cached where HF_HOME says"
+    assert list(copy.sweep()) == list(open_path(tmp_path / "a.parquet", "a").sweep())
 
 
 def test_a_parquet_file_of_one_row_group_is_read_in_pieces(tmp_path, hf_home):
@@ -311,13 +315,50 @@ def test_a_parquet_file_of_one_row_group_is_read_in_pieces(tmp_path, hf_home):
     pyarrow.set_memory_pool(counting)
     try:
         records = open_path(path, path.name)
+        assert [record["text"] for record in records.sweep()] == texts
     finally:
         pyarrow.set_memory_pool(former)
+        columnar._parquet_reader.cache_clear()  # what it holds belongs to the pool
     assert 0 < counting.max_memory() < 12e6
     assert records[39_999] == {"text": texts[-1]}
+    assert records[3] == {"text": texts[3]}
+    assert not any(hf_home.rglob("*.arrow"))
 
 
-def test_a_parquet_file_that_changed_is_copied_again(tmp_path, hf_home):
+def test_parquet_is_read_across_row_groups_forwards_and_backwards(tmp_path, hf_home):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": list(range(5000))}), path, row_group_size=1300)
+    records = open_path(path, path.name)
+    numbers = [0, 255, 256, 999, 1000, 1299, 1300, 4999, 2600, 2599, 7, 7]
+    assert [records[number] for number in numbers] == [{"n": number} for number in numbers]
+    chosen = pickle.loads(pickle.dumps(records.select(np.arange(1290, 2700)).select(np.array([5, 1400]))))
+    assert [(record["n"], chosen.origin(index).record) for index, record in enumerate(chosen.sweep())] == [
+        (1295, 1295),
+        (2690, 2690),
+    ]
+    first = records[0]
+    first["n"] = "changed"
+    assert records[0] == {"n": 0}, "readers of a record may change it"
+
+
+def test_a_parquet_file_that_another_one_replaced_is_not_taken_for_it(tmp_path, hf_home):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["first"]}), path)
+    stored = pickle.dumps(open_path(path, "a"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["second"]}), tmp_path / "b.parquet")
+    os.replace(tmp_path / "b.parquet", path)
+    columnar._parquet_reader.cache_clear()  # as in another process
+    with pytest.raises(UserError, match="changed while it was read"):
+        pickle.loads(stored)[0]
+
+
+def test_a_parquet_file_that_changed_is_read_again(tmp_path, hf_home):
     import pyarrow
     import pyarrow.parquet
 
@@ -354,8 +395,10 @@ def test_a_full_disk_of_the_cache_is_named_and_leaves_no_copy(tmp_path, hf_home,
 
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"{number} " * 50 for number in range(20_000)]}), path)
-    with small_files():
-        error = fails(path)
+    records = open_path(path, path.name)
+    with small_files(), pytest.raises(UserError) as caught:
+        records.random_access()
+    error = caught.value
     assert "cannot be copied into the cache of data sets: File too large" in error.what
     assert str(hf_home) in error.where
     assert "HF_HOME" in error.fix
@@ -517,7 +560,9 @@ def test_a_compressed_arrow_file_and_a_parquet_file_that_hold_gigabytes_are_refu
             sink.write_table(table)
         assert len(read(tmp_path / name)) == 30
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert "no text is packed so tightly" in fails(tmp_path / "a.parquet").what
+    for opened in (read, lambda path: open_path(path, "a").random_access()):
+        with pytest.raises(UserError, match="no text is packed so tightly"):
+            opened(tmp_path / "a.parquet")
     assert not list(hf_home.iterdir()), "no half of a copy is left"
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
     assert len(read(tmp_path / "a.parquet")) == 30

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.cli.model_options import parse_mesh
 from meshtune.errors import UserError
 from meshtune.families import model_spec
+from meshtune.generate import programs
 from meshtune.generate.api import load
 from meshtune.generate.engine import Engine
 from meshtune.generate.request import Generation, Sampling
@@ -67,6 +70,22 @@ def compare() -> None:
     for (ids, scores), (expected, numbers) in zip(split, alone, strict=True):
         assert ids == expected, (ids, expected)
         np.testing.assert_allclose(np.asarray(scores, float), np.asarray(numbers, float), atol=1e-4)
+    check_rows_are_written_locally(params, spec)
+
+
+def check_rows_are_written_locally(params: Tree, spec: ModelSpec) -> None:
+    """A decode step of rows that a mesh splits sends no keys: arrays of more dimensions than the tokens [B, STEPS]."""
+    rows, layout = 2, layout_for(make_mesh(MeshConfig(dp=2), jax.devices()[:2]), spec)[0]
+    compute, placed = Compute(layout=layout), jax.device_put(params, shardings(abstract_params(spec), layout))
+    layers, lengths = programs.empty_layers(spec, compute, rows, 16), np.ones(rows, np.int32)
+    feed: Any = programs.Feed(lengths, lengths, lengths, np.full((rows, 1), -1, np.int32))  # pyright: ignore
+    switches, knobs = programs.compiled_form([Sampling()] * rows)
+    arrays: Any = (placed, layers, programs.Counts.empty(rows), feed, knobs, np.int32(4), np.bool_(False))
+    options = {"spec": spec, "compute": compute, "switches": switches, "alternatives": None}
+    text = programs.decode.lower(*arrays, **options).compile().as_text()
+    shapes = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
+    assert shapes, "the tokens are gathered"
+    assert all(shape.count(",") < 2 for shape in shapes), shapes
 
 
 def on_four_devices(script: str | Path, *arguments: object) -> None:

@@ -47,8 +47,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MinJobAge=300
 KillWait=20
-NodeName=n1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=16821 CPUs=$cores
-NodeName=n2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=16822 CPUs=$cores
+NodeName=n1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=16821 CPUs=$cores RealMemory=4096
+NodeName=n2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=16822 CPUs=$cores RealMemory=4096
 PartitionName=here Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 CONF
   export SLURM_CONF="$at/slurm.conf"

@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from loopback import loopback_only
 from safetensors.numpy import load_file
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "src/meshtune/quickstart"
@@ -29,11 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def namespace() -> list[str]:
     """The beginning of a command that runs in a network namespace. Skips the tests where none may be made."""
-    begin = ["unshare", "-n", "bash", "-c", 'ip link set lo up && exec "$@"', "namespace"]
-    made = subprocess.run([*begin, "true"], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no network namespace: {made.stderr.strip()}")
-    return begin
+    return loopback_only()
 
 
 def recipe(folder: pathlib.Path) -> pathlib.Path:

@@ -86,13 +86,14 @@ def test_an_executor_that_does_not_exist_or_is_not_installed_is_refused(stories2
 
 
 def test_slurm_gets_an_array_whose_jobs_are_requeued_unless_the_user_erred(tmp_path):
-    replicas = Replicas(("predict", "a model", "--data", "d.jsonl"), 8, 1, tmp_path / "out", lambda: 0)
+    replicas = Replicas(("predict", "a model", "--data", "d.jsonl", "--output=out"), 8, 1, tmp_path / "out", lambda: 0)
     text = array_script(replicas, ("--gpus=1",))
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     lines = text.splitlines()
     assert {"#SBATCH --array=1-8", "#SBATCH --gpus=1", "#SBATCH --requeue", "export MESHTUNE_PROCESSES=1"} <= set(lines)
     assert any(
-        "predict 'a model' --data d.jsonl" in line and '--shard "$SLURM_ARRAY_TASK_ID/8"' in line for line in lines
+        "predict 'a model' --data d.jsonl --output=out" in line and '--shard "$SLURM_ARRAY_TASK_ID/8"' in line
+        for line in lines
     )
     assert "case $code in 0|1|2) exit $code ;; esac" in lines
 

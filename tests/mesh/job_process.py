@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 
 import jax
@@ -49,6 +50,8 @@ def work(job: Job) -> None:
         if index == 5 and job.process_index == 1 and "crash" in sys.argv:
             raise OSError(28, "No space left on device")
         if index == 5 and job.process_index == 0 and "idle" in sys.argv:
+            if "thread" in sys.argv:  # that waits for the others, as a server's when its first request comes
+                threading.Thread(target=job.barrier, args=("a request",), daemon=True).start()
             time.sleep(1000)  # not in a collective operation when the other process is lost
         if index == 20 and "short" in sys.argv:
             return

@@ -17,12 +17,13 @@ LIMIT = 20  # seconds; 60 are documented, and less than one is usual
 
 
 @pytest.mark.parametrize(
-    ("victim", "activity"), [(0, "work"), (1, "idle"), pytest.param(1, "work", marks=pytest.mark.slow)]
+    ("victim", "activity"),
+    [(0, "work"), (1, "idle thread"), *(pytest.param(1, name, marks=pytest.mark.slow) for name in ("idle", "work"))],
 )
 def test_a_killed_process_ends_the_others_with_a_message_that_names_it(
     tmp_path: pathlib.Path, victim: int, activity: str
 ):
-    processes = Processes(tmp_path, activity)
+    processes = Processes(tmp_path, *activity.split())
     processes.wait_for("value")
     time.sleep(0.2)
     started = time.monotonic()

@@ -75,6 +75,14 @@ def test_overrides_change_what_the_file_says(tmp_path: pathlib.Path):
         ({"teacher": {"path": "model", "timeout": 3}}, "timeout is an option of a server"),
         ({"teacher": {"path": "http://host/v1", "dtype": "float32"}}, "dtype is an option of a model here"),
         ({"held_out": 1.0}, "held_out is 1.0"),
+        (
+            {"teacher": "localhost:8000/v1"},
+            "teacher.path: an address begins with http:// or https://: http://localhost:8000/v1",
+        ),
+        ({"teacher": "httpd://localhost/v1"}, "http://localhost/v1"),
+        ({"teacher": "http://localhost:80a/v1"}, "teacher.path: this is no address"),
+        ({"teacher": "http:///v1"}, "teacher.path: this is no address"),
+        ({"judge": "http://host/v1?key=1"}, "judge.path: this is no address"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused(keys: dict[str, object], words: str):
@@ -84,6 +92,9 @@ def test_a_wrong_key_or_value_is_refused(keys: dict[str, object], words: str):
 def test_a_key_that_is_written_out_is_refused_and_not_repeated():
     text = problem(teacher={"path": "http://host/v1", "key": "sk-abc-123"})
     assert "no name of an environment variable" in text
+    assert "sk-abc-123" not in text
+    text = problem(teacher="http://me:sk-abc-123@host/v1")
+    assert "put the key into an environment variable" in text
     assert "sk-abc-123" not in text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import tempfile
 import zipfile
 
 import pytest
@@ -133,11 +135,40 @@ def test_bad_documents_can_be_left_out(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), [("nothing", "no type of document"), ("a.exe", "no type of document"), ("a.md", "No such file")]
+    ("path", "words"),
+    [("nothing", "no such file or folder"), ("a.md", "no such file or folder"), ("a.exe", "no type of document")],
 )
 def test_a_path_without_documents_is_refused(tmp_path: pathlib.Path, path: str, words: str):
+    (tmp_path / "a.exe").touch()
     with pytest.raises(UserError, match=words):
         document_files([str(tmp_path / path)])
+
+
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out():
+    with tempfile.TemporaryDirectory() as place:  # that of pytest is closed to other users
+        inner = pathlib.Path(place, "docs/private")
+        inner.mkdir(parents=True)
+        (inner.parent / "a.md").write_text("text")
+        os.chmod(place, 0o755)
+        inner.chmod(0)
+        user = os.geteuid()
+        os.seteuid(65534 if user == 0 else user)  # root may read everything
+        try:
+            with pytest.raises(UserError, match=r"Permission denied[\s\S]*docs/private"):
+                document_files([str(inner.parent)])
+        finally:
+            os.seteuid(user)
+            inner.chmod(0o755)
+
+
+def test_links_that_lead_in_circles_are_passed_over_or_named(tmp_path: pathlib.Path):
+    (tmp_path / "a.md").write_text("text")
+    (tmp_path / "self").symlink_to(tmp_path)
+    (tmp_path / "b.md").symlink_to(tmp_path / "c.md")
+    (tmp_path / "c.md").symlink_to(tmp_path / "b.md")
+    assert document_files([str(tmp_path)]) == [tmp_path / "a.md"]
+    with pytest.raises(UserError, match=r"levels of symbolic links[\s\S]*b.md"):
+        document_files([str(tmp_path / "b.md")])
 
 
 def test_an_empty_folder_is_refused(tmp_path: pathlib.Path):

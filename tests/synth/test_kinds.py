@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from typing import Any
@@ -24,7 +25,9 @@ from meshtune.data.documents import load_documents
 from meshtune.data.pictures.files import PictureFiles
 from meshtune.errors import UserError
 from meshtune.synth.kinds import Kind, Subject, draw, make_tasks, parse_answer, render
-from meshtune.synth.run import generate_data, make_plan
+from meshtune.synth.plan import make_plan
+from meshtune.synth.run import generate_data
+from meshtune.synth.subjects import tool_subjects
 
 pytest.importorskip("jsonschema", reason="the extra synth is not installed")
 pytest.importorskip("datasketch", reason="the extra synth is not installed")
@@ -131,6 +134,53 @@ def changed(tmp_path: pathlib.Path, old: str, new: str, name: str = "qa") -> str
 def test_a_template_with_an_unknown_field_is_refused(tmp_path: pathlib.Path, old: str, new: str, words: str):
     with pytest.raises(UserError, match=words):
         Kind(KindSection(template=changed(tmp_path, old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("type: array", "type: aray", r"no JSON Schema: 'aray'[\s\S]*answer_schema, properties.pairs.type"),
+        (
+            "question: {type: string}",
+            "question: {$ref: '#/$defs/text'}",
+            r"refers to '#/\$defs/text'[\s\S]*below \$defs",
+        ),
+        ("question: {type: string}", "question: {$ref: 'http://host/text'}", "refers to 'http://host/text'"),
+    ],
+)
+def test_a_template_with_an_invalid_schema_is_refused(tmp_path: pathlib.Path, old: str, new: str, words: str):
+    with pytest.raises(UserError, match=words):
+        Kind(KindSection(template=changed(tmp_path, old, new)))
+
+
+def test_a_tool_s_schema_is_checked_and_may_refer_to_its_own_definitions(tmp_path: pathlib.Path):
+    file = tmp_path / "tools.json"
+    place = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"enum": ["Oslo"]}}}
+    file.write_text(json.dumps([WEATHER, {"name": "map", "parameters": place}]))
+    subject = tool_subjects(str(file))[0]
+    schema = Kind(KindSection(template="tools")).schema(subject)
+    for city, fits in (("Oslo", True), ("Rome", False)):
+        call = {"request": "A map", "calls": [{"name": "map", "arguments": {"city": city}}]}
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="calls"):
+            assert parse_answer(json.dumps(call), schema or {}) == call
+    place["$defs"] = {}
+    file.write_text(json.dumps([WEATHER, {"name": "map", "parameters": place}]))
+    with pytest.raises(UserError, match=r"refers to '#/\$defs/City'[\s\S]*tools.json, tool 1 \(map\), parameters"):
+        tool_subjects(str(file))
+
+
+def test_a_template_is_printed_a_shipped_one_and_a_copy_alike(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    from meshtune.cli.data import template
+
+    template("qa")
+    shown = capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(shown)
+    template(str(tmp_path / "mine.yaml"))
+    assert capsys.readouterr().out == shown == (TEMPLATES / "qa.yaml").read_text()
+    with pytest.raises(UserError, match="no such template"):
+        template(str(tmp_path / "none.yaml"))
 
 
 def test_an_unknown_kind_names_the_nearest():

@@ -6,25 +6,25 @@ import json
 import os
 import pathlib
 import random
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from importlib.resources import files
 from typing import Any
 
-import numpy as np
 import pytest
 from made_documents import TOPICS, page
 from teacher_stub import KEY, TeacherStub, answer, half, hang, send, status, teacher_stub, wrong_json
 
-from meshtune.config.data_recipe import DataRecipe, TeacherModel, load_data_recipe
+from meshtune.config.data_recipe import DataRecipe, load_data_recipe
 from meshtune.errors import UserError
-from meshtune.synth import teachers
+from meshtune.options import Shard
+from meshtune.synth import asking, teachers
 from meshtune.synth.filters import REFUSAL
-from meshtune.synth.run import generate_data, show_generated, show_plan
+from meshtune.synth.plan import make_plan, show_plan
+from meshtune.synth.run import generate_data, show_generated
 
 pytest.importorskip("jsonschema", reason="the extra synth is not installed")
 pytest.importorskip("datasketch", reason="the extra synth is not installed")
@@ -105,25 +105,27 @@ def write_recipe(docs: pathlib.Path, stub: TeacherStub, name: str, **teacher: An
     return file
 
 
-def test_a_run_goes_on_to_the_record_after_kill_9(docs: pathlib.Path):
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_run_goes_on_to_the_record_after_kill_9_and_ctrl_c(docs: pathlib.Path, end: signal.Signals):
     with teacher_stub() as stub:
         reference = generate_data(load_data_recipe(write_recipe(docs, stub, "reference")))
         total = len(stub.requests)
     with teacher_stub(delay=0.3) as stub:
         recipe = write_recipe(docs, stub, "killed")
-        process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, text=True)
         while len(stub.requests) < 5 and process.poll() is None:
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        os.kill(process.pid, end)
+        shown = process.communicate()[0]
         output = docs.parent / "killed"
-        journal = (output / "journal.jsonl").read_bytes()
+        file = output / "journal/000000.jsonl.partial"
+        journal = file.read_bytes()
         answered = journal.count(b"\n")
         assert 0 < answered < total
+        if end == signal.SIGINT:
+            assert f"stopped: {answered} answers in the journal; --resume goes on" in shown
         assert not (output / "records.jsonl").exists()
-        (output / "journal.jsonl").write_bytes(
-            journal + b'{"request": "half a li'
-        )  # the system may have written a part
+        file.write_bytes(journal + b'[{"request": "half a li')  # the system may have written a part
         stub.delay, before = 0.0, len(stub.requests)
         with pytest.raises(UserError, match=r"not empty[\s\S]*--resume"):
             generate_data(load_data_recipe(recipe))
@@ -131,7 +133,50 @@ def test_a_run_goes_on_to_the_record_after_kill_9(docs: pathlib.Path):
         assert len(stub.requests) - before == total - answered  # nothing that was answered is asked again
     for name in ("records.jsonl", "dropped.jsonl"):
         assert (output / name).read_bytes() == (reference / name).read_bytes()
-    assert len((output / "journal.jsonl").read_text().splitlines()) == total
+    assert len((output / "journal/000000.jsonl").read_text().splitlines()) == total
+
+
+def repetitive(body: dict[str, Any]) -> str:
+    """One of four answers, so that there are near duplicates in all blocks."""
+    words = ["rye and spelt", "oats and barley", "wheat and maize", "millet and rice"][body["seed"] % 4]
+    return json.dumps({"pairs": [{"question": f"What is {words} for?", "answer": f"The mill grinds {words} at noon."}]})
+
+
+def test_shards_together_make_the_records_of_one_run(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asking, "TASKS", 2)
+    general = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]}
+               for n in range(50)]  # fmt: skip
+    (docs.parent / "general.jsonl").write_text("".join(json.dumps(row) + "\n" for row in general))
+    keys = {
+        "mix": {"data": str(docs.parent / "general.jsonl")},
+        "held_out": 0.3,
+        "kinds": [{"template": "qa", "repeat": 3}],
+    }
+    with teacher_stub() as stub:
+        stub.answer = repetitive
+        one = generate_data(make(docs, stub, "one", **keys))
+        asked, recipe = len(stub.requests), make(docs, stub, "many", **keys)
+        stub.faults = {asked + 4: status(400)}
+        generate_data(recipe, shard=Shard(2, 3))
+        generate_data(recipe, shard=Shard(2, 3))  # started again, it has nothing left to do
+        generate_data(recipe, shard=Shard(1, 3))
+        assert not (docs.parent / "many/records.jsonl").exists()
+        many = generate_data(recipe, shard=Shard(3, 3))
+        assert len(stub.requests) == 2 * asked + 1  # the one that was refused is asked again
+        before = (many / "records.jsonl").stat()
+        assert generate_data(recipe, shard=Shard(1, 3)) == many
+        assert (many / "records.jsonl").stat().st_ino == before.st_ino
+    names = ("records.jsonl", "held-out.jsonl", "dropped.jsonl")
+    assert [(one / name).read_bytes() for name in names] == [(many / name).read_bytes() for name in names]
+    assert (one / "README.md").read_text() == (many / "README.md").read_text().replace("/many", "/one")
+    assert json.loads((one / "generated.json").read_text())["dropped"]["duplicates"] > 10
+
+
+def test_a_budget_cannot_be_shared(docs: pathlib.Path):
+    with teacher_stub() as stub:
+        with pytest.raises(UserError, match=r"none of them knows[\s\S]*--dry-run"):
+            generate_data(make(docs, stub, budget={"tokens": 10**6}), shard=Shard(1, 2))
+        assert stub.requests == []
 
 
 def test_faults_that_pass_leave_no_trace(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -181,8 +226,6 @@ def test_a_request_that_fails_is_counted_and_asked_again(docs: pathlib.Path):
 
 
 def _order(recipe: DataRecipe) -> list[str]:
-    from meshtune.synth.run import make_plan
-
     return [str(task.subject.variables["passage"]) for task in make_plan(recipe).tasks]
 
 
@@ -303,6 +346,54 @@ def test_a_budget_is_not_exceeded_and_ends_at_the_same_task(docs: pathlib.Path):
     assert ends[0] == ends[1]
 
 
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "language": ({"filters": {"language": "English"}}, r"no code of a language[\s\S]*filters.language[\s\S]*en, es"),
+    "evaluation": ({"filters": {"evaluation": "none.jsonl"}}, r"no such file[\s\S]*filters.evaluation, none.jsonl"),
+    "mix": ({"mix": {"data": "none.jsonl"}}, r"no such file[\s\S]*mix.data, none.jsonl"),
+    "columns": ({"mix": {"data": "other.csv"}}, r"fields are: a, b[\s\S]*mix.data, other.csv[\s\S]*'mix.data=\{path"),
+    "rubric": ({"filters": {"quality": {"rubric": "none.yaml"}}}, r"no such rubric[\s\S]*none.yaml"),
+    "template": ({"kinds": ["none.yaml"]}, r"no such template[\s\S]*none.yaml[\s\S]*meshtune data template"),
+    "key": ({"teacher": {"key": "NO_SUCH_KEY"}}, r"NO_SUCH_KEY[\s\S]*teacher.key[\s\S]*export NO_SUCH_KEY"),
+    "judge's key": ({"judge": {"path": "http://host/v1", "key": "NO_SUCH_KEY"}}, r"judge.key[\s\S]*export NO_SUCH_KEY"),
+    "model": ({"judge": "./no-model"}, r"'no-model' does not exist"),
+    "output": ({"output": "other.csv"}, r"output is a file[\s\S]*other.csv[\s\S]*another output"),
+    "output of others": ({"output": "docs"}, r"folder is not empty[\s\S]*docs[\s\S]*another output"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_reported_before_documents_are_read(
+    docs: pathlib.Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    keys, words = MISTAKES[name]
+    (docs / "0.md").write_bytes(b"\xff")  # which reading it would report
+    (docs.parent / "other.csv").write_text("a,b\n1,2\n")
+    monkeypatch.chdir(docs.parent)
+    with teacher_stub() as stub, pytest.raises(UserError, match=words):
+        generate_data(make(docs, stub, **keys))
+    assert stub.requests == []
+
+
+def test_an_address_of_no_host_is_reported_at_once(docs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(socket.gaierror) as error:
+        socket.getaddrinfo("no.invalid", 80)
+    if error.value.errno != socket.EAI_NONAME:
+        pytest.skip("there is no name server to ask")
+    monkeypatch.setattr(teachers, "PAUSE", 1000.0)
+    with pytest.raises(UserError, match=r"no host of this name[\s\S]*http://no.invalid/v1[\s\S]*correct teacher.path"):
+        generate_data(make(docs, "http://no.invalid/v1"))
+
+
+def test_a_budget_in_dollars_is_not_exceeded(docs: pathlib.Path):
+    with teacher_stub() as stub:
+        teacher = {"path": stub.address, "price": {"prompt": 10, "answer": 40}, "max_tokens": 100}
+        output = generate_data(make(docs, stub, teacher=teacher, attempts=1, budget={"dollars": 0.015}))
+        report = json.loads((output / "generated.json").read_text())
+        assert 0 < len(stub.requests) < 6
+        assert report["dollars"] == pytest.approx(0.003 * len(stub.requests))
+        assert report["dollars"] <= 0.015
+
+
 def test_a_budget_below_one_request_is_refused(docs: pathlib.Path):
     with teacher_stub() as stub:
         with pytest.raises(UserError, match=r"budget is too small for one request[\s\S]*raise it"):
@@ -396,6 +487,36 @@ def test_filters_count_and_show_what_they_drop(docs: pathlib.Path):
     assert "Die Mühle mahlt" in card
 
 
+def test_judged_filters_drop_what_scores_too_little_by_their_rubrics(docs: pathlib.Path):
+    (docs.parent / "mine.yaml").write_text("about: mine\nprompt: 'MINE {{ question }} {{ passage }}'\n")
+
+    def judged(body: dict[str, Any]) -> str:
+        prompt = body["messages"][-1]["content"]
+        if "response_format" not in body:  # the second answer to the question about the ferry has no word of the first
+            return "Nobody knows." if "ferry" in prompt else "It is open every day in summer."
+        if "pairs" in body["response_format"]["json_schema"]["schema"]["properties"]:
+            (title,) = (title for title in TOPICS if f"# {title}" in prompt)
+            return json.dumps({"pairs": [{"question": f"{title}?", "answer": "It is open every day in summer."}]})
+        bad = "The mill?" in prompt if "MINE" in prompt else "orchard" in prompt
+        return json.dumps({"reason": "because", "score": 1 if bad else 5})
+
+    filters = {"duplicates": None, "agreement": 0.5, "grounded": 4}
+    filters["quality"] = {"least": 2, "rubric": str(docs.parent / "mine.yaml")}
+    with teacher_stub() as stub:
+        stub.answer = judged
+        output = generate_data(make(docs, stub, filters=filters))
+    assert {(row["filter"], pathlib.Path(row["source"]).name) for row in rows(output, "dropped.jsonl")} == {
+        ("quality", "0.md"),
+        ("agreement", "1.md"),
+        ("grounded", "2.md"),
+    }
+    assert len(rows(output)) == 3
+    card = (output / "README.md").read_text()
+    for name in ("quality", "agreement", "grounded"):
+        assert f"| {name} | 1 |" in card
+        assert f"- *{name}* (" in card
+
+
 @pytest.mark.parametrize(
     "text", ["I'm sorry, but no.", "As an AI language model, I think", "抱歉，我不能", "I cannot do that"]
 )
@@ -451,37 +572,3 @@ def test_the_output_is_shown_with_its_sources(docs: pathlib.Path, capsys: pytest
     assert f"qa of {docs}"[:40] in shown  # long paths are cut
     assert "prompt_sha256" in shown
     assert "| qa | 18 |" in shown
-
-
-def test_a_local_teacher_decodes_its_requests_together(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    """Three threads ask one after another, twice: every decode step has all three rows."""
-    from meshtune.generate.weights import BatchCaches
-
-    model = shutil.copytree(str(files("meshtune.quickstart") / "model"), tmp_path / "model")
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    template = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    monkeypatch.setattr(teachers, "GATHER", 30.0)
-    decode, rows_of_calls = BatchCaches.decode, []
-
-    def counting_decode(caches: BatchCaches, **arrays: Any) -> Any:
-        rows_of_calls.append(int(np.sum(arrays["feed"].remaining > 0)))
-        return decode(caches, **arrays)
-
-    monkeypatch.setattr(BatchCaches, "decode", counting_decode)
-    teacher = teachers.LocalTeacher(TeacherModel(path=str(model), at_once=3, max_tokens=4, temperature=0))
-    teacher._stop_ids, answers = frozenset(), []
-
-    def ask(number: int) -> None:
-        for turn in range(2):
-            time.sleep(0.02 * number)
-            answers.append(teacher.ask(teachers.Request((("user", f"{turn} {number}"),), seed=number)))
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    teacher.close()
-    assert [answer.answer_tokens for answer in answers] == [4] * 6
-    assert rows_of_calls == [3, 3]

@@ -2,7 +2,8 @@
 
 python sharded_checkpoint_cases.py DIRECTORY COMMAND ...     prints a line of JSON for each thing worth asserting
 
-save MESH METHOD STEP      restore MESH METHOD STEP      chain METHOD MESH MESH ...      mesh: fsdp=4,tp=2
+save MESH METHOD STEP      restore MESH METHOD STEP      restore by replica MESH METHOD STEP
+chain METHOD MESH MESH ...                               mesh: fsdp=4,tp=2
 die MESH PROCESS           no room MESH                  fifty MESH
 """
 
@@ -19,6 +20,7 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import psutil
 
 from meshtune.adapters.config import FullConfig, LoraConfig
@@ -70,7 +72,9 @@ def expected_leaf(place: int, leaf: jax.ShapeDtypeStruct, step: int) -> np.ndarr
     """Returns leaf number `place` after `step` updates, as every process can compute it."""
     if leaf.ndim == 0:
         return np.asarray(step + place, leaf.dtype)
-    return np.random.default_rng([place, step]).normal(size=leaf.shape).astype(leaf.dtype)
+    array = np.random.default_rng([place, step]).normal(size=leaf.shape).astype(leaf.dtype)
+    array[..., 0] = -0.0  # which a sum with zeros would change
+    return array
 
 
 def fill_state(state: TrainState, step: int) -> TrainState:
@@ -111,6 +115,17 @@ def main(job: Job, directory: pathlib.Path, command: str, *arguments: str) -> No
             abstract = like(mesh, method, wide=8 if "wide" in command else 1)
             assert checkpoints.record(step) == record_of(step)
             say(checked=check(checkpoints.restore(step, abstract), abstract, step), latest=checkpoints.latest())
+    elif command == "restore by replica":
+        mesh, method, step = arguments[0], arguments[1], int(arguments[2])
+        with Checkpoints(directory, keep=2, job=job, by_replica=True) as checkpoints:
+            abstract, reads = like(mesh, method), []
+            restore = ocp.PyTreeCheckpointHandler.restore
+            ocp.PyTreeCheckpointHandler.restore = lambda *args, **options: reads.append(1) or restore(*args, **options)
+            say(checked=check(checkpoints.restore(step, abstract), abstract, step), reads=len(reads))
+            try:
+                checkpoints.restore(step, like(mesh, "full"))
+            except UserError as error:
+                say(refused=error.what)
     elif command == "chain":
         for number, mesh in enumerate(arguments[1:], 1):
             with Checkpoints(directory, keep=2, job=job) as checkpoints:

@@ -35,6 +35,15 @@ def test_only_updates_up_to_the_save_that_the_next_attempt_began_from_count():
     assert goodput_of([]).share == 0.0
 
 
+@pytest.mark.parametrize("behind", [0.0, 3600.0])
+def test_a_host_whose_clock_is_behind_does_not_shorten_the_attempts(behind: float):
+    """The second attempt's process 0 is on another host: only the 45 s between the attempts can be lost."""
+    rows = [start(0, 1000), save(10, 20.0, 1030), start(10, 1075 - behind), save(20, 25.0, 1135 - behind)]
+    goodput = goodput_of(rows)
+    assert goodput.wall_seconds == 30 + (0 if behind else 45) + 60
+    assert goodput.useful_seconds == 45
+
+
 def stepped(step: int, seconds: float) -> Stepped:
     return Stepped(step, 0.0, 1.0, 1.0, 0.1, {}, 1, 1, seconds, 0)
 

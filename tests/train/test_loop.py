@@ -28,6 +28,7 @@ class Rows:
     metrics: dict = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     rollout_rows: tuple = ()
+    counts: None = None
 
 
 def rows(step: int) -> Rows:

@@ -31,7 +31,7 @@ FULL: dict[str, Any] = {"method": "full", "optimizer": {"learning_rate": 3e-4}, 
 
 def write(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
     """The path of a recipe whose run goes to `folder`/run unless output says otherwise."""
-    real_runs.write_stories(folder / "stories.jsonl")
+    real_runs.write_stories(folder / "stories.jsonl", sections.pop("stories", 96))
     fields = {
         "model": str(MODEL),
         "data": {"train": str(folder / "stories.jsonl"), "max_length": 64, **sections.pop("data", {})},
@@ -196,8 +196,10 @@ def exact(actual: pathlib.Path, expected: pathlib.Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_processes_on_one_stream_train_as_one_and_go_on_exactly_when_killed(tmp_path: pathlib.Path):
-    """The journal of the stream is written every 16 updates, checkpoints every 8: a process is killed beyond both."""
-    stream = SAVED | {"data": {"streaming": True}, "checkpoint": {"every": 8}}
+    """The journal of the stream is written every 16 updates, checkpoints every 8: a process is killed beyond both.
+
+    There are enough stories for a lane for each row, and for workers (MESHTUNE_DATA_PROCESSES)."""
+    stream = SAVED | {"data": {"streaming": True}, "checkpoint": {"every": 8}, "stories": 4200}
     folders = {name: tmp_path / name for name in ("alone", "whole", "killed")}
     for folder in folders.values():
         folder.mkdir()
@@ -206,8 +208,10 @@ def test_two_processes_on_one_stream_train_as_one_and_go_on_exactly_when_killed(
     train(write(folders["alone"], **alone))
     launch(paths["whole"], 2, 2)
     check_near(folders["whole"] / "run", folders["alone"] / "run", UPDATES)
+    journals = {file.name for file in (folders["whole"] / "run").glob("stream*")}
+    assert journals == {"stream-0.jsonl", "stream-4.jsonl"}, "each process was to read its rows alone"
     run = folders["killed"] / "run"
-    with start_launch(paths["killed"], 2, 2, "--resume") as job:
+    with start_launch(paths["killed"], 2, 2, "--resume", MESHTUNE_DATA_PROCESSES="4") as job:
         wait_until(lambda: len(rows(run)) >= 19, lambda: job.launcher.poll() is None)
         job.members()[1].kill()
         code, output = job.ends(60)

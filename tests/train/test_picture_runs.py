@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import pathlib
+import re
 
+import jax
 import numpy as np
 import peft
 import pytest
@@ -64,6 +66,37 @@ def test_lora_and_a_projector_learn_and_open_in_peft(seeing, tmp_path):
                 and other.replace(".modules_to_save.default", "").endswith(name.removeprefix("base_model.model."))
             ]
             np.testing.assert_array_equal(theirs.detach().numpy(), array)
+
+
+def test_every_shape_of_batch_is_compiled_before_the_first_update(seeing, tmp_path):
+    """Batches of four pictures, of one, and of none, each a third: the one with the most patches first. JAX says what
+    is compiled, and the log of updates when."""
+    folder, output, rows = pathlib.Path(seeing["data"]["train"]).parent, tmp_path / "run", []
+    for number in range(12):
+        names = [f"{place}.png" for place in range((4, 1, 0)[number % 3])]
+        turns = [
+            {"role": "user", "content": "<image>" * len(names) + "say red"},
+            {"role": "assistant", "content": "red"},
+        ]
+        rows.append({"messages": turns, "images": names})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compiled: list[tuple[str, int]] = []
+
+    def note(event: str, seconds: float, fun_name: str = "", **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append((fun_name, len(losses(output)) if (output / "metrics.jsonl").is_file() else 0))
+
+    sections = {"data": {"train": str(tmp_path / "data.jsonl"), "max_length": 96, "packing": False}}
+    sections |= {"vision": {"media_dir": str(folder)}, "train": {"epochs": 1, "batch_size": 1}, "checkpoint": {}}
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        meshtune.train(seeing | sections | {"output": str(output)})
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled.count(("jit(adjusted)", 0)) == 3, "the step, which adjusts buffers last"
+    assert not [name for name, done in compiled if 0 < done < 12]
+    console = (output / "console.log").read_text()
+    assert re.findall(r"compiled the training step in [\d.]+ s(?: for (\d+) patches)?", console) == ["64", "32", ""]
 
 
 @pytest.mark.slow

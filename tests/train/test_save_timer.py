@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import pathlib
 import sys
+import threading
+import time
 
 import pytest
 
 from meshtune.config.load import load_recipe
 from meshtune.costs.goodput import best_interval
 from meshtune.errors import UserError
+from meshtune.train.checkpoint.checkpoints import Checkpoints
 from meshtune.train.checkpoint.save_timer import FIRST, SaveTimer
-from meshtune.train.evaluation.evaluate import Cadence, at_interval, never
+from meshtune.train.evaluation.evaluate import Cadence, Evaluation, at_interval, never
+from meshtune.train.loop import Interrupt, run_loop
+from meshtune.train.report.events import Events, Note
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from test_loop import run, task
+from test_loop import Recorder, begin, run, task
 
 
 class Clock:
@@ -86,6 +91,56 @@ def test_saves_by_the_clock_come_at_the_update_after_the_request_and_change_no_n
     assert ended.state.trainable == plain.state.trainable
     losses = [[event.loss for event in of if hasattr(event, "loss")] for of in (events, plain_events)]
     assert losses[0] == losses[1]
+
+
+class SlowStore(Checkpoints):
+    """Is still writing its first save when asked for the first three times afterwards."""
+
+    questions = 0
+
+    @property
+    def writing(self) -> bool:
+        self.questions += self._newest is not None
+        return 0 < self.questions <= 3
+
+    def wait_written(self, seconds: float) -> bool:
+        return not self.writing
+
+
+def slow_run(tmp_path, work):
+    events = Recorder()
+    with SlowStore(tmp_path, keep=99) as checkpoints:
+        ended = run_loop(work, begin(), checkpoints, Events([events]), Interrupt())
+    return ended, [event.text for event in events.events if isinstance(event, Note)], checkpoints.steps()
+
+
+def test_updates_go_on_while_a_save_is_written_and_the_next_save_comes_after_it(tmp_path):
+    cadence = Cadence(9, never, never, at_interval(2, 9))
+    ended, notes, saved = slow_run(tmp_path / "slow", task(total=9, cadence=cadence))
+    assert notes == ["the save of update 4 waits until that of update 2 is written"]
+    assert saved == [2, 8, 9], "written when asked for 7, which all processes learn with its metrics, after update 8"
+    plain, _, _ = run(tmp_path / "plain", task(total=9, cadence=cadence))
+    assert ended.state.trainable == plain.state.trainable
+
+
+def test_the_best_state_and_the_last_are_saved_at_their_updates_while_one_is_written(tmp_path):
+    losses = iter([3.0, 2.0])
+    every_update = Cadence(4, at_interval(2, 4), never, at_interval(1, 4))
+    work = task(total=4, cadence=every_update, evaluate=lambda _: Evaluation(next(losses), {}, 1.0))
+    _, notes, saved = slow_run(tmp_path, work)
+    assert notes == ["the save of update 3 waits until that of update 2 is written"]
+    assert saved == [1, 2, 4], "2 is the best so far, 4 the last"
+
+
+def test_a_save_waits_for_one_that_is_written_soon(tmp_path):
+    with Checkpoints(tmp_path, keep=99) as checkpoints:
+        assert checkpoints.wait_written(0.0)
+        checkpoints._newest = 5
+        started = time.monotonic()
+        assert not checkpoints.wait_written(0.1)
+        assert time.monotonic() - started >= 0.1
+        threading.Timer(0.05, checkpoints.path(5).mkdir).start()
+        assert checkpoints.wait_written(60.0)
 
 
 RECIPE = "model: {path: x}\ndata: {train: [{path: y}]}\noutput: out\ncheckpoint: {%s}\n"

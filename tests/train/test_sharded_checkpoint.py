@@ -32,6 +32,26 @@ def test_a_state_moves_between_numbers_of_processes_bit_for_bit(tmp_path, places
         assert {line["latest"] for lines in results for line in lines} == {1}
 
 
+@pytest.mark.parametrize(
+    ("processes", "devices", "mesh", "readers"),
+    [
+        (2, 1, "dp=2", [1, 0]),
+        pytest.param(4, 1, "dp=2,fsdp=2", [1, 1, 0, 0], marks=pytest.mark.slow),
+        pytest.param(2, 2, "dp=4", [1, 0], marks=pytest.mark.slow),
+        pytest.param(2, 2, "fsdp=4", [1, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_one_replica_reads_a_checkpoint_and_the_others_receive_the_same_bits(
+    tmp_path, processes, devices, mesh, readers
+):
+    run_well(PROGRAM, str(tmp_path), "save", "fsdp=2", "lora", "1", devices=2)
+    results = run_well(
+        PROGRAM, str(tmp_path), "restore by replica", mesh, "lora", "1", processes=processes, devices=devices
+    )
+    assert [lines[0]["reads"] for lines in results] == readers
+    assert all("does not fit this run" in lines[1]["refused"] for lines in results)
+
+
 @pytest.mark.slow
 def test_what_several_devices_hold_is_written_once(tmp_path):
     """With dp=2 each process holds the whole state, and each writes half of it: random numbers do not compress."""

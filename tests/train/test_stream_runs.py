@@ -27,7 +27,7 @@ class Stopped(Exception):
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHTUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("meshtune.data.stream.WINDOW", 16)
+        patch.setattr("meshtune.data.stream.LANE_SAMPLES", 10)
         yield
 
 

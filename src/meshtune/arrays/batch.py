@@ -5,6 +5,7 @@ An array of another stage, of rewards or of pictures, is one more entry, of any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -59,6 +60,16 @@ BATCH_ARRAYS = {
     "named_log_probs": BatchArray(np.float32, (*_TOKENS, "named")),
 }
 TOKEN_ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # those of every batch
+
+
+LANES = 128  # rows of more patches have a multiple of this where pictures have no tiles, for the attention's blocks
+
+
+def row_patches(limit: int, tile: int | None, merge: int) -> int:
+    """The patches of a row that has room for `limit`: in whole tiles of `tile` patches, or without tiles in features of
+    `merge` x `merge` patches and a multiple of LANES."""
+    multiple = tile or (math.lcm(merge**2, LANES) if limit > LANES else merge**2)
+    return -(-limit // multiple) * multiple
 
 
 def empty_arrays(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, np.ndarray[Any, Any]]:

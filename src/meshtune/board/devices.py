@@ -73,7 +73,10 @@ def checked_choice(value: object) -> dict[str, Any]:
 
 
 def devices_of(choice: Mapping[str, Any]) -> frozenset[str]:
-    """The keys of the devices that a choice takes: all accelerators, or else the CPU, where it names none."""
+    """The keys of the devices that a choice takes: all accelerators, or else the CPU, where it names none; {"none":
+    true} takes none."""
+    if choice.get("none"):
+        return frozenset()
     keys = choice.get("keys") or [device.key for device in devices() if device.key != CPU] or [CPU]
     return frozenset(keys)
 

@@ -12,14 +12,17 @@ import platform
 import re
 import signal
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import psutil
 
-from meshtune.board import slurm
+from meshtune.board import k8s, slurm
 from meshtune.board.slurm import State
 from meshtune.runs.output import CONSOLE_LOG, LOGS, RUN, is_claimed
 
+# Each has RECORD, available, command, submit, facts, state_of and cancel.
+SCHEDULERS: Mapping[str, ModuleType] = {"slurm": slurm, "kubernetes": k8s}
 JOB_VARIABLE = "MESHTUNE_BOARD_JOB"  # the folder of their job, in the environment of all its processes
 SECRET = "MESHTUNE_BOARD_SECRET_"  # before the name of a variable that a runner hands to its own job alone
 
@@ -108,7 +111,7 @@ STOP_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signa
 class JobRequest:
     """`arguments` are those of `meshtune`, run in `root`. `output` is the run's folder, if the kind has one.
 
-    `devices` is a choice as board.devices reads it. `name` is shown. `is_slurm`: the arguments submit it to Slurm.
+    `devices` is a choice as board.devices reads it. `name` is shown. `scheduler`: one of SCHEDULERS, or none.
     `is_attached`: the run was started without the board, and the arguments would go on with it. `readable` are the
     folders besides `root` that the job may read; None in jobs of earlier versions, which are not checked as they start.
     `runs_code`: its recipe may run code of its own.
@@ -120,7 +123,7 @@ class JobRequest:
     root: str
     output: str | None = None
     devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_slurm: bool = False
+    scheduler: str | None = None
     is_attached: bool = False
     readable: tuple[str, ...] | None = None
     runs_code: bool = False
@@ -141,19 +144,22 @@ class Job:
     child: ProcessId | None = None
     exit: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     attempt: int = 1
-    slurm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the scheduler
 
     @property
     def log(self) -> pathlib.Path:
-        """The file with what the run prints: for one under Slurm that of its process 0, before that the batch script's;
-        for one that was started without the board its own copy."""
+        """The file with what the run prints: for one under a scheduler that of its process 0, before that the batch
+        script's, or what the cluster has of its first pod; for one that was started without the board its own copy."""
         candidates: list[pathlib.Path] = []
         if self.request.is_attached:
             candidates = [pathlib.Path(self.request.output or "") / CONSOLE_LOG]
-        elif self.request.is_slurm:
-            script = pathlib.Path(self.request.root) / f"slurm-{self.slurm.get('id')}.out"
+        elif self.request.scheduler:
+            script = pathlib.Path(self.request.root) / f"slurm-{self.record.get('id')}.out"
             candidates = [pathlib.Path(self.request.output or "") / LOGS / "process-0.log", script]
-        return next((path for path in candidates if path.exists()), self.folder / LOG)
+        log = next((path for path in candidates if path.exists()), self.folder / LOG)
+        if self.request.scheduler == "kubernetes" and log.parent == self.folder:
+            k8s.LOGS.update(log, self.record)
+        return log
 
     @property
     def id(self) -> str:
@@ -178,7 +184,7 @@ class Job:
             "attached": request.is_attached and self.state in ACTIVE,
             "attempt": self.attempt,
             "exit": dict(self.exit),
-            "slurm": slurm.facts(self.slurm),
+            "scheduler": SCHEDULERS[request.scheduler].facts(self.record) if request.scheduler else None,
         }
 
 
@@ -186,7 +192,10 @@ def read_job(folder: pathlib.Path) -> Job | None:
     """The job in a folder; None if it holds none, or one that cannot be read."""
     fields = read_json(folder / JOB)
     try:
+        if fields.pop("is_slurm", False):  # of earlier versions
+            fields["scheduler"] = "slurm"
         request = JobRequest(**{**fields, "arguments": tuple(fields["arguments"])})
+        scheduler = SCHEDULERS[request.scheduler] if request.scheduler else None
     except (KeyError, TypeError):
         return None
     processes = read_json(folder / PROCESS)
@@ -194,11 +203,11 @@ def read_job(folder: pathlib.Path) -> Job | None:
     ended = read_json(folder / EXIT)
     attempts = folder / ATTEMPTS
     attempt = 1 + (len(os.listdir(attempts)) if attempts.is_dir() else 0)
-    record = read_json(folder / slurm.RECORD)
+    record = {} if scheduler is None else read_json(folder / scheduler.RECORD)
     if request.is_attached:
         state = _attached_state(pathlib.Path(request.output or ""))
-    elif request.is_slurm:
-        state = _slurm_state(folder, request, record)
+    elif scheduler is not None:
+        state = _scheduled_state(scheduler, folder, request, record)
     else:
         state = _state(folder, runner, child, ended)
     return Job(folder, request, state, runner, child, ended, attempt, record)
@@ -265,8 +274,10 @@ def _attached_state(output: pathlib.Path) -> State:
             return "running" if is_claimed(output) else "lost"
 
 
-def _slurm_state(folder: pathlib.Path, request: JobRequest, record: Mapping[str, Any]) -> State:
+def _scheduled_state(
+    scheduler: ModuleType, folder: pathlib.Path, request: JobRequest, record: Mapping[str, Any]
+) -> State:
     if not record:
         return "queued"  # it is being submitted
     status = None if request.output is None else read_json(pathlib.Path(request.output) / RUN).get("status")
-    return slurm.state_of(record, (folder / STOP).exists(), status)
+    return scheduler.state_of(record, (folder / STOP).exists(), status)

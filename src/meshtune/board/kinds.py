@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.board import follow
-from meshtune.board.job import RECIPE
-from meshtune.board.slurm import SCRIPT, checked_options
+from meshtune.board.job import RECIPE, SCHEDULERS
 from meshtune.board.workspace import HUB_ID, Workspace, check_references, checked_data_recipe, checked_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
@@ -22,13 +21,14 @@ from meshtune.runs.sources import BEST, MARK
 class Prepared:
     """`arguments` are those of `meshtune`; in them `{job}` stands for the job's folder, where `recipe` is written to
     recipe.yaml. `output` is the absolute path of the folder that the command writes, if it has one. `secrets` are
-    variables of the command's environment that no file holds."""
+    variables of the command's environment that no file holds. `computes`: it needs the devices of this machine."""
 
     name: str
     arguments: tuple[str, ...]
     output: str | None = None
     recipe: str | None = None
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    computes: bool = True
 
 
 OWN_FOLDER = "give a folder of its own, as evaluations/first"
@@ -266,20 +266,34 @@ def prepare_train(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     recipe = checked_recipe(workspace, text)
     output = workspace.to_write(recipe.output, "output")
     check_output(output, resume=resume or recipe.resume, overwrite=overwrite or recipe.overwrite)
-    if overwrite and body.get("slurm"):
+    scheduler = scheduler_of(body)
+    if overwrite and scheduler is not None:
         raise UserError(
-            "a run under Slurm is restarted, and would move its own work aside", where="overwrite", fix="leave it out"
+            "a run under a scheduler is restarted, and would move its own work aside",
+            where="overwrite",
+            fix="leave it out",
         )
-    flags = ["resume=true"] * resume if body.get("slurm") else [*["--resume"] * resume, *["--overwrite"] * overwrite]
-    return Prepared(output.name, train_command(body, flags), output=str(output), recipe=text)
+    flags = ["resume=true"] * resume if scheduler else [*["--resume"] * resume, *["--overwrite"] * overwrite]
+    return Prepared(output.name, train_command(workspace, body, flags), output=str(output), recipe=text)
 
 
-def train_command(body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
-    """The arguments that train by the recipe of a job, where `body` says: here, in processes, or under Slurm."""
+def scheduler_of(body: dict[str, Any]) -> str | None:
+    """The scheduler, of SCHEDULERS, whose options a request has. Raises: UserError for two of them."""
+    names = [name for name in SCHEDULERS if body.get(name)]
+    if len(names) > 1:
+        raise UserError(f"a run has one of {' and '.join(names)}", where=names[1], fix="leave the others out")
+    return names[0] if names else None
+
+
+def train_command(workspace: Workspace, body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
+    """The arguments that train by the recipe of a job, where `body` says: here, in processes, or under a scheduler."""
     recipe = f"{{job}}/{RECIPE}"
-    if body.get("slurm"):
-        resources = checked_options(body["slurm"])
-        return ("launch", "slurm", recipe, *options, *resources, "--out", f"{{job}}/{SCRIPT}", "--submit")
+    if (scheduler := scheduler_of(body)) is not None:
+        if scheduler == "kubernetes" and not workspace.runs_code:
+            problem = "an image runs with the rights of the board, which was started without leave to run code"
+            fix = "start it as meshtune board --run-code, if whoever uses it may run code in the cluster"
+            raise UserError(problem, where="kubernetes", fix=fix)
+        return SCHEDULERS[scheduler].command(body[scheduler], recipe, options)
     devices = body.get("devices") or {}
     processes = devices.get("processes", 1) if isinstance(devices, dict) else 1
     verb = ["launch", "local", "-n", str(processes)] if type(processes) is int and processes > 1 else ["train"]
@@ -299,7 +313,9 @@ def prepare_data(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     )
     check_free(output, overwrite=resume or overwrite)
     flags = ["--overwrite"] * overwrite or ["--resume"] * resume
-    return Prepared(output.name, ("data", "generate", f"{{job}}/{RECIPE}", *flags), output=str(output), recipe=text)
+    computes = any(model is not None and not model.is_server for model in (recipe.teacher, recipe.judge))
+    command = ("data", "generate", f"{{job}}/{RECIPE}", *flags)
+    return Prepared(output.name, command, output=str(output), recipe=text, computes=computes)
 
 
 # From the body of a request to the command. Raises: UserError for whatever is wrong with it.

@@ -8,14 +8,25 @@ from typing import Any
 from meshtune.board.data_preview import preview
 from meshtune.board.planning import LOCAL, local_machine
 from meshtune.board.recipe_text import content_of
+from meshtune.config.data_recipe import load_data_recipe
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import find_target
 from meshtune.errors import UserError
-from meshtune.plan.report import PlanReport, Updates, compiler_for, lengths_of, report_for, to_json, updates_of
+from meshtune.plan.report import (
+    PlanReport,
+    Updates,
+    compiler_for,
+    lengths_of,
+    report_for,
+    to_json,
+    updates_of,
+    with_row_patches,
+)
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.search import memory_limit, predict_candidate, workload_of
+from meshtune.synth.plan import describe_plan
 from meshtune.translatable import Translatable, template_of
 
 
@@ -24,7 +35,9 @@ def plan(request: dict[str, Any]) -> dict[str, Any]:
     recipe = load_recipe(content_of(request["recipe"]), notify=silent)
     target = local_machine() if request["target"] == LOCAL else find_target(request["target"])
     compile_step, reason = compiler_for(target) if request.get("compile") else (None, "")
-    updates = updates_of(recipe) if request.get("count") else _stated_updates(recipe)
+    updates = _stated_updates(recipe)
+    if request.get("count"):
+        updates, recipe = updates_of(recipe), with_row_patches(recipe)
     price = request.get("price")
     report = report_for(
         recipe, target, compile_step, price=price, updates=updates, lengths=lengths_of(recipe), reason=reason
@@ -126,10 +139,16 @@ def methods(request: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": sizes, **machine({})}
 
 
+def generate(request: dict[str, Any]) -> dict[str, Any]:
+    """The first prompts of {"recipe": YAML}, a recipe of data, and the most that it can take."""
+    return describe_plan(load_data_recipe(content_of(request["recipe"])))
+
+
 # What can be asked for, by the request's `work`. Raises: UserError, reported to the page.
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "plan": plan,
     "data": preview,
     "machine": machine,
     "methods": methods,
+    "generate": generate,
 }

@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 
-from meshtune.board import slurm
 from meshtune.board.devices import CPU, devices_of
 from meshtune.board.follow import is_run
 from meshtune.board.job import (
@@ -30,6 +29,7 @@ from meshtune.board.job import (
     LOG,
     PROCESS,
     RECIPE,
+    SCHEDULERS,
     SECRET,
     STOP,
     Job,
@@ -43,6 +43,7 @@ from meshtune.board.workspace import Workspace, check_job
 from meshtune.errors import UserError
 from meshtune.runs.output import RUN
 
+RESUMABLE = ("train", "data")
 START_SECONDS = 20.0  # that a runner has to claim its job
 LOCK = "queue.lock"
 
@@ -79,7 +80,7 @@ def add(
         folder = _write(workspace, jobs, request, recipe)
         if secrets:
             _start(find(workspace, folder.name), secrets)
-    if request.is_slurm:
+    if request.scheduler:
         try:
             _submit(find(workspace, folder.name))
         except (UserError, OSError, subprocess.SubprocessError):
@@ -115,7 +116,7 @@ def start_next(workspace: Workspace) -> None:
     """Starts queued jobs whose devices nobody uses, in order; one that waits keeps its devices from later ones."""
     with _lock(workspace):
         jobs = read_jobs(workspace.jobs)
-        jobs = [job for job in jobs if not (job.request.is_slurm or job.request.is_attached)]
+        jobs = [job for job in jobs if not (job.request.scheduler or job.request.is_attached)]
         busy = [_reserved_devices(job) for job in jobs if job.state in ACTIVE]
         for job in jobs:
             if job.state != "queued":
@@ -136,9 +137,13 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
         if job.request.is_attached:
             problem = f"job {job.id} was started without the board"
             raise UserError(problem, fix="end it where it was started; Ctrl-C or SIGTERM saves it")
-        if job.request.is_slurm:
+        if job.request.scheduler:
             if job.state in ("queued", *ACTIVE) and (_mark(job.folder / STOP) or now):
-                slurm.cancel(job.slurm, now=now)
+                try:
+                    SCHEDULERS[job.request.scheduler].cancel(job.record, now=now)
+                except UserError:
+                    (job.folder / STOP).unlink(missing_ok=True)
+                    raise
         elif job.state == "queued":
             replace_json(job.folder / EXIT, {"code": None, "seconds": 0})
         elif job.state in ACTIVE:
@@ -153,12 +158,15 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
 
 
 def resume(workspace: Workspace, job_id: str) -> Job:
-    """Puts a job that has ended back into the queue, to go on from its newest checkpoint. Raises: UserError."""
+    """Puts a job that has ended back into the queue, to go on from its newest checkpoint, or its last answer.
+
+    Raises: UserError.
+    """
     with _lock(workspace):
         job = find(workspace, job_id)
         if job.state in ("queued", *ACTIVE):
             return job
-        if job.request.kind != "train":
+        if job.request.kind not in RESUMABLE:
             raise UserError(f"a job of the kind {job.request.kind} does not go on", fix="start it again")
         if (writer := _writer_to(job.request.output, read_jobs(workspace.jobs))) is not None:
             raise UserError(
@@ -167,7 +175,7 @@ def resume(workspace: Workspace, job_id: str) -> Job:
         check_job(workspace, job)
         attempts = job.folder / ATTEMPTS
         attempts.mkdir(exist_ok=True)
-        again = ("resume=true",) if job.request.is_slurm else ("--resume",)
+        again = ("resume=true",) if job.request.scheduler else ("--resume",)
         arguments = [argument for argument in job.request.arguments if argument not in (*again, "--overwrite")]
         fields = job.request.to_json() | {
             "arguments": [*arguments, *again],
@@ -177,10 +185,11 @@ def resume(workspace: Workspace, job_id: str) -> Job:
         replace_json(job.folder / JOB, fields)
         aside = attempts / str(job.attempt)
         aside.mkdir(exist_ok=True)
-        for name in (STOP, EXIT, slurm.RECORD, PROCESS):  # the last makes it queued
+        records = [scheduler.RECORD for scheduler in SCHEDULERS.values()]
+        for name in (STOP, EXIT, *records, PROCESS):  # the last makes it queued
             if (job.folder / name).exists():
                 os.replace(job.folder / name, aside / name)
-    if job.request.is_slurm:
+    if job.request.scheduler:
         _submit(find(workspace, job_id))
     start_next(workspace)
     return find(workspace, job_id)
@@ -223,8 +232,9 @@ def _rights(workspace: Workspace) -> dict[str, object]:
 
 
 def _submit(job: Job) -> None:
-    number = slurm.submit(job.folder, job.request.root, list(job.request.arguments))
-    replace_json(job.folder / slurm.RECORD, {"id": number})
+    scheduler = SCHEDULERS[job.request.scheduler or ""]
+    record = scheduler.submit(job.folder, job.request.root, list(job.request.arguments))
+    replace_json(job.folder / scheduler.RECORD, record)
 
 
 def _reserved_devices(job: Job) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
@@ -59,10 +60,16 @@ def content_of(text: str) -> dict[str, Any]:
     return content
 
 
-def change_recipe(text: str, changes: list[Change]) -> str:
-    """The text with changes applied in order. Raises: UserError for a text that is not a recipe's."""
+Expand = Callable[[Mapping[str, object]], dict[str, Any]]
+
+
+def change_recipe(text: str, changes: list[Change], expand: Expand = written_out) -> str:
+    """The text with changes applied in order, whose paths are those of the long form, which `expand` gives.
+
+    Raises: UserError for a text that is not a recipe's.
+    """
     for change in changes:
-        text = _change_text(text, change)
+        text = _change_text(text, change, expand)
     return text
 
 
@@ -71,21 +78,21 @@ def dump_recipe(content: dict[str, Any]) -> str:
     return yaml.dump(_shorten(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _change_text(text: str, change: Change) -> str:
+def _change_text(text: str, change: Change, expand: Expand) -> str:
     content = content_of(text)
-    expected = written_out(apply_change(written_out(content), change))
-    if expected == written_out(content):
+    expected = expand(apply_change(expand(content), change))
+    if expected == expand(content):
         return text
     for edit in (_replace_value, _remove_key, _insert_key):
         edited = edit(text, change)
-        if edited is not None and _reads_as(edited, expected):
+        if edited is not None and _reads_as(edited, expected, expand):
             return edited
     return dump_recipe(expected)
 
 
-def _reads_as(text: str, expected: dict[str, Any]) -> bool:
+def _reads_as(text: str, expected: dict[str, Any], expand: Expand) -> bool:
     try:
-        return written_out(content_of(text)) == expected
+        return expand(content_of(text)) == expected
     except UserError:
         return False
 

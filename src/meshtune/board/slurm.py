@@ -31,26 +31,35 @@ def available() -> bool:
     return shutil.which("sbatch") is not None and shutil.which("squeue") is not None
 
 
-def checked_options(value: object) -> list[str]:
-    """{"nodes": 2, "gpus": 8, "time": "4:00:00", ...} as arguments of `meshtune launch slurm`. Raises: UserError."""
+def command(value: object, recipe: str, options: list[str]) -> tuple[str, ...]:
+    """The arguments of the command that submits: {"nodes": 2, "gpus": 8, "time": "4:00:00", ...}. Raises: UserError."""
     if not available():
         raise UserError("there is no Slurm on this machine", where="slurm", fix="start the board on a login node")
-    if not isinstance(value, dict) or set(value) - set(OPTIONS):
-        raise UserError(f"Slurm's options are {', '.join(OPTIONS)}", where="slurm", fix="leave the others out")
+    flags = option_flags(value, OPTIONS, SlurmOptions, "slurm")
+    return ("launch", "slurm", recipe, *options, *flags, "--out", f"{{job}}/{SCRIPT}", "--submit")
+
+
+def option_flags(value: object, types: Mapping[str, type], options: type, where: str) -> list[str]:
+    """Options of the dataclass `options`, those that `types` has, as arguments of a command. Raises: UserError."""
+    if not isinstance(value, dict) or set(value) - set(types):
+        raise UserError(f"the options are {', '.join(types)}", where=where, fix="leave the others out")
     for name, option in value.items():
-        if type(option) is not OPTIONS[name]:
-            raise UserError(f"{option!r} is not a {OPTIONS[name].__name__}", where=f"slurm.{name}", fix="correct it")
+        if type(option) is not types[name]:
+            problem = f"{option!r} is not a {types[name].__name__}"
+            raise UserError(problem, where=f"{where}.{name}", fix="correct it")
         if isinstance(option, str) and not re.fullmatch(r"[\w.,:@/+-]*", option):
-            raise UserError(f"{option!r} is not a name of Slurm's", where=f"slurm.{name}", fix="correct it")
-    SlurmOptions(**value)  # refuses what Slurm would
-    flags = {
-        field.name: field.metadata.get("flags", (f"--{field.name}",))[0] for field in dataclasses.fields(SlurmOptions)
-    }
+            raise UserError(f"{option!r} is not a name", where=f"{where}.{name}", fix="correct it")
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    missing = [name for name in types if not value.get(name) and fields[name].default is dataclasses.MISSING]
+    if missing:
+        raise UserError(f"{missing[0]} is missing", where=f"{where}.{missing[0]}", fix="give it")
+    options(**value)  # refuses what the scheduler would
+    flags = {name: (field.metadata.get("flags") or (f"--{name}",))[0] for name, field in fields.items()}
     return [part for name, option in value.items() for part in (flags[name], str(option))]
 
 
-def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> str:
-    """Submits the command of a job; returns Slurm's number. Raises: UserError with what the command said."""
+def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> dict[str, str]:
+    """Submits the command of a job; returns {"id": Slurm's number}. Raises: UserError with what the command said."""
     command = [sys.executable, "-m", "meshtune", *arguments]
     with (folder / "log.txt").open("ab") as log:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
@@ -59,7 +68,7 @@ def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> str:
     if done.returncode or match is None:
         raise UserError(f"the job was not submitted: {done.stderr.strip() or done.stdout.strip()}", where="slurm")
     QUEUE.refresh()
-    return match[1]
+    return {"id": match[1]}
 
 
 class Status(NamedTuple):
@@ -112,7 +121,7 @@ def facts(record: Mapping[str, Any]) -> dict[str, str] | None:
     """Slurm's number of a job, and why it waits ("" where it does not); None before it is submitted."""
     if "id" not in record:
         return None
-    return {"id": record["id"], "reason": QUEUE.status(str(record["id"])).reason}
+    return {"name": "slurm", "id": record["id"], "reason": QUEUE.status(str(record["id"])).reason}
 
 
 def state_of(record: Mapping[str, Any], asked_to_stop: bool, run_status: str | None) -> State:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from meshtune.board.job import RECIPE, Job, read_json
 from meshtune.board.recipe_text import content_of
-from meshtune.config.data_recipe import DataRecipe, load_data_recipe
+from meshtune.config.data_recipe import DataRecipe, Template, load_data_recipe, parse_template, template_text
 from meshtune.config.data_recipe import template_names as kind_names
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
@@ -22,6 +22,7 @@ from meshtune.data.registry import FILE, load_registry
 from meshtune.errors import UserError
 from meshtune.generate.pictures import picture_paths
 from meshtune.runs.sources import MARK, START
+from meshtune.synth.kinds import Kind
 
 FOLDER = "meshtune-board"  # below the root
 MAX_PATH, MAX_NAME = 4000, 255  # characters; bytes of one name in a path
@@ -206,27 +207,40 @@ def checked_data_recipe(workspace: Workspace, text: str) -> DataRecipe:
     teacher where the board was not started with leave to run code: it would be asked with this machine's keys."""
     recipe = load_data_recipe(content_of(text))
     workspace.to_write(recipe.output, "output")
-    for where, model in (("teacher.path", recipe.teacher), ("judge.path", recipe.judge)):
+    for role, model in (("teacher", recipe.teacher), ("judge", recipe.judge)):
         if model is None:
             continue
         if not model.is_server:
-            check_references(workspace, workspace.source(model.path, where), where)
+            check_references(workspace, workspace.source(model.path, f"{role}.path"), f"{role}.path")
         elif not workspace.runs_code:
             problem = "this asks a server from the board's machine, and the board was started without leave to"
             fix = "start it as meshtune board --run-code, or give a model folder"
-            raise UserError(problem, where=where, fix=fix)
+            raise UserError(problem, where=f"{role}.path", fix=fix)
+        elif model.key is not None and not os.environ.get(model.key):  # perhaps the key itself: it is not repeated
+            problem = "the board's environment has no variable of this name"
+            fix = "give the name of the variable, and not the key; set it where the board is started"
+            raise UserError(problem, where=f"{role}.key", fix=fix)
     sources = {"examples": recipe.examples, "filters.evaluation": recipe.filters.evaluation}
     sources |= {"mix.data": recipe.mix.data} if recipe.mix is not None else {}
     paths = [(key, source.path) for key, entries in sources.items() for source in entries if source.path]
-    paths += [("documents", path) for path in recipe.documents] + [("pictures", path) for path in recipe.pictures]
     for where, path in paths:
         _check_folder(workspace, workspace.source(path, where), where)
+    paths = [("documents", path) for path in recipe.documents] + [("pictures", path) for path in recipe.pictures]
+    for where, path in paths:
+        _check_folder(workspace, workspace.source(path, where), where, depth=None)
     rubrics = [("filters", section.rubric) for section in (recipe.filters.grounded, recipe.filters.quality) if section]
-    templates = [("kinds", kind.template) for kind in recipe.kinds if kind.template not in kind_names()]
-    for where, path in (*rubrics, *templates, ("tools", recipe.tools)):
+    for where, path in (*rubrics, ("tools", recipe.tools)):
         if path is not None:
             workspace.to_read(path, where)
+    for section in recipe.kinds:
+        Kind(section, template_of_kind(workspace, section.template))
     return recipe
+
+
+def template_of_kind(workspace: Workspace, name: str) -> Template:
+    """The template that ships under a name, or in a file inside the workspace. Raises: UserError."""
+    path = name if name in kind_names() else str(workspace.to_read(name, "kinds"))
+    return parse_template(template_text(path), name)
 
 
 def _check_code(workspace: Workspace, place: str, where: str, kind: str) -> None:
@@ -326,13 +340,15 @@ def _check_resolved(workspace: Workspace, path: pathlib.Path, where: str) -> Non
     workspace.to_read(os.path.realpath(path), where)
 
 
-def _check_folder(workspace: Workspace, source: str, where: str) -> None:
-    """The files of a folder of data, and of the splits and subjects in it, are not links that lead outside."""
-    for folder, folders, files in os.walk(workspace.root / source):
+def _check_folder(workspace: Workspace, source: str, where: str, depth: int | None = 1) -> None:
+    """The files of a folder, and of the folders in it down to `depth`, are not links that lead outside; those of a
+    folder of data are its splits and subjects, and None is all."""
+    top = workspace.root / source
+    for folder, folders, files in os.walk(top):
         for path in (os.path.join(folder, name) for name in (*folders, *files)):
             if os.path.islink(path):
                 _check_resolved(workspace, pathlib.Path(path), where)
-        if folder != str(workspace.root / source):
+        if depth is not None and len(pathlib.Path(folder).relative_to(top).parts) >= depth:
             folders.clear()
 
 

@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshtune.cli.expand import expand_options
+from meshtune.cli.replicas import Sharing, run_shared
 from meshtune.cli.train import Arguments, split
 from meshtune.errors import UserError
+from meshtune.options import parse_shard
 
 app = typer.Typer(
     help="Look at data, prepare them, and make data from documents.", no_args_is_help=True, rich_markup_mode=None
@@ -65,7 +68,6 @@ def prepare(
     """Check and tokenise a recipe's data into the cache, from which training opens them. A second run continues."""
     from meshtune.config.load import load_recipe
     from meshtune.errors import amount
-    from meshtune.options import parse_shard
     from meshtune.setup.early import check_inputs
     from meshtune.terminal import console as open_console
 
@@ -93,8 +95,11 @@ def prepare(
 
 
 @app.command()
+@expand_options()
 def generate(
+    context: typer.Context,
     arguments: Arguments,
+    *,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the records in the output.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Move records in the output aside.")] = False,
     price: Annotated[
@@ -104,6 +109,7 @@ def generate(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show first prompts and the most that it can take; ask nothing.")
     ] = False,
+    sharing: Sharing,
 ) -> None:
     """Make records from documents, examples, tools or pictures by asking a teacher."""
     from meshtune.config.data_recipe import load_data_recipe
@@ -117,12 +123,18 @@ def generate(
         overrides = [*overrides, f"teacher.price.prompt={prompt}", f"teacher.price.answer={answer or prompt}"]
     recipe = load_data_recipe(recipe_file, overrides)
 
-    from meshtune.synth.run import generate_data, show_plan
+    from meshtune.synth.plan import show_plan
+    from meshtune.synth.run import check_shared, generate_data
 
     if dry_run:
         show_plan(recipe)
-    else:
-        generate_data(recipe, resume=resume, overwrite=overwrite)
+        return
+    if sharing.replicas > 1:
+        check_shared(recipe)
+    output, devices = pathlib.Path(recipe.output), 0 if recipe.teacher.is_server else 1
+    flags = {"resume": resume, "overwrite": overwrite}
+    if not run_shared(context, sharing, output, devices=devices, output_argument="output=", **flags):
+        generate_data(recipe, shard=parse_shard(sharing.shard), **flags)
 
 
 @app.command()
@@ -130,11 +142,11 @@ def template(
     name: Annotated[str | None, typer.Argument(help="The kind to print, as a start for your own.")] = None,
 ) -> None:
     """List the kinds that `data generate` knows, or print the template of one."""
-    from meshtune.config.data_recipe import TEMPLATES, load_template, template_names
+    from meshtune.config.data_recipe import load_template, template_names, template_text
 
     if name is None:
         for entry in template_names():
             print(f"{entry:12} {load_template(entry).about}")
         return
     load_template(name)
-    print((TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8"), end="")
+    print(template_text(name), end="")

@@ -47,6 +47,7 @@ VERBS = {
     "train": train.train,
     "rewards": rollouts.rewards,
     "rollouts": rollouts.rollouts,
+    "serve-rollouts": rollouts.serve_rollouts,
     "generate": generate.generate,
     "chat": generate.chat,
     "serve": serve.serve,

@@ -76,7 +76,15 @@ def plan(
 def _plan_training(recipe: Recipe, targets: list[Target], options: PlanOptions, arguments: list[str]) -> None:
     """Plans and shows the recipe for each of `targets`. Raises UserError if it fits none of them."""
     from meshtune.plan.render import print_report
-    from meshtune.plan.report import Updates, compiler_for, lengths_of, report_for, to_json, updates_of
+    from meshtune.plan.report import (
+        Updates,
+        compiler_for,
+        lengths_of,
+        report_for,
+        to_json,
+        updates_of,
+        with_row_patches,
+    )
     from meshtune.terminal import console as open_console
 
     reports: list[PlanReport] = []
@@ -88,6 +96,7 @@ def _plan_training(recipe: Recipe, targets: list[Target], options: PlanOptions, 
             updates = updates_of(recipe)
     shared = {"search": options.search, "price": options.price, "reserve": options.reserve, "updates": updates}
     shared["lengths"] = lengths_of(recipe)
+    recipe = with_row_patches(recipe)
     for machine in targets:
         with console.status(f"planning for {machine}") as status:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+from collections.abc import Callable
 
 import typer
 
@@ -45,19 +46,26 @@ def replica_devices(mesh: list[str] | None, run: str) -> int:
 
 
 def run_shared(
-    context: typer.Context, sharing: Sharing, output: pathlib.Path, *, devices: int, resume: bool, overwrite: bool
+    context: typer.Context,
+    sharing: Sharing,
+    output: pathlib.Path,
+    *,
+    devices: int,
+    resume: bool,
+    overwrite: bool,
+    output_argument: str = "--output=",
 ) -> bool:
-    """Runs the command of this process in replicas, where several are asked for, and whether it did.
+    """Runs the command of this process in replicas, where several are asked for, and whether it did. The folder of the
+    results follows `output_argument`.
 
     Raises: UserError for an executor that is not installed, and a folder with other results; typer.Exit if a replica
     fails.
     """
-    from meshtune.launch.replicas import Replicas, check_executor, run_replicas, submit_replicas, without_options
+    from meshtune.launch.replicas import check_executor
 
     check_executor(sharing.executor)
     if sharing.replicas == 1:
         return False
-    from meshtune import terminal
     from meshtune.evaluate.folder import check_folder
     from meshtune.runs.output import claim_output
 
@@ -66,15 +74,36 @@ def run_shared(
     if overwrite:
         with claim_output(output, overwrite=True):
             pass
-    arguments = without_options(context.find_root().obj, OPTIONS, FLAGS)
 
     def parts() -> int:
-        return sum(1 for pattern in ("**/blocks/*.jsonl", "**/benchmarks/*.json") for _ in output.glob(pattern))
+        patterns = ("**/blocks/*.jsonl", "**/benchmarks/*.json", "journal/*.jsonl")
+        return sum(1 for pattern in patterns for _ in output.glob(pattern))
 
+    run_replicas_of(context, sharing, output, f"{output_argument}{output}", devices=devices, parts=parts)
+    return True
+
+
+def run_replicas_of(
+    context: typer.Context,
+    sharing: Sharing,
+    output: pathlib.Path,
+    *extra: str,
+    devices: int,
+    parts: Callable[[], int],
+) -> None:
+    """Runs the command of this process in replicas, with `extra` arguments. `parts` counts the complete parts of the
+    work.
+
+    Raises: UserError for an executor that is not installed; typer.Exit if a replica fails.
+    """
+    from meshtune import terminal
+    from meshtune.launch.replicas import Replicas, check_executor, run_replicas, submit_replicas, without_options
+
+    check_executor(sharing.executor)
+    arguments = (*without_options(context.find_root().obj, OPTIONS, FLAGS), *extra)
     replicas = Replicas(arguments, sharing.replicas, devices, output, parts)
     if sharing.executor == "slurm":
         number = submit_replicas(replicas, sharing.sbatch)
         typer.echo(f"job {number} submitted, an array of {replicas.count}; the results will be in {output}")
     elif code := run_replicas(replicas, sharing.executor, terminal.console(stderr=True)):
         raise typer.Exit(code)
-    return True

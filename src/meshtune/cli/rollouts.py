@@ -1,13 +1,18 @@
-"""`meshtune rewards` and `meshtune rollouts`: completions and their rewards, before training and of a run."""
+"""`meshtune rewards`, `rollouts` and `serve-rollouts`: completions and their rewards, before training and of a run, and
+replicas that generate them."""
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Annotated
 
 import typer
 
+from meshtune.cli.expand import expand_options
+from meshtune.cli.replicas import Sharing, run_replicas_of
 from meshtune.cli.train import Arguments, split
+from meshtune.options import parse_shard
 
 
 def rewards(
@@ -26,6 +31,31 @@ def rewards(
     from meshtune.train.online import preview_rewards
 
     preview_rewards(recipe, groups=groups)
+
+
+@expand_options()
+def serve_rollouts(context: typer.Context, arguments: Arguments, *, sharing: Sharing) -> None:
+    """Generate completions for the run of a recipe with rollout.replicas=true, until it ends."""
+    from meshtune.config.load import load_recipe, to_stderr
+    from meshtune.mesh.config import MeshConfig
+    from meshtune.setup.early import check_run
+
+    recipe = load_recipe(*split(arguments), notify=to_stderr)
+    output = pathlib.Path(recipe.output).expanduser()
+    if sharing.replicas > 1:
+        sizes = recipe.mesh.sizes.values() if isinstance(recipe.mesh, MeshConfig) else ()
+        devices = math.prod(size for size in sizes if size > 0)
+
+        def newest() -> int:
+            return max((int(file.stem) for file in output.glob("rollouts/*.npz")), default=-1)
+
+        run_replicas_of(context, sharing, output.absolute(), devices=devices, parts=newest)
+        return
+    check_run(recipe.model_copy(update={"resume": False, "overwrite": True}))
+
+    from meshtune.train.online import serve_rollouts as serve
+
+    serve(recipe, parse_shard(sharing.shard))
 
 
 def rollouts(

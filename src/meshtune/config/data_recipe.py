@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from meshtune.errors import UserError, nearest
 TEMPLATES = pathlib.Path(__file__).parents[1] / "synth" / "templates"
 RUBRICS = TEMPLATES / "rubrics"
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?|\w+://.*")  # of an address without http:// or https://
 
 
 class Price(Section):
@@ -59,6 +61,26 @@ class TeacherModel(Section):
     def is_server(self) -> bool:
         """Whether it is behind an address."""
         return self.path.startswith(("http://", "https://"))
+
+    @field_validator("path")
+    @classmethod
+    def _is_an_address(cls, path: str) -> str:
+        if not path.startswith(("http://", "https://")):
+            if HOST_AND_PORT.fullmatch(path):
+                raise ValueError(f"an address begins with http:// or https://: http://{path.rpartition('://')[2]}")
+            return path
+        try:
+            parts = urllib.parse.urlsplit(path)
+            complete = parts.hostname is not None and parts.port != 0 and not (parts.query or parts.fragment)
+        except ValueError:  # of a port that is no number
+            complete, parts = False, None
+        if parts is not None and parts.username is not None:
+            raise ValueError(
+                "an address is written to the card: put the key into an environment variable, and name it in key"
+            )
+        if not complete or re.search(r"\s", path):
+            raise ValueError("this is no address: write it as http://localhost:8000/v1")
+        return path
 
     @field_validator("key")
     @classmethod
@@ -276,39 +298,60 @@ class Rubric(Section):
     prompt: str = Field(description="Jinja with passage, conversation; the score is from 1 to 5.")
 
 
+COPY = "copy a template: meshtune data template qa > mine.yaml"
+
+
 def template_names() -> list[str]:
     """The templates that ship with Meshtune."""
     return sorted(file.stem for file in TEMPLATES.glob("*.yaml"))
 
 
-def load_template(name: str) -> Template:
-    """Loads a template that ships with Meshtune, or a YAML file. Raises UserError for anything else."""
-    shipped = TEMPLATES / f"{name}.yaml"
+def template_text(name: str) -> str:
+    """The YAML of a template that ships with Meshtune, or of a file. Raises UserError for anything else."""
     if name in template_names():
-        return _read(shipped, Template, name)
+        return recipe_file_text(TEMPLATES / f"{name}.yaml")
     file = pathlib.Path(name)
     if file.suffix not in (".yaml", ".yml"):
         hint = nearest(name, template_names())
         fix = f"{hint}give one of {', '.join(template_names())}, or a YAML file"
         raise UserError(f"there is no template '{name}'", where="kinds", fix=fix)
-    return _read(file, Template, name)
+    return _file_text(file, "template", name, COPY)
+
+
+def load_template(name: str) -> Template:
+    """Loads a template that ships with Meshtune, or a YAML file. Raises UserError for anything else."""
+    return parse_template(template_text(name), name)
+
+
+def parse_template(text: str, name: str) -> Template:
+    """The template in a YAML text that messages call `name`. Raises UserError."""
+    return _parse(text, Template, name, COPY)
 
 
 def load_rubric(section: JudgedFilter, default: str) -> Rubric:
     """Loads the rubric of a filter. Raises UserError for anything else."""
     file = RUBRICS / f"{default}.yaml" if section.rubric is None else pathlib.Path(section.rubric)
-    return _read(file, Rubric, str(section.rubric or default))
+    fix = f"a rubric has about and prompt; without filters.{default}.rubric the one that ships is taken"
+    name = str(section.rubric or default)
+    return _parse(_file_text(file, "rubric", name, fix), Rubric, name, fix)
 
 
-def _read(file: pathlib.Path, section: Any, name: str) -> Any:
-    text = yaml_text.read(recipe_file_text(file), str(file))
+def _file_text(file: pathlib.Path, kind: str, name: str, fix: str) -> str:
+    if not file.exists():
+        raise UserError(f"there is no such {kind}", where=name, fix=f"correct the path; {fix}")
+    return recipe_file_text(file)
+
+
+def _parse(content: str, section: type[Template] | type[Rubric], name: str, fix: str) -> Any:
+    kind = section.__name__.lower()
+    text = yaml_text.read(content, name)
     raw = text.value
     if not isinstance(raw, dict):
-        raise UserError("a template is a mapping", where=name, fix="copy one: meshtune data template qa > mine.yaml")
+        raise UserError(f"a {kind} is a mapping", where=name, fix=fix)
     try:
         return section.model_validate(raw)
     except ValidationError as error:
-        raise as_user_error(error, raw, str(file), locator(str(file), text.lines, {}), section) from error
+        raise as_user_error(error, raw, name, locator(name, text.lines, {}), section) from error
 
 
 def load_data_recipe(source: str | pathlib.Path | Mapping[str, object], overrides: Sequence[str] = ()) -> DataRecipe:
@@ -327,7 +370,7 @@ def load_data_recipe(source: str | pathlib.Path | Mapping[str, object], override
     if "teacher" not in content and {"model", "data"} <= set(content):
         fix = "meshtune train trains by it; docs/generate-data.md shows a recipe of data"
         raise UserError("this is a recipe of training", where=name, fix=fix)
-    raw, origins = apply(content, overrides, to_stderr, _written_out)
+    raw, origins = apply(content, overrides, to_stderr, written_out)
     if isinstance(source, str | pathlib.Path):
         recipe_file = pathlib.Path(source).expanduser()
         beside_recipe(raw, recipe_file, lambda path: path in origins, to_stderr, _paths(raw))
@@ -337,7 +380,7 @@ def load_data_recipe(source: str | pathlib.Path | Mapping[str, object], override
         raise as_user_error(error, raw, name, locator(name, lines, origins), DataRecipe) from error
 
 
-def _written_out(raw: Mapping[str, object]) -> dict[str, Any]:
+def written_out(raw: Mapping[str, object]) -> dict[str, Any]:
     """A copy with short forms written out: `teacher: PATH`, `documents: PATH`, `kinds: qa`, `examples: FILE`."""
     full = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     for key in ("teacher", "judge"):

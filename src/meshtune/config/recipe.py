@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
 from meshtune.adapters.config import LoraOptions
 from meshtune.config.rewards import RewardSection
@@ -223,6 +223,13 @@ def _check_save_interval(value: object) -> object:
     return value
 
 
+def _check_address(value: str | None) -> str | None:
+    """Raises ValueError for text that is no address with a protocol."""
+    if value is not None and not re.fullmatch(r"[a-z0-9+]+://\S+", value):
+        raise ValueError(f"'{value}' is no address such as s3://bucket/run: folders here are given as output")
+    return value
+
+
 class CheckpointSection(Section):
     """Run state on disk, for resuming."""
 
@@ -241,6 +248,11 @@ class CheckpointSection(Section):
         default=True,
         description="Also keep the one with the lowest validation loss, RUN@best for export, generate and the other "
         "commands.",
+    )
+    copy_to: Annotated[str | None, AfterValidator(_check_address)] = Field(
+        default=None,
+        description="Address of an object store, such as s3://bucket/run or gs://bucket/run, that every complete "
+        "checkpoint is copied to during training. resume=true fetches them where the output has none or older ones.",
     )
     result: Literal["last", "best"] | None = Field(
         default=None,

@@ -40,7 +40,7 @@ class ModelSection(Section):
     load: Literal["direct", "broadcast", "replica"] = Field(
         default="direct",
         description="direct: every process reads what its devices hold. For slow shared storage: broadcast, one "
-        "process a host reads for all, or replica, one replica of mesh.dp reads for the others.",
+        "process a host reads for all, or replica, one replica of mesh.dp reads for the others, checkpoints too.",
     )
     tokenizer: PathText | None = Field(
         default=None, description="Directory or hub id of the tokenizer, if not the model's own."
@@ -234,6 +234,11 @@ class DataSection(Section):
         description="Tokenise while training instead of before, for data of any size. Needs train.steps. In stage pt "
         "documents go on in the next row.",
     )
+    prepared: str | None = Field(
+        default=None,
+        description="A folder for prepared data: s3://, gs://, file:// and so on. meshtune data prepare uploads them, "
+        "runs open them there.",
+    )
     on_bad: Literal["error", "skip"] = Field(
         default="error", description="How records that do not fit their format are treated."
     )
@@ -343,6 +348,9 @@ class RolloutSection(Section):
     rows: PositiveInt | None = Field(
         default=None, description="Completions decoded at once; default: as many as are expected to fit."
     )
+    replicas: bool = Field(
+        default=False, description="Let `meshtune serve-rollouts` processes, any number of them, generate completions."
+    )
     eval_samples: PositiveInt = Field(default=1, description="Completions of every validation prompt, in evaluations.")
     keep: PositiveInt | None = Field(
         default=None, description="Newest rollouts kept on disk; default: those that a checkpoint may need."
@@ -357,6 +365,8 @@ class RolloutSection(Section):
             raise ValueError(f"correction_min {lower} must be below correction_max {upper}")
         if self.correction is not None and self.correction.endswith("truncate") and lower is None and upper is None:
             raise ValueError(f"correction {self.correction} has no bound: give correction_max, such as 3.0")
+        if self.replicas and self.environment is not None:
+            raise ValueError("replicas call no tools, which environment has: leave one of the two out")
         if self.max_turns is not None and self.environment is None:
             raise ValueError("max_turns needs environment: without one a completion has a single turn")
         return self

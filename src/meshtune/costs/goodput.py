@@ -1,8 +1,8 @@
 """Goodput of a run that fails now and then: the share of its time that goes into updates that are kept.
 
 All times are in seconds. `interval` is the time of updates between two saves, `save` the time that a save keeps the
-updates waiting, `restart` the time from a failure to the next update, and `mtbf` the mean time from a restart to the
-next failure.
+updates waiting, `write` the time that it is written in the background after that, `restart` the time from a failure to
+the next update, and `mtbf` the mean time from a restart to the next failure.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ def mean_time_between_failures(chips: int) -> float:
     return 86400 / (FAILURES_PER_CHIP_DAY * chips)
 
 
-def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
+def goodput(interval: float, save: float, restart: float, mtbf: float, write: float = 0.0) -> float:
     """The expected share of useful time, where failures come at random (a Poisson process) between restarts.
 
-    On average a failure loses half an interval, the saves cost `save` each, and `restart` passes without updates.
-    Source: J. T. Daly, Future Generation Computer Systems 22 (2006), section 3, with restarts that do not fail.
+    On average a failure loses half an interval and `write`, the saves cost `save` each, and `restart` passes without
+    updates. Source: J. T. Daly, Future Generation Computer Systems 22 (2006), section 3, with restarts that do not
+    fail. There a save counts when updates go on; one written in the background counts only if no failure comes in the
+    `write` seconds after that, the share exp(-write / mtbf) of them.
     """
     try:
-        return interval / ((mtbf + restart) * math.expm1((interval + save) / mtbf))
+        return interval * math.exp(-write / mtbf) / ((mtbf + restart) * math.expm1((interval + save) / mtbf))
     except OverflowError:
         return 0.0
 

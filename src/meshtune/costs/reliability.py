@@ -36,7 +36,8 @@ class Limit:
 class Reliability:
     """A run of `seconds` on devices that fail every `mtbf` seconds on average.
 
-    `save_bytes` are those of a checkpoint. Writing it takes `write_seconds`, and updates wait `save_seconds` of them.
+    `save_bytes` are those of a checkpoint. Updates wait for it for `save_seconds`, and writing it takes `write_seconds`
+    more.
     `restart_bytes` are read from storage at a restart, by all replicas together, in a time that `restart_seconds`
     includes. `interval` is the best one between saves and `goodput` the share of time in updates with it;
     `default_goodput` that with SAVES saves a run. `limits` has the one that breaks first at its head.
@@ -74,8 +75,8 @@ def reliability_of(
     # A copy in the hosts' memory, while updates wait; it is written while they go on.
     snapshot = SAVE_START + save_bytes / devices / (device_rate(device, "host_link") * EFFICIENCY["host"])
     write_seconds = save_bytes / storage
-    bases = 1 if candidate.workload.recipe.model.load == "replica" else candidate.mesh.dp
-    restart_bytes = bases * _total_bytes(candidate, "frozen") + candidate.mesh.dp * save_bytes
+    readers = 1 if candidate.workload.recipe.model.load == "replica" else candidate.mesh.dp
+    restart_bytes = readers * (_total_bytes(candidate, "frozen") + save_bytes)
     restart_seconds = START + restart_bytes / storage
     unlimited = best_interval(snapshot, mtbf)  # by a storage that is fast enough
     interval = max(unlimited, write_seconds, step_seconds)
@@ -90,8 +91,8 @@ def reliability_of(
         restart_bytes=restart_bytes,
         restart_seconds=restart_seconds,
         interval=interval,
-        goodput=goodput(interval, snapshot, restart_seconds, mtbf),
-        default_goodput=goodput(default, snapshot, restart_seconds, mtbf),
+        goodput=goodput(interval, snapshot, restart_seconds, mtbf, write_seconds),
+        default_goodput=goodput(default, snapshot, restart_seconds, mtbf, write_seconds),
         limits=sorted(limits, key=lambda limit: -limit.load),
     )
 
@@ -119,9 +120,8 @@ def _limits(
         Limit("batches", tokens / BATCH_TOKENS / step, f"a core builds a batch of {tokens:,} tokens"),
     ]
     if candidate.workload.recipe.data.streaming:
-        limits.append(
-            Limit("stream", tokens / step / STREAM_TOKENS, f"{tokens / step:,.0f} tokens a second to tokenise")
-        )
+        each = tokens / step / candidate.target.hosts
+        limits.append(Limit("stream", each / STREAM_TOKENS, f"{each:,.0f} tokens a second to tokenise on each host"))
     return limits
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.training_method import Method
+from meshtune.arrays.batch import row_patches
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten, merge, named_leaves
 from meshtune.config.recipe import Recipe
@@ -152,18 +153,17 @@ class TowerCost:
         return sum(layer.repeats for layer in self.layers)
 
     def widest(self, tp: int) -> float:
-        """The width on one device of its widest array, with keys and values."""
-        return max(block.widest(tp) + block.whole_rows(tp) for layer in self.layers for block in layer.blocks)
+        """The width on one device of its widest array, with keys and values; of a tower without layers its stream's."""
+        blocks = (block for layer in self.layers for block in layer.blocks)
+        return max((block.widest(tp) + block.whole_rows(tp) for block in blocks), default=float(self.width))
 
 
 def planned_patches(recipe: Recipe, spec: ModelSpec, length: int) -> int:
-    """The patches of a row: vision.max_patches, or as many as three quarters of its tokens stand for, in whole
-    tiles."""
+    """The patches of a row: room for vision.max_patches, or for as many as three quarters of its tokens stand for."""
     assert recipe.vision is not None, "a recipe without pictures"
     assert spec.vision is not None, "a model that reads no pictures"
-    unit = spec.vision.tile or spec.vision.merge**2
-    patches = recipe.vision.max_patches or length * 3 // 4 * spec.vision.merge**2
-    return max(1, patches // unit) * unit
+    limit = recipe.vision.max_patches or max(1, length * 3 // 4) * spec.vision.merge**2
+    return row_patches(limit, spec.vision.tile, spec.vision.merge)
 
 
 # Frozen weights, weights trained in full, adapters, gradients of both, and the optimizer's state.

@@ -10,7 +10,9 @@ import dataclasses
 import importlib
 import os
 import pathlib
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +49,7 @@ def prepare_share(recipe: Recipe, shard: Shard, processes: int | None, console: 
             bar.update(line, completed=done, total=total)
 
         share = (shard.index - 1, shard.count)
-        return prepare_data(recipe, tokenizer, progress=progress, share=share, processes=processes)
+        return prepare_data(recipe, tokenizer, progress=progress, share=share, processes=processes, upload=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +103,14 @@ def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping
         partition=options["partition"],
         qos=options.get("qos", ""),
         job_name="meshtune-data",
+        env_command=f"export PATH={shlex.quote(str(pathlib.Path(sys.executable).parent))}:$PATH",
         sbatch_args=rest,
     )
-    executor.run()
+    try:
+        executor.run()
+    except subprocess.CalledProcessError as problem:
+        fix = "see what sbatch says above; options are given as --option mem-per-cpu=4G, for a job of one CPU"
+        raise UserError("Slurm does not take the job", where="--executor", fix=fix) from problem
     logs = executor.slurm_logs_folder
     return f"job {executor.job_id} of Slurm prepares the data in {workers} tasks; its logs are in {logs}"
 

@@ -4,9 +4,6 @@ Steps are numbered across epochs, and every document is in every epoch exactly o
 its last batch, padding rows (segment 0, weight 0) are added: no document is left out, shapes never change, and since
 losses are sums over weights, padding does not affect them.
 
-Orders come from splitmix64 keys, not from a library's generator, so that they do not change with its version. Best-fit
-decreasing (Johnson 1973) within windows of the shuffled order keeps rows full and the order random.
-
 Neighbouring documents of a store are a unit; in a packed row they are neighbouring segments. Properties of units are
 further arrays of a batch (see objectives.answers.Batch).
 """
@@ -27,6 +24,15 @@ import numpy as np
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Conversation, Document, Labelled, Origin, Pair
+from meshtune.data.packing import (
+    PackedRows,
+    index_type,
+    most_that_fit,
+    pack,
+    padded_length,
+    shuffle_order,
+    unpacked_rows,
+)
 from meshtune.data.store import Store
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
@@ -42,115 +48,6 @@ if TYPE_CHECKING:
 
 prompt_reach = LazyFunction("meshtune.data.pictures.rows:prompt_reach")
 row_pictures = LazyFunction("meshtune.data.pictures.rows:row_pictures")
-best_fit_of_two = LazyFunction("meshtune.data.pictures.rows:best_fit_of_two")
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-WINDOW = 4096  # documents that may share a row
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """The documents of each row: row r has `documents[starts[r] : starts[r + 1]]` in that order; both int64."""
-
-    documents: np.ndarray
-    starts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self.documents[self.starts[row] : self.starts[row + 1]]
-
-
-def random_keys(seed: int, stream: int, n: int) -> np.ndarray:
-    """n random uint64, a pure function of seed and stream: splitmix64 (Steele, Lea, Flood 2014)."""
-    with np.errstate(over="ignore"):
-        state = _mix(_mix(np.asarray([seed], np.uint64)) + np.uint64(stream))
-        return _mix(state + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = z + _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def shuffle_order(n: int, seed: int, stream: int) -> np.ndarray:
-    """A random permutation of 0..n-1, int64, which does not change with the version of a library."""
-    return np.argsort(random_keys(seed, stream, n), kind="stable")
-
-
-def pack(
-    lengths: np.ndarray,
-    order: np.ndarray,
-    row_length: int,
-    *,
-    window: int = WINDOW,
-    patches: np.ndarray | None = None,
-    max_patches: int = 0,
-) -> PackedRows:
-    """Packs the documents of `order` into rows of `row_length` positions, each document into exactly one row: best-fit
-    decreasing (Johnson 1973) within windows of the order.
-
-    `lengths` int [n] are the positions that each document takes, between 1 and `row_length`. Documents of a row keep
-    their order, and rows are ordered by their longest documents, so that a shuffled order gives shuffled rows. With
-    `patches` int [n] the pictures of a row have `max_patches` patches at most.
-    """
-    row_of = np.empty(len(order), np.int64)  # indexed by position in the order
-    openers: list[int] = []
-    for start in range(0, len(order), window):
-        sizes = np.asarray(lengths[order[start : start + window]], np.int64)
-        if patches is None:
-            window_rows, window_openers = _best_fit_decreasing(sizes, row_length)
-        else:
-            window_patches = patches[order[start : start + window]]
-            window_rows, window_openers = best_fit_of_two(sizes, row_length, window_patches, max_patches)
-        row_of[start : start + window] = window_rows + len(openers)
-        openers += [start + opener for opener in window_openers]
-    rows = len(openers)
-    rank = np.empty(rows, np.int64)
-    # By the longest document: by the first one, rows of many short documents would come early in every epoch.
-    rank[np.argsort(np.asarray(openers, np.int64), kind="stable")] = np.arange(rows)
-    by_row = np.argsort(rank[row_of], kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(rank[row_of], minlength=rows))]).astype(np.int64)
-    return PackedRows(np.asarray(order, np.int64)[by_row], starts)
-
-
-def unpacked_rows(order: np.ndarray) -> PackedRows:
-    """One document per row."""
-    return PackedRows(np.asarray(order, np.int64), np.arange(len(order) + 1, dtype=np.int64))
-
-
-def padded_length(longest: int, max_length: int, *, multiple: int = 64) -> int:
-    """Positions of a padded row: the longest document rounded up to a multiple, at most `max_length`."""
-    return min(max_length, -(-max(longest, 1) // multiple) * multiple)
-
-
-def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
-    """The row of each document, and the first document of each row. Documents are placed longest first, each into the
-    fullest row with room for it."""
-    row_of = np.empty(len(sizes), np.int64)
-    rows_with_room: dict[int, list[int]] = {}
-    rooms = 0  # bit r is set if some row has room r, so the least sufficient room is found by integer arithmetic
-    openers: list[int] = []
-    order = np.argsort(-sizes, kind="stable")
-    for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        sufficient = rooms >> size
-        if sufficient:
-            room = size + (sufficient & -sufficient).bit_length() - 1
-            candidates = rows_with_room[room]
-            row = candidates.pop()
-            if not candidates:
-                rooms &= ~(1 << room)
-        else:
-            room, row = capacity, len(openers)
-            openers.append(document)
-        row_of[document] = row
-        remaining = room - size
-        if remaining:
-            rows_with_room.setdefault(remaining, []).append(row)
-            rooms |= 1 << remaining
-    return row_of, openers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,13 +217,15 @@ class HostBatch:
 
     `arrays` are those of arrays.batch.TOKEN_ARRAYS, each [A, B, T] (micro-batches, rows, positions), and with units
     those of units.Units.arrays. `origins[a][b]` lists the records of a row, segment 1 first, one for each unit; it is
-    empty for a padding row. The rest is of batches that are generated (train.loop.TrainBatch).
+    empty for a padding row. `counts` are its tokens and those with a weight, where other processes have other rows. The
+    rest is of batches that are generated (train.loop.TrainBatch).
     """
 
     arrays: dict[str, np.ndarray]
     origins: list[list[list[Origin]]]
     step: int
     epoch: int
+    counts: tuple[int, int] | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     rollout_rows: Sequence[Mapping[str, object]] = ()
@@ -337,8 +236,7 @@ class Loader:
 
     With `units` neighbouring documents of the store are a unit: they are neighbouring segments of one row, which has
     room for as many documents of `max_length`. `max_units` bounds the units (or documents) in any row. `pictures` reads
-    those of documents, of which a row has `max_patches` patches at most (None: from the data); `patch_sizes` are the
-    numbers of patches that the arrays of a batch may have, the largest first, none where no document has a picture.
+    those of documents, of which a row has `max_patches` patches at most (None: from the data).
     """
 
     def __init__(
@@ -361,28 +259,26 @@ class Loader:
         self.batch_size, self.accumulation = batch_size, accumulation
         self.units, self.unit_size = units, 1 if units is None else units.segments
         positions = store.lengths - 1  # the last token is only a target
-        self._lengths = positions.reshape(-1, self.unit_size).sum(1)
+        is_single = self.unit_size == 1
+        self._lengths = positions if is_single else positions.reshape(-1, self.unit_size).sum(1, dtype=np.int32)
         longest, max_length = int(self._lengths.max()), max_length * self.unit_size
         assert 1 <= self._lengths.min() <= longest <= max_length, f"{longest} positions, rows have {max_length}"
         self.row_length = max_length if packing else padded_length(longest, max_length)
-        shortest_first = np.cumsum(np.sort(self._lengths))
-        self.max_units = int(np.searchsorted(shortest_first, self.row_length, "right")) if packing else 1
+        self.max_units = most_that_fit(self._lengths, self.row_length) if packing else 1
         self.pictures: RowPictures | None = None
         self.prefixes = pictures is not None and pictures.prefix
-        if pictures is not None:
-            self.pictures = row_pictures(pictures, store, self.unit_size, self._pack(0), max_patches)
         self._ends: list[int] = []  # the step after the last one of each epoch that was planned
         self._plans: collections.OrderedDict[int, PackedRows] = collections.OrderedDict()
         self._lock = threading.RLock()
-
-    @property
-    def patch_sizes(self) -> tuple[int, ...]:
-        """The numbers of patches that the arrays of a batch may have, the largest first."""
-        return () if self.pictures is None else self.pictures.sizes
+        if pictures is not None:
+            by_tokens = self._pack(0)
+            self.pictures = row_pictures(pictures, store, self.unit_size, by_tokens, max_patches)
+        if self.pictures is not None:
+            self.pictures = self.pictures.with_sizes(self.rows(0), batch_size)
 
     def _pack(self, epoch: int) -> PackedRows:
         n, pictures = len(self._lengths), self.pictures
-        order = shuffle_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
+        order = shuffle_order(n, self.seed, epoch) if self.shuffle else np.arange(n, dtype=index_type(n))
         if not self.packing:
             return unpacked_rows(order)
         if pictures is None:
@@ -426,6 +322,10 @@ class Loader:
                 self.steps_per_epoch(len(self._ends))
             epoch = bisect.bisect_right(self._ends, step)
             return epoch, step - (self._ends[epoch - 1] if epoch else 0)
+
+    def empty_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of the shapes of most batches: those of the first one."""
+        return self.batch(0).arrays
 
     def batch(self, step: int) -> HostBatch:
         """The batch of update `step`, counted from 0 over any number of epochs."""

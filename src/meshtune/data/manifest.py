@@ -13,15 +13,18 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from meshtune.data.documents import SkippedRecord
+import numpy as np
+
+from meshtune.data.checking import SkippedRecord
 from meshtune.data.readers.textfiles import file_status
 from meshtune.data.sources import is_url
 from meshtune.data.store import Store, open_store, read_json, write_json
 from meshtune.lazy import LazyFunction
 
+read_pictures = LazyFunction("meshtune.data.pictures.expansion:read_pictures")
 remote_status = LazyFunction("meshtune.data.readers.remote:remote_status")
 FOLDER = "manifests"
 _RECENT = 2_000_000_000  # nanoseconds: a file that was written just before may be written again within a clock's tick
@@ -65,7 +68,11 @@ class Manifest:
             return None, []
         if content is None or content["facts"] != self.facts:
             return None, []
-        checked = {path: _check_file(path, recorded) for path, recorded in content["files"].items()}
+        # A set that was prepared elsewhere is opened without its files.
+        checked = {
+            path: recorded if "remote" in content and not _is_here(path) else _check_file(path, recorded)
+            for path, recorded in content["files"].items()
+        }
         changed = [path for path, recorded in checked.items() if recorded is None]
         if changed:
             return None, changed
@@ -97,8 +104,23 @@ class Manifest:
             write_json(self.file, content)
 
 
+def picture_statuses(stores: Iterable[Store]) -> dict[pathlib.Path | str, Status]:
+    """The files of all pictures that the documents of stores have."""
+    paths = {
+        item.picture.path
+        for store in stores
+        for document in np.flatnonzero(store.column("extra_lengths")).tolist()
+        for item in read_pictures(store[document].extra)
+    }
+    return {pathlib.Path(path): file_status(pathlib.Path(path)) for path in sorted(paths)}
+
+
 def _time_to_record(changed: int) -> int:
     return 0 if abs(time.time_ns() - changed) < _RECENT else changed
+
+
+def _is_here(name: str) -> bool:
+    return is_url(name) or pathlib.Path(name).exists()
 
 
 def _check_file(name: str, recorded: Sequence[Any]) -> list[Any] | None:

@@ -20,9 +20,10 @@ from meshtune.data.chat import ChatTemplate
 from meshtune.data.documents import Documents, data_sources, load_documents, open_documents
 from meshtune.data.formats.record import MARGIN
 from meshtune.data.loader import Loader, PartTask, Units, nll_share
-from meshtune.data.manifest import Manifest, PreparedSet
+from meshtune.data.manifest import Manifest, PreparedSet, picture_statuses
 from meshtune.data.progress import Progress
 from meshtune.data.report import DataReport, TemplateInfo, make_report, prompt_report
+from meshtune.data.sources import is_url
 from meshtune.data.store import VERSION, Store
 from meshtune.data.tokenise import (
     Preparer,
@@ -54,6 +55,9 @@ prompts_in_row = LazyFunction("meshtune.data.prompts:prompts_in_row")
 AnsweredPrompts = LazyFunction("meshtune.data.answered_prompts:AnsweredPrompts")
 picture_files = LazyFunction("meshtune.data.pictures.files:PictureFiles")
 picture_reader = LazyFunction("meshtune.data.pictures.families:picture_reader")
+check_writable = LazyFunction("meshtune.data.remote_store:check_writable")
+fetch_set = LazyFunction("meshtune.data.remote_store:fetch_set")
+upload_set = LazyFunction("meshtune.data.remote_store:upload_set")
 prepare_stream = LazyFunction("meshtune.data.prepare_stream:prepare_stream")
 
 
@@ -65,6 +69,7 @@ def check_streaming(recipe: Recipe) -> None:
         and "the length of an epoch of a stream is unknown before its end: give train.steps",
         "vision": recipe.vision is not None
         and "pictures are checked and measured before training: the sizes of a run's batches depend on them",
+        "data.prepared": data.prepared is not None and "its data are not prepared: leave data.prepared out",
         "data.packing": recipe.stage.kind == "pt"
         and not data.packing
         and "a stream of plain text fills its rows: leave data.packing out",
@@ -95,8 +100,10 @@ def prepare_data(
     progress: Progress | None = None,
     share: tuple[int, int] = (0, 1),
     processes: int | None = None,
+    upload: bool = False,
 ) -> PreparedData:
-    """Opens the prepared data of a recipe, or reads and tokenises its sources.
+    """Opens the prepared data of a recipe, or reads and tokenises its sources; with data.prepared, opens those there
+    or, with `upload`, prepares and uploads them.
 
     `vocab` is the size of the model's embedding, None to skip the check. `cache` is the directory of tokenised data, by
     default $MESHTUNE_CACHE or ~/.cache/meshtune. `share` is (index of this host, number of hosts) that prepare the
@@ -114,7 +121,7 @@ def prepare_data(
     if recipe.data.streaming:
         return _Preparation(recipe, tokenizer, cache, progress, share, processes).stream()
     reader, files = (None, None) if recipe.vision is None else _open_pictures(recipe, tokenizer, cache)
-    preparation = _Preparation(recipe, tokenizer, cache, progress, share, processes, reader, files)
+    preparation = _Preparation(recipe, tokenizer, cache, progress, share, processes, reader, files, upload)
     prepared, changed = preparation.data_set()
     train, report = preparation.split("train", prepared.stores["train"])
     report = dataclasses.replace(preparation.add_records(report, prepared), changed=tuple(changed))
@@ -150,6 +157,7 @@ class _Preparation:
     processes: int | None = None
     pictures: PictureReader | None = None
     files: PictureFiles | None = None
+    upload: bool = False
 
     @functools.cached_property
     def preparer(self) -> Preparer:
@@ -160,11 +168,22 @@ class _Preparation:
         return Preparer(task, self.cache, self.progress or (lambda *_: None), self.share, self.processes)
 
     def data_set(self) -> tuple[PreparedSet, list[str]]:
-        """The stores of all splits, opened or made, and the files for which they were made again. Data with pictures
-        are read every time: their files may have changed."""
-        manifest = Manifest(self.preparer.folder, self._facts())
-        prepared, changed = manifest.open() if self.pictures is None else (None, [])
-        return prepared or self._read(manifest), changed
+        """The stores of all splits, opened, fetched or made, and the files for which they were made again."""
+        manifest, url = Manifest(self.preparer.folder, self._facts()), self.recipe.data.prepared
+        prepared, changed = manifest.open()
+        if url is not None and self.upload:
+            check_writable(url)
+        if url is not None and prepared is None and not changed:
+            if fetch_set(url, manifest):
+                prepared, changed = manifest.open()
+            elif not self.upload:
+                problem = "there are no data that were prepared with these sources, options and tokenizer"
+                fix = "run meshtune data prepare with this recipe first, or leave data.prepared out"
+                raise UserError(problem, where=f"data.prepared: {url}", fix=fix)
+        prepared = prepared or self._read(manifest)
+        if url is not None and self.upload:
+            upload_set(url, manifest, prepared.stores.values(), self.preparer.progress, self.share)
+        return prepared, changed
 
     def _facts(self) -> dict[str, object]:
         """Everything but the contents of files that the stores depend on."""
@@ -173,15 +192,15 @@ class _Preparation:
         if isinstance(data.validation, list):
             lists["validation"] = data_sources(data, data.validation, dataset_type)
         sources = {
-            split: [
-                (dataclasses.asdict(source), os.path.abspath(os.path.expanduser(source.path))) for source in several
-            ]
+            split: [(dataclasses.asdict(source), _absolute(source.path)) for source in several]
             for split, several in lists.items()
         }
         held_out = data.validation if isinstance(data.validation, float) else None
         options = [data.mixing, data.on_bad, data.system, held_out, self.recipe.seed, dataset_type, VERSION]
         packages = [version("reasoning_gym") for source in lists["train"] if source.path.startswith(GYM)]
         facts = {"sources": sources, "options": options, "packages": packages, "tokens": task_key(self.preparer.task)}
+        if self.files is not None:
+            facts["pictures"] = self.files.base and os.path.abspath(os.path.expanduser(self.files.base))
         return json.loads(json.dumps(facts, default=dict))
 
     def _read(self, manifest: Manifest) -> PreparedSet:
@@ -206,8 +225,9 @@ class _Preparation:
         prepared = PreparedSet(stores, documents.skipped, documents.unread)
         checked = [checked for samples in splits.values() if samples is not None for checked in samples.sources]
         files = {path: status for source in checked for path, status in source.records.files.items()}
-        if self.pictures is None:
-            manifest.write(prepared, files)
+        if self.pictures is not None:
+            files |= picture_statuses(stores.values())
+        manifest.write(prepared, files)
         shutil.rmtree(folder, ignore_errors=True)
         return prepared
 
@@ -323,13 +343,19 @@ class _Preparation:
         units = None if STAGES[self.recipe.stage.kind].dataset_type == "documents" else _units(self.recipe)
         dataset_type = STAGES[self.recipe.stage.kind].dataset_type
         documents = open_documents(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type)
-        stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train, units)
+        stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train.random_access(), units)
         validation, validation_report = None, None
         if documents.validation is not None:
             samples = documents.validation.with_system(self.recipe.data.system)
             validation, validation_report = self.split("validation", self.preparer.store("validation", samples))
         report = self._with_template_fix(self.add_records(report, documents))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
+
+
+def _absolute(path: str) -> str:
+    """The absolute path of a source; an address, or the id of a data set, as it is written."""
+    local = os.path.expanduser(path)
+    return os.path.abspath(local) if os.path.exists(local) and not is_url(path) else path
 
 
 def _units(recipe: Recipe) -> Units:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +13,14 @@ import numpy as np
 from meshtune.config.data_options import TokenOptions
 from meshtune.config.recipe import Recipe
 from meshtune.config.sections import DataSection
+from meshtune.data.chat import ChatTemplate
+from meshtune.data.checking import SkippedRecord
 from meshtune.data.conversation import Conversation, Document, Labelled, Sample, Text
-from meshtune.data.documents import DocumentList, SkippedRecord
-from meshtune.data.loader import Units, require_plain_text, with_companions
+from meshtune.data.documents import DocumentList
+from meshtune.data.loader import PartTask, Units, require_plain_text
 from meshtune.data.report import DataReport, TemplateInfo, histogram
-from meshtune.data.store import fingerprint, sample_digest
-from meshtune.data.stream import UNIT_POSITIONS, WINDOW, Stream, TextRows, WindowRows
+from meshtune.data.store import SHARD, fingerprint, sample_digest
+from meshtune.data.stream import BLOCK, LANE_SAMPLES, PACKED_ROWS, UNIT_POSITIONS, Stream, StreamRows, TokenBlock
 from meshtune.data.tokenise import (
     nothing_to_train_error,
     one_label_error,
@@ -29,8 +30,9 @@ from meshtune.data.tokenise import (
     token_options,
     tokenizer_hash,
 )
-from meshtune.data.tokens import Example, TokenCounts, Tokenize
+from meshtune.data.tokens import TokenCounts, Tokenize
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
@@ -38,8 +40,12 @@ if TYPE_CHECKING:
 
     from meshtune.objectives.stages import DatasetType
 
+process_count = LazyFunction("meshtune.data.tasks:process_count")
 STREAM_JOURNAL = "stream.jsonl"  # in the run's directory
 _REPORT_SAMPLE = 200  # documents that the report on a stream of plain text is made from
+_PACKED_SAMPLE = 1024  # samples that the report on another stream is made from
+# All that decides which samples are in which row. Runs with another one cannot be resumed.
+_LAYOUT = (LANE_SAMPLES, BLOCK, PACKED_ROWS, UNIT_POSITIONS)
 _HASHED = 64  # samples whose contents are part of a fingerprint, from the beginning and spread over all, each
 
 
@@ -50,25 +56,17 @@ def prepare_stream(
     answers. Raises UserError as `prepare_data` does, for the documents that the report is made from."""
     if recipe.stage.kind == "pt":
         return _text_stream(recipe, tokenizer, documents)
-    return _window_stream(recipe, tokenizer, documents, units)
+    return _packed_stream(recipe, tokenizer, documents, units)
 
 
 def _text_stream(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, documents: DocumentList
 ) -> tuple[Stream, DataReport]:
-    data, train = recipe.data, recipe.train
+    data = recipe.data
     options = dataclasses.replace(token_options(data, "pt"), max_length=sys.maxsize)
-    rows = TextRows(
-        documents,
-        Tokenize(tokenizer, options),
-        row_length=data.max_length,
-        batch_size=train.batch_size,
-        accumulation=train.accumulation,
-        shuffle=data.shuffle,
-        seed=recipe.seed,
-        skip=data.on_bad == "skip",
+    stream = _stream(
+        recipe, tokenizer, documents, options, None, _text_fingerprint(recipe, tokenizer, options, documents)
     )
-    stream = _stream(recipe, rows, _text_fingerprint(recipe, tokenizer, options, documents))
     sample = Tokenize(tokenizer, options)
     first = require_plain_text(_first_documents(documents, skip=data.on_bad == "skip"))
     lengths = [len(example.ids) for example in sample(first)]
@@ -77,47 +75,50 @@ def _text_stream(
     return stream, stream_report(stream, sample.counts, np.array(lengths))
 
 
-def _window_stream(
+def _packed_stream(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, documents: DocumentList, units: Units | None
 ) -> tuple[Stream, DataReport]:
-    data, train, stage = recipe.data, recipe.train, recipe.stage.kind
-    options = token_options(data, stage)
-    tokenize = Tokenize(tokenizer, options)
-    samples = documents.with_system(data.system)
-    rows = WindowRows(
-        samples,
-        tokenize,
-        functools.partial(_examples, stage=stage),
-        max_length=data.max_length,
+    data, stage = recipe.data, recipe.stage.kind
+    options, samples = token_options(data, stage), documents.with_system(data.system)
+    stream = _stream(
+        recipe, tokenizer, samples, options, units, _packed_fingerprint(recipe, tokenizer, options, documents)
+    )
+    first = stream.rows.first_block(_PACKED_SAMPLE)
+    if not first.examples:
+        raise nothing_to_train_error("train", first.counts)
+    if STAGES[stage].dataset_type == "labelled":
+        _check_both_labels_come(samples, skip=data.on_bad == "skip")
+    template = template_info(ChatTemplate(tokenizer)) if first.conversation else None
+    return stream, packed_report(stream, first, template, STAGES[stage].dataset_type)
+
+
+def _stream(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: DocumentList,
+    options: TokenOptions,
+    units: Units | None,
+    data_hash: str,
+) -> Stream:
+    data, train = recipe.data, recipe.train
+    assert train.steps is not None
+    is_text = recipe.stage.kind == "pt"
+    rows = StreamRows(
+        documents,
+        PartTask(tokenizer, options, stage_examples(recipe.stage.kind)),
+        row_length=data.max_length * (1 if units is None else units.segments),
         batch_size=train.batch_size,
         accumulation=train.accumulation,
+        continued=is_text,
         packing=data.packing,
         shuffle=data.shuffle,
         seed=recipe.seed,
         skip=data.on_bad == "skip",
         units=units,
     )
-    stream = _stream(recipe, rows, _window_fingerprint(recipe, tokenizer, options, documents))
-    first = rows.window(0, 0)
-    if not len(first.rows):
-        raise nothing_to_train_error("train", first.counts)
-    if STAGES[stage].dataset_type == "labelled":
-        _check_both_labels_come(samples, skip=data.on_bad == "skip")
-    template = template_info(tokenize.chat) if tokenize.saw_conversation else None
-    return stream, window_report(stream, rows, template, STAGES[stage].dataset_type)
-
-
-def _examples(tokenize: Tokenize, samples: Iterable[Sample], stage: str) -> Iterator[Example]:
-    """The examples of a window's samples for a stage, with companions."""
-    examples = stage_examples(stage)(tokenize, samples)
-    labelled = STAGES[stage].dataset_type == "labelled"
-    return with_companions(examples, tokenize.options.max_length) if labelled else examples
-
-
-def _stream(recipe: Recipe, rows: TextRows | WindowRows, data_hash: str) -> Stream:
-    assert recipe.train.steps is not None
     journal = pathlib.Path(recipe.output).expanduser() / STREAM_JOURNAL
-    return Stream(rows, steps=recipe.train.steps, fingerprint=data_hash, journal=journal)
+    workers = process_count() if len(documents) > SHARD else 1
+    return Stream(rows, steps=train.steps, fingerprint=data_hash, journal=journal, workers=workers)
 
 
 def _text_fingerprint(
@@ -126,19 +127,19 @@ def _text_fingerprint(
     data = recipe.data
     files = [(checked.source.path, checked.source.revision, len(checked.records)) for checked in documents.sources]
     parts = (tokenizer_hash(tokenizer), _options_key(options), repr(files), str(data.shuffle), str(recipe.seed))
-    parts += (_sampled_digests(documents),)
+    parts += (_sampled_digests(documents), repr(_LAYOUT))
     weights = [checked.source.weight for checked in documents.sources]
     mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
     return fingerprint(*parts, str(data.max_length), str(recipe.train.batch_size), *mixture, *_held_out(data))
 
 
-def _window_fingerprint(
+def _packed_fingerprint(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, documents: DocumentList
 ) -> str:
     data, stage = recipe.data, STAGES[recipe.stage.kind]
     sources = [(checked.source, checked.format.name, len(checked.records)) for checked in documents.sources]
     rows = (data.max_length, recipe.train.batch_size, data.packing, data.shuffle, recipe.seed, data.mixing, data.system)
-    layout = (stage.dataset_type, stage.has_score_head, WINDOW, UNIT_POSITIONS)
+    layout = (stage.dataset_type, stage.has_score_head, *_LAYOUT)
     parts = (tokenizer_hash(tokenizer), _options_key(options), *role_ends(tokenizer))
     digests = _sampled_digests(documents)
     return fingerprint(digests, *parts, repr(sources), repr(rows), repr(layout), *_held_out(data))
@@ -218,36 +219,36 @@ def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> D
     )
 
 
-def window_report(
-    stream: Stream, rows: WindowRows, template: TemplateInfo | None, dataset_type: DatasetType
+def packed_report(
+    stream: Stream, first: TokenBlock, template: TemplateInfo | None, dataset_type: DatasetType
 ) -> DataReport:
-    """The report on a stream of samples: estimates from its first window, for all samples (documents that are left out,
+    """The report on a stream of samples: estimates from its first ones, for all samples (documents that are left out,
     cut and so on) and for the rows of the run (tokens)."""
-    window, total = rows.window(0, 0), len(rows.documents)
-    sampled, run_rows = min(total, rows.window_size), stream.steps * stream.batch_size
-    used = int((window.lengths - 1).sum())
-    share = used / (len(window.rows) * rows.row_length)
-    trained = window.counts.trained_tokens / max(1, window.counts.tokens)
+    rows, total = stream.rows, len(stream.documents)
+    sampled, run_rows = min(total, _PACKED_SAMPLE), stream.steps * stream.batch_size
+    lengths = np.array([len(example.ids) for example in first.examples], np.int64)
+    share = int((lengths - 1).sum()) / (len(rows.pack(first.examples)) * rows.row_length)
+    trained = first.counts.trained_tokens / max(1, first.counts.tokens)
     tokens = round(share * run_rows * rows.row_length)
     scaled = {
-        field.name: round(getattr(window.counts, field.name) * total / sampled)
+        field.name: round(getattr(first.counts, field.name) * total / sampled)
         for field in dataclasses.fields(TokenCounts)
         if field.name not in ("skipped", "first")
     }
     scaled |= {"tokens": tokens, "trained_tokens": round(trained * tokens)}
-    counts = TokenCounts(**scaled, first=window.counts.first)
+    counts = TokenCounts(**scaled, first=first.counts.first)
     return DataReport(
         split="train",
         counts=counts,
-        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in window.counts.skipped),
+        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in first.counts.skipped),
         rows=run_rows,
         row_length=rows.row_length,
         packing=rows.packing,
         steps_per_epoch=stream.steps,
-        batch_rows=rows.batch_size,
+        batch_rows=stream.batch_size,
         efficiency=share,
-        histogram=histogram(window.lengths),
-        longest=int(window.lengths.max()),
+        histogram=histogram(lengths),
+        longest=int(lengths.max()),
         copies=0,
         max_length=rows.row_length // rows.unit_size,
         template=template,

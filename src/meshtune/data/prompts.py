@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshtune.data.conversation import Origin
-from meshtune.data.loader import shuffle_order
+from meshtune.data.packing import shuffle_order
 from meshtune.data.store import Store
 from meshtune.lazy import LazyFunction
 
@@ -69,8 +69,8 @@ class PromptLoader:
 
     Every prompt is in every epoch once; a rollout may cross the border of two epochs. Batches have `batch_size` rows
     of `row_length` positions at most, in `accumulation` micro-batches. `reader` reads pictures; a row has `max_patches`
-    patches at most (None: those of as many of the largest prompts as a row has room for, which are `copies`), and
-    `pictures` makes their arrays (None: no prompt has one).
+    patches (None: those of as many of the largest prompts as a row has room for, which are `copies`), and `pictures`
+    makes their arrays (None: no prompt has one).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PromptLoader:
         self.row_length, self.batch_size, self.accumulation, self.reader = row_length, batch_size, accumulation, reader
         self.pictures: RowPictures | None = None
         if reader is not None:
-            self.pictures = prompt_pictures(reader, store, copies, max_patches)
+            self.pictures = prompt_pictures(reader, store, copies, max(1, prompts // updates), max_patches)
 
     def record(self, index: int) -> PromptRecord:
         """Reads a prompt of the store."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.data.documents import SkippedRecord
+from meshtune.data.checking import SkippedRecord
 from meshtune.data.loader import Loader
 from meshtune.data.tokens import TokenCounts
 from meshtune.errors import amount
@@ -22,6 +22,7 @@ count_pictures = LazyFunction("meshtune.data.pictures.rows:count_pictures")
 # Shares beyond which there is a warning.
 _SHARE_CUT, _SHARE_COPIES, _SHARE_TRAINED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8
 _LISTED = 20  # fields of a source that are listed
+_CHANGED = 5  # changed files that are named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,9 @@ class DataReport:
     def warnings(self) -> list[str]:
         """Everything that makes the result worse than it could be, each with its remedy."""
         again = [f"{self.cache_damage}; they were prepared again"] if self.cache_damage else []
-        again += [f"{path} has changed since it was prepared; it was read again" for path in self.changed]
+        again += [f"{path} has changed since it was prepared; it was read again" for path in self.changed[:_CHANGED]]
+        if len(self.changed) > _CHANGED:
+            again.append(f"{len(self.changed) - _CHANGED:,} more files have changed, and all were read again")
         return [*again, *_losses(self), *_training_problems(self), *_inefficiencies(self)]
 
 

@@ -36,7 +36,9 @@ from meshtune.cache import cache_folder
 from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
+from meshtune.lazy import LazyFunction
 
+fetch_shard = LazyFunction("meshtune.data.remote_store:fetch_shard")
 # Of everything that turns documents into tokens. It is part of every fingerprint: raising it makes earlier runs
 # impossible to resume.
 VERSION = 4
@@ -44,6 +46,7 @@ LAYOUT = 1  # of the files of a store: those of another one are written again
 DIGEST_BYTES = 16  # of a sample
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.bin"
+ORIGIN = "origin.json"  # in a store that was fetched: where its shards are
 SHARD_NAME = "shard-{:05}.safetensors"
 SHARD = 4096  # samples
 _MOST_SHARDS = 4096
@@ -231,21 +234,24 @@ class Shard(Sequence[Example]):
 
 @functools.lru_cache(maxsize=_OPEN)
 def _open_shard(file: pathlib.Path) -> Shard:
-    """The shard in a file of a complete store. Raises: DamagedStore."""
+    """The shard in a file of a complete store, which is downloaded if it is elsewhere. Raises: DamagedStore,
+    UserError."""
     try:
+        if not file.exists() and (file.parent / ORIGIN).exists():
+            fetch_shard(file)
         return Shard(file)
     except OSError as problem:
         raise damage_error(file, problem.strerror) from problem
 
 
 class Store(Sequence[Example]):
-    """The documents of all shards by index. `lengths` int64 are the tokens of each, `meta` the notes of the manifest,
-    `damage` describes the damage for which it was prepared again, if there was any."""
+    """The documents of all shards by index. `lengths` int32 are the tokens of each, `meta` the notes of the manifest,
+    `files` those of shards, `damage` describes the damage for which it was prepared again, if there was any."""
 
     def __init__(self, path: pathlib.Path, manifest: Mapping[str, Any], lengths: np.ndarray):
         self.path, self.lengths, self.meta = path, lengths, manifest["notes"]
         self.damage: str | None = None
-        self._files = [path / SHARD_NAME.format(number) for number in range(len(manifest["shards"]))]
+        self.files = [path / SHARD_NAME.format(number) for number in range(len(manifest["shards"]))]
         self._ends = list(itertools.accumulate(shard["documents"] for shard in manifest["shards"]))
 
     def __len__(self) -> int:
@@ -260,7 +266,7 @@ class Store(Sequence[Example]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect.bisect_right(self._ends, index)
-        return _open_shard(self._files[number]), index - (self._ends[number - 1] if number else 0)
+        return _open_shard(self.files[number]), index - (self._ends[number - 1] if number else 0)
 
     def origin(self, index: int) -> Origin:
         """The record that document `index` was made from."""
@@ -268,7 +274,7 @@ class Store(Sequence[Example]):
 
     def column(self, name: str) -> np.ndarray:
         """A column (see _COLUMNS) of all documents."""
-        columns = [_open_shard(file).column(name) for file in self._files]
+        columns = [_open_shard(file).column(name) for file in self.files]
         return np.concatenate([np.zeros(0, _COLUMNS[name]), *columns])
 
     @property
@@ -279,7 +285,7 @@ class Store(Sequence[Example]):
     def firsts(self) -> list[int]:
         """The first document of each source."""
         firsts: dict[str, int] = {}
-        for file, end in zip(self._files, self._ends, strict=True):
+        for file, end in zip(self.files, self._ends, strict=True):
             shard = _open_shard(file)
             for source, place in zip(*np.unique(shard.column("sources"), return_index=True), strict=True):
                 firsts.setdefault(shard.names[source], end - len(shard) + int(place))
@@ -289,9 +295,9 @@ class Store(Sequence[Example]):
 def publish_store(path: pathlib.Path, shards: Sequence[pathlib.Path], notes: Mapping[str, object]) -> Store:
     """Writes the manifest of a folder with all its shards, and opens it. Hosts that prepare the same data may do so at
     once: they write the same. Raises UserError if the cache cannot be written."""
-    recorded, lengths = list[dict[str, int]](), [np.zeros(0, np.int64)]
+    recorded, lengths = list[dict[str, int]](), [np.zeros(0, np.int32)]
     for shard in map(Shard, shards):  # each takes a file descriptor
-        lengths.append(shard.column("lengths"))
+        lengths.append(shard.column("lengths").astype(np.int32))
         recorded.append({"documents": len(shard), "tokens": int(lengths[-1].sum()), "bytes": shard.bytes})
     complete = np.concatenate(lengths)
     data = complete.astype(np.min_scalar_type(int(complete.max(initial=0)))).tobytes()
@@ -327,8 +333,11 @@ def open_store(path: pathlib.Path) -> tuple[Store | None, str | None]:
         data = (path / LENGTHS).read_bytes()
         if zlib.crc32(data) != manifest["lengths"]:
             return None, f"{LENGTHS} does not match its checksum"
+        is_fetched = (path / ORIGIN).exists()
         for number, shard in enumerate(manifest["shards"]):
             file = path / SHARD_NAME.format(number)
+            if is_fetched and not file.exists():
+                continue
             if file.stat().st_size != shard["bytes"]:
                 return None, f"{file.name} has {file.stat().st_size:,} bytes, not {shard['bytes']:,}"
     except OSError as problem:
@@ -337,7 +346,7 @@ def open_store(path: pathlib.Path) -> tuple[Store | None, str | None]:
         return None, str(problem)
     documents = sum(shard["documents"] for shard in manifest["shards"])
     width = len(data) // max(1, documents)
-    return Store(path, manifest, np.frombuffer(data, f"u{width or 1}").astype(np.int64)), None
+    return Store(path, manifest, np.frombuffer(data, f"u{width or 1}").astype(np.int32)), None
 
 
 def remove_damaged(path: pathlib.Path) -> None:

@@ -19,11 +19,13 @@ import fcntl
 import os
 import pathlib
 import pickle
+import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -40,7 +42,8 @@ _WAIT = 0.5  # seconds between looks for what other processes make
 
 
 class Task(Protocol):
-    """Work whose result is in `file`. `load()` returns the result of an earlier `make`; None if there is none."""
+    """Work whose result is in `file`. `load()` returns the result of an earlier `make`; None if there is none. Without
+    a file the result is made for whoever asks."""
 
     @property
     def file(self) -> pathlib.Path | None: ...
@@ -52,10 +55,11 @@ class Task(Protocol):
 
 def complete(task: Task, tokenize: Tokenize) -> Any:
     """The result of a task, made if it is not there; None while another process is making it."""
+    if task.file is None:
+        return task.make(tokenize)
     result = task.load()
     if result is not None:
         return result
-    assert task.file is not None
     with _claim(task.file) as is_free:
         return (task.load() or task.make(tokenize)) if is_free else None
 
@@ -181,12 +185,45 @@ class TaskProcess:
             raise reply
         return reply
 
+    def kill(self) -> None:
+        """Ends the process, which has nothing to finish."""
+        self._process.kill()
+
     def __enter__(self) -> TaskProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._process.kill()  # it has nothing to finish
+        self.kill()
         self._process.communicate()
+
+
+class TaskPool:
+    """Completes tasks in `count` processes, which are given `task`, a pickled PartTask. `close` ends them."""
+
+    def __init__(self, task: bytes, count: int):
+        self._stack = contextlib.ExitStack()
+        self._free: queue.SimpleQueue[TaskProcess] = queue.SimpleQueue()
+        processes = [self._stack.enter_context(TaskProcess(task)) for _ in range(count)]
+        for process in processes:
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(count, "tasks")
+        self._stack.callback(self._threads.shutdown, cancel_futures=True)
+        for process in processes:
+            self._stack.callback(process.kill)  # first, so that no thread waits for one
+
+    def submit(self, task: Any) -> Future[Any]:
+        """The result of a task. The future raises UserError as it does, and if a process has died."""
+        return self._threads.submit(self._complete, task)
+
+    def _complete(self, task: Any) -> Any:
+        process = self._free.get()
+        try:
+            return process(task)
+        finally:
+            self._free.put(process)
+
+    def close(self) -> None:
+        self._stack.close()
 
 
 def process_count() -> int:

@@ -18,7 +18,8 @@ import numpy as np
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.config.sections import DataSection
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.documents import DocumentList, TaskList
+from meshtune.data.checking import TaskList
+from meshtune.data.documents import DocumentList
 from meshtune.data.loader import PartTask, StageExamples, with_companions
 from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
@@ -112,7 +113,7 @@ class Preparer:
             remove_damaged(path)
 
         def task(number: int) -> ShardTask:
-            chosen = samples.cut(number * size, (number + 1) * size) if count > 1 else samples
+            chosen = samples[number * size : (number + 1) * size].compact() if count > 1 else samples
             return ShardTask(path / SHARD_NAME.format(number), chosen, self.task.convert, self.task.options)
 
         def done(shards: int) -> None:
@@ -129,18 +130,20 @@ class Preparer:
         return store
 
     def _notes(self, shards: Sequence[pathlib.Path]) -> dict[str, object]:
-        total, template, digests, values = TokenCounts(), None, list[np.ndarray](), list[np.ndarray]()
+        total, template = TokenCounts(), None
+        is_compared = self.task.convert.dataset_type in ("pairs", "labelled")  # the others have no values
+        digests, values = list[np.ndarray](), list[np.ndarray]()
         for shard in map(Shard, shards):  # each takes a file descriptor
             add_counts(total, read_counts(shard.notes["counts"]))
             if template is None and shard.notes["conversation"]:
                 template = dataclasses.asdict(template_info(ChatTemplate(self.task.tokenizer)))
             digests.append(shard.column("digests"))
-            values.append(shard.column("values"))
+            values.append(shard.column("values") if is_compared else np.zeros(min(1, len(shard)), np.float32))
         value = np.concatenate(values)
         return {
             "counts": dataclasses.asdict(total),
             "template": template,
-            "copies": count_copies(np.concatenate(digests), value, self.task.convert.dataset_type),
+            "copies": count_copies(digests, value, self.task.convert.dataset_type),
             "values": [float(value.min()), float(value.max())] if len(value) else None,
         }
 
@@ -155,11 +158,17 @@ def discard_changed(samples: DocumentList, path: pathlib.Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def count_copies(digests: np.ndarray, values: np.ndarray, dataset_type: DatasetType) -> int:
-    """The samples with the same tokens as an earlier one: of pairs both answers, of labelled answers the label too, and
-    not the companions that are made of them."""
+def count_copies(parts: list[np.ndarray], values: np.ndarray, dataset_type: DatasetType) -> int:
+    """The samples with the same tokens as an earlier one, from the digests of several shards, which are taken out of
+    `parts`: of pairs both answers, of labelled answers the label too, and not the companions that are made of them."""
+    digests, start = np.empty(sum(map(len, parts)), np.uint64), 0
+    while parts:
+        part = parts.pop(0)
+        digests[start : start + len(part)] = part
+        start += len(part)
     if dataset_type in ("documents", "prompts"):
-        return len(digests) - len(np.unique(digests))
+        digests.sort()
+        return int(np.count_nonzero(digests[1:] == digests[:-1]))
     samples = digests.reshape(-1, 2)
     if dataset_type == "labelled":
         samples = np.stack([samples[:, 0], values[::2].astype(np.uint64)], axis=1)

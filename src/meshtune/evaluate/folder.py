@@ -54,7 +54,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool) -> bool
     """Whether `folder` has results to go on with. Raises UserError for a folder with results without `overwrite` or
     `resume`."""
     if folder.exists() and not folder.is_dir():
-        raise UserError("the output is a file, and must be a directory", where=str(folder), fix="give another --output")
+        raise UserError("the output is a file, and must be a directory", where=str(folder), fix="give another output")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in names if name != LOGS and not name.startswith(".")]
     if names and not overwrite and not resume:
@@ -93,7 +93,7 @@ def _check_same(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"there is nothing to resume: the folder holds no {SETTINGS}",
             where=str(folder),
-            fix="give the output of an evaluation, or an empty or new folder",
+            fix="give the output of an earlier run, or an empty or new folder",
         )
     before = read_json(file)
     for name in dict.fromkeys([*before, *settings]):
@@ -117,7 +117,7 @@ def write_lines(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def replace(path: pathlib.Path, text: str) -> None:
     """Writes a text file as one atomic replacement."""
-    draft = path.with_name(f".{path.name}.partial")
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}.partial")  # shards write the same files
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 

@@ -91,6 +91,16 @@ def answers(
 
     Raises UserError naming the prompt where the model's logits are not finite.
     """
+    for number, outcome in answers_or_errors(engine, tokenizer, prompts, rows=rows):
+        if isinstance(outcome, UserError):
+            raise UserError(outcome.what, where=prompts[number].name or None, fix=outcome.fix)
+        yield number, outcome
+
+
+def answers_or_errors(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, rows: int = ROWS
+) -> Iterator[tuple[int, Answer | UserError]]:
+    """As `answers`, with the error in place of an answer that ends with one."""
     if not prompts:
         return
     scheduler = engine.scheduler(rows=min(rows, len(prompts)))
@@ -103,14 +113,12 @@ def answers(
             if generation not in writing:
                 continue
             current = writing[generation]
-            if generation.error is not None:
-                raise UserError(generation.error.what, where=current.prompt.name or None, fix=generation.error.fix)
-            if current.push([token.id for token in progress.tokens]):
+            if generation.error is None and current.push([token.id for token in progress.tokens]):
                 scheduler.cancel(generation)
-            elif progress.finish_reason is None:
+            elif generation.error is None and progress.finish_reason is None:
                 continue
             del writing[generation]
-            yield current.number, current.answer(generation)
+            yield current.number, generation.error or current.answer(generation)
 
 
 Messages = list[dict[str, object]]

@@ -196,6 +196,12 @@ def overlap(evaluation: Sequence[Sample], training: Iterable[Sample]) -> Overlap
     return Overlap(sorted(copies), sorted(shared | copies), len(texts))
 
 
+def text_marks(sample: Sample) -> set[bytes]:
+    """Hashes that a sample shares with those samples that `overlap` finds words in common with."""
+    text = words_of(sample)
+    return {_hash(text), *_runs(text)}
+
+
 def words_of(sample: Sample) -> list[str]:
     """The words of all turns of a sample but a system prompt, which records share by intention; a picture is a word."""
     match sample:

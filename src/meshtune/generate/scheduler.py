@@ -119,11 +119,10 @@ class Scheduler:
         with self._lock:
             return not self._waiting and not self._rows.running
 
-    def step(self, steps: int = STEPS, *, leave: bool = False) -> list[Progress]:
+    def step(self, steps: int = STEPS) -> list[Progress]:
         """Lets waiting requests in, reads prompts, decodes at most `steps` tokens of every row whose prompt is read.
 
-        Where requests wait, or with `leave`, no row decodes further once one has ended: another text may take its
-        place. Returns the progress of each generation that has new tokens, or ended."""
+        Returns the progress of each generation that has new tokens, or ended."""
         self._clock += 1
         if self._cancelled:
             self._drop_cancelled()
@@ -133,7 +132,7 @@ class Scheduler:
                 self._version = self._weights.version
             refused = self._admit()
             self._rows.read()
-            return refused + self._decode(max(1, min(steps, STEPS)), leave or bool(self._waiting))
+            return refused + self._decode(max(1, min(steps, STEPS)))
 
     def recover(self) -> list[Generation]:
         """Ends the requests of a step that raised an error, and returns them; the others wait on. A step that had none
@@ -201,7 +200,7 @@ class Scheduler:
 
     # Decoding
 
-    def _decode(self, steps: int, leave: bool) -> list[Progress]:
+    def _decode(self, steps: int) -> list[Progress]:
         rows = self._rows.rows
         live = [(n, row) for n, row in enumerate(rows) if row.decodes]
         if not live:
@@ -227,7 +226,7 @@ class Scheduler:
             feed=self._feed(remaining),
             knobs=knobs,
             steps=steps,
-            leave=leave,
+            leave=bool(self._waiting),
             switches=switches,
             alternatives=alternatives,
             adapters=self._rows.selection(rows) if self._rows.adapters else None,

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
-from meshtune.data.loader import pack
+from meshtune.data.packing import pack
 from meshtune.generate.pictures import PromptPictures, with_prefix
 from meshtune.generate.programs import (
     Probabilities,

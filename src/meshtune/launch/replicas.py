@@ -1,7 +1,7 @@
 """Runs one command in several replicas, each with an engine and a shard of the work: here, under Slurm or on Ray.
 
-The command has completion files (evaluate/blocks.py), so that a replica that is killed is started again for the same
-shard, wherever there is room, and does only what is left. The last one that ends joins all results.
+The command has completion files (evaluate/blocks.py, synth/asking.py), so that a replica that is killed is started
+again for the same shard, wherever there is room, and does only what is left. The last one that ends joins all results.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Poll = Callable[[], int | None]
 class Replicas:
     """`count` replicas of a command of meshtune, whose results are in `output`. Each uses `devices` devices.
 
-    `arguments` are those of the command, without the options of this class. `parts` counts the parts of the work that
-    are complete.
+    `arguments` are those of the command, with its output and without the options of this class. `parts` counts the
+    parts of the work that are complete.
     """
 
     arguments: tuple[str, ...]
@@ -57,7 +57,7 @@ class Replicas:
 
     def command(self, index: int) -> list[str]:
         """The command of replica `index`, counted from 1."""
-        return [*self.arguments, "--output", str(self.output), "--shard", str(Shard(index, self.count))]
+        return [*self.arguments, "--shard", str(Shard(index, self.count))]
 
     @property
     def logs(self) -> pathlib.Path:
@@ -277,7 +277,7 @@ def array_script(replicas: Replicas, options: Sequence[str]) -> str:
         check_text("--sbatch", flag)
         if not flag.startswith("-"):
             raise UserError(f"'{flag}' is not an option of sbatch", where="--sbatch", fix="write it as --partition=gpu")
-    command = shlex.join([meshtune_executable(), *replicas.arguments, "--output", str(replicas.output)])
+    command = shlex.join([meshtune_executable(), *replicas.arguments])
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={dns_label(replicas.output.name)}",

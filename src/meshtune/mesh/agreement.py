@@ -90,12 +90,13 @@ class StopDecision:
     """The facts about one update that all processes share.
 
     `signal` is the highest signal number that any process received (0: none). `seconds[p]` is the time that process p
-    reported for the update before. `save` says that process 0 asks for a save.
+    reported for the update before. `save` says that process 0 asks for a save, and `counts` are sums over processes.
     """
 
     signal: int
     seconds: tuple[float, ...]
     save: bool = False
+    counts: tuple[int, int] = (0, 0)
 
     @property
     def skew(self) -> float:
@@ -104,7 +105,7 @@ class StopDecision:
 
 
 class StopFlag:
-    """All-gathers each process's signal, step time and wish to save, outside the training step.
+    """All-gathers each process's signal, step time, wish to save and counts, outside the training step.
 
     `submit` is called after each update is dispatched, and `decision` when that update's metrics are read (one update
     later): decisions come in the order of submission, and the device is never waited for in between. All processes
@@ -125,12 +126,14 @@ class StopFlag:
             self._sharded = NamedSharding(mesh, PartitionSpec("device"))
             self._gather = jax.jit(lambda flags: flags, out_shardings=NamedSharding(mesh, PartitionSpec()))
             self._local_devices = sum(device.process_index == jax.process_index() for device in devices)
-            self._shape = (len(devices), 3)
+            self._shape = (len(devices), 5)
 
-    def submit(self, signal: int | None, seconds: float = 0.0, save: bool = False) -> None:
-        """Submits, for the update just dispatched, the signal that this process received, if any, its step time, and
-        whether it asks for a save, of which only process 0's answer counts."""
-        row = np.array([[signal or 0, seconds, save]], np.float32)
+    def submit(
+        self, signal: int | None, seconds: float = 0.0, save: bool = False, counts: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Submits, for the update just dispatched, the signal that this process received, if any, its step time,
+        whether it asks for a save, of which only process 0's answer counts, and counts, exact below 2^24."""
+        row = np.array([[signal or 0, seconds, save, *counts]], np.float32)
         if not self.multi_process:
             self._pending.append(row)
             return
@@ -142,4 +145,6 @@ class StopFlag:
         flags = self._pending.pop(0)
         rows = np.asarray(flags.addressable_data(0) if isinstance(flags, jax.Array) else flags)
         rows = rows[self._rows] if self.multi_process else rows
-        return StopDecision(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]), bool(rows[0, 2]))
+        first, second = rows[:, 3:].astype(np.int64).sum(0).tolist()
+        seconds = tuple(float(value) for value in rows[:, 1])
+        return StopDecision(int(rows[:, 0].max()), seconds, bool(rows[0, 2]), (first, second))

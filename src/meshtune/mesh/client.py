@@ -126,8 +126,8 @@ def receive_messages(connection: socket.socket, first_bytes: int = MAX_MESSAGE_B
 class Client:
     """One process's connection to the coordinator.
 
-    When the job ends, `on_end` is called in a background thread with the reason. Before `on_end` is set, and while
-    `reduce` waits, the reason is raised by `reduce` instead.
+    When the job ends, `on_end` is called in a background thread with the reason. Before `on_end` is set, and while the
+    main thread waits in `reduce`, the reason is raised by `reduce` instead.
     """
 
     def __init__(self, info: ProcessInfo, address: tuple[str, int], timeout: float):
@@ -149,7 +149,7 @@ class Client:
         Returns this process's result of one of mesh.reductions. Raises: UserError if the job ends meanwhile, or if a
         process has not called within `timeout` seconds.
         """
-        self._waiting = True
+        self._waiting = threading.current_thread() is threading.main_thread()
         send(self._connection, self._lock, {"type": "put", "reduction": reduction, "tag": tag, "value": value})
         try:
             while True:

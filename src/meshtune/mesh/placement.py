@@ -111,9 +111,9 @@ def cast_offloaded(array: jax.Array, dtype: str) -> jax.Array:
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Tree:
     """The arrays of a batch as global arrays, sharded by rows and positions.
 
-    `arrays` are complete on every process and have the axes that arrays.batch lists, after one of micro-batches or
-    without it. Each process transfers to its devices only their rows and positions. `order` permutes the positions of
-    every row first (see kernels.attention.zigzag_order).
+    `arrays` have the axes that arrays.batch lists, after one of micro-batches or without it. They have the shapes of
+    the whole batch on every process, which transfers to its devices only their rows (see `local_rows`) and positions.
+    `order` permutes the positions of every row first (see kernels.attention.zigzag_order).
     """
     if layout is None:
         return dict(arrays)
@@ -125,3 +125,16 @@ def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: 
         sharding = layout.sharding(axes, array.shape)
         placed[name] = jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
     return placed
+
+
+def local_rows(layout: Layout, rows: int, accumulation: int) -> tuple[list[int], list[int]]:
+    """Of the `rows` of an update, in `accumulation` micro-batches, those on devices of this process; and those of them
+    that are on no process with a lower index."""
+    shape = (accumulation, rows // accumulation)
+    table, lowest = np.arange(rows).reshape(shape), np.full(rows, np.iinfo(np.int64).max)
+    is_local = np.zeros(rows, bool)
+    for device, index in layout.sharding(("whole", "batch"), shape).devices_indices_map(shape).items():
+        held = table[index].ravel()
+        lowest[held] = np.minimum(lowest[held], device.process_index)
+        is_local[held] |= device.process_index == jax.process_index()
+    return np.flatnonzero(is_local).tolist(), np.flatnonzero(lowest == jax.process_index()).tolist()

@@ -165,9 +165,18 @@ class LayerCache:
         array, slots = self.arrays[name], self.slots(name)
         last = jnp.max(jnp.where(real, positions, -1), axis=1, keepdims=True)
         slot = jnp.where(real & (positions > last - slots), positions % slots, slots)  # beyond the end: dropped
-        rows = jnp.arange(values.shape[0])[:, None]
-        places = (rows, slice(None), slot) if self._by_head(name) else (rows, slot)
-        new = array.at[self.index, *places].set(values.astype(array.dtype), mode="drop", unique_indices=False)
+        # Each row's tokens go to that row, which the compiler is told: else it gathers rows that a mesh splits.
+        by_head = self._by_head(name)
+        dimensions = lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(range(2, values.ndim)),
+            inserted_window_dims=(0, 3 if by_head else 2),
+            scatter_dims_to_operand_dims=(0, 3 if by_head else 2),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(0,),
+        )
+        places = jnp.stack([jnp.full_like(slot, self.index), slot], axis=-1)
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+        new = lax.scatter(array, places, values.astype(array.dtype), dimensions, mode=mode)
         return dataclasses.replace(self, arrays=self.arrays | {name: new})
 
     def slots(self, name: str) -> int:

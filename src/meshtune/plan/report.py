@@ -7,9 +7,10 @@ import dataclasses
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshtune.cache import cache_folder
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.config.sections import DataSection
 from meshtune.costs.collectives import Collective
@@ -18,7 +19,9 @@ from meshtune.costs.estimate import ROLES, estimated_collectives, reference_byte
 from meshtune.costs.hardware import Device, Target
 from meshtune.costs.reliability import Reliability
 from meshtune.costs.roofline import Roofline, roofline, work_of
-from meshtune.data.documents import CheckedSource, DocumentList, load_documents
+from meshtune.data.checking import CheckedSource
+from meshtune.data.documents import DocumentList, load_documents
+from meshtune.data.pictures.files import PictureFiles
 from meshtune.data.prepare import prepare_data
 from meshtune.data.prompts import PromptLoader
 from meshtune.data.tokenizer import tokenizer_of
@@ -33,6 +36,7 @@ from meshtune.setup.choices import Decision
 from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.fit import Remedy, smallest_machine, try_remedies
 from meshtune.setup.search import (
+    PATCHES,
     RESERVE,
     ROWS,
     PredictedCandidate,
@@ -122,29 +126,53 @@ def lengths_of(recipe: Recipe) -> Lengths | None:
 
 
 def _documents(recipe: Recipe, data: DataSection) -> DocumentList:
-    return load_documents(data, seed=recipe.seed, dataset_type=STAGES[recipe.stage.kind].dataset_type).train
+    files = None
+    if recipe.vision is not None:
+        files = PictureFiles(str(cache_folder() / "pictures"), recipe.vision.media_dir)
+    kind = STAGES[recipe.stage.kind].dataset_type
+    return load_documents(data, seed=recipe.seed, dataset_type=kind, pictures=files).train
+
+
+def with_row_patches(recipe: Recipe) -> Recipe:
+    """The recipe with the patches that a row of a run has (vision.max_patches), where its data say so: these and the
+    tokenizer are local files. Those of a large data set are estimated from SAMPLE documents."""
+    if recipe.vision is None or recipe.vision.max_patches is not None or _remote_paths(recipe):
+        return recipe
+    with contextlib.suppress(UserError), _prepared(recipe) as (train, *_):
+        if train.pictures is not None:
+            return apply_overrides(recipe, {PATCHES: train.pictures.sizes[0]})
+    return recipe
 
 
 def _count(recipe: Recipe) -> Updates:
     epochs = recipe.train.epochs or DEFAULT_EPOCHS
-    tokenizer, _ = tokenizer_of(recipe.model)
-    documents = _documents(recipe, recipe.data)
-    total = len(documents)
     if recipe.rollout is not None:
+        total = len(_documents(recipe, recipe.data))
         rollouts = math.ceil(epochs * total / recipe.rollout.prompts)
         count = rollouts * recipe.rollout.updates * recipe.rollout.iterations
         return Updates(count, f"{epochs:g} epochs of {total:,} prompts")
-    if total <= SAMPLE:
-        return Updates(prepare_data(recipe, tokenizer).train.total_steps(epochs), f"{epochs:g} epochs of the data")
-    data = _sample(recipe.data, documents.sources, SAMPLE / total)
-    with tempfile.TemporaryDirectory(prefix="meshtune-updates-") as cache:
-        # One row per update, so that a fraction of a batch is not rounded up before scaling.
-        one_row = recipe.train.model_copy(update={"batch_size": 1, "micro_batch": 1})
-        sample = prepare_data(recipe.model_copy(update={"data": data, "train": one_row}), tokenizer, cache=cache).train
-        rows = sample.total_steps(1)
-    sampled = len(_documents(recipe, data))
+    with _prepared(recipe) as (train, sampled, total):
+        if sampled == total:
+            return Updates(train.total_steps(epochs), f"{epochs:g} epochs of the data")
+        rows = train.total_steps(1)
     updates = epochs * rows * total / sampled / recipe.train.batch_size
     return Updates(updates, f"{epochs:g} epochs, estimated from {sampled:,} of {total:,} documents")
+
+
+@contextlib.contextmanager
+def _prepared(recipe: Recipe) -> Iterator[tuple[Any, int, int]]:
+    """The loader of the recipe's data, how many documents it has, and how many there are: of more than SAMPLE, it has
+    a sample, one row per update, so that a fraction of a batch is not rounded up before scaling."""
+    tokenizer, _ = tokenizer_of(recipe.model)
+    documents = _documents(recipe, recipe.data)
+    if (total := len(documents)) <= SAMPLE:
+        yield prepare_data(recipe, tokenizer).train, total, total
+        return
+    data = _sample(recipe.data, documents.sources, SAMPLE / total)
+    one_row = {} if recipe.rollout is not None else {"batch_size": 1, "micro_batch": 1}
+    sample = recipe.model_copy(update={"data": data, "train": recipe.train.model_copy(update=one_row)})
+    with tempfile.TemporaryDirectory(prefix="meshtune-updates-") as cache:
+        yield prepare_data(sample, tokenizer, cache=cache).train, len(_documents(recipe, data)), total
 
 
 def _sample(data: DataSection, sources: Sequence[CheckedSource], fraction: float) -> DataSection:

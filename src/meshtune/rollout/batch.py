@@ -9,7 +9,7 @@ import numpy as np
 
 from meshtune.arrays.batch import TOKEN_ARRAYS, empty_arrays
 from meshtune.config.recipe import Recipe
-from meshtune.data.loader import PackedRows, pack, unpacked_rows
+from meshtune.data.packing import PackedRows, pack, unpacked_rows
 from meshtune.objectives.config import DistillConfig, GrpoConfig, OnlineDpoConfig, PpoConfig, RlooConfig
 from meshtune.rollout.shared import Span, fill_shared_rows, plan_shared_rows
 

@@ -16,7 +16,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.config.load import load_recipe
 from meshtune.data.conversation import Conversation, Document, Message, Origin, Text
-from meshtune.data.loader import pack
+from meshtune.data.packing import pack
 from meshtune.data.tokens import Tokenize
 from meshtune.digests import digest_files, digest_json
 from meshtune.errors import UserError

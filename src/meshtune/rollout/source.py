@@ -43,6 +43,7 @@ from meshtune.rollout.batch import (
 )
 from meshtune.rollout.environment import Environments, Episodes
 from meshtune.rollout.generate import Completion, FollowTurns, generate, sample_seed
+from meshtune.rollout.replicas import RolloutReplicas
 from meshtune.rollout.rewards import Completions, Rewards, Scores
 from meshtune.rollout.saved import (
     Rollout,
@@ -73,6 +74,7 @@ class RolloutBatch:
     metrics: Mapping[str, float]
     seconds: float
     rollout_rows: Sequence[Mapping[str, object]] = ()
+    counts: None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,9 @@ class RolloutSource:
     A rollout is in `folder`, on disk, before an update is made of it, and is read from there by a resumed run.
     `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
     gets messages; `progress(done, all)`, if it is set, is called while completions are generated. With `environments`,
-    completions have turns that call tools of theirs. `teacher` is that of a distillation, behind an address. `kl_coef`
-    is the weight of the KL divergence in the next rollout's rewards, where it is steered to a target.
+    completions have turns that call tools of theirs. `teacher` is that of a distillation, behind an address. With
+    `replicas`, other processes generate. `kl_coef` is the weight of the KL divergence in the next rollout's rewards,
+    where it is steered to a target.
     """
 
     uses_state = True
@@ -112,6 +115,7 @@ class RolloutSource:
         notify: Callable[[str], None] = print,
         environments: Environments | None = None,
         teacher: TeacherServer | None = None,
+        replicas: RolloutReplicas | None = None,
     ):
         assert recipe.rollout is not None
         self.recipe, self.options, self.loader, self.model = recipe, recipe.rollout, loader, model
@@ -120,7 +124,7 @@ class RolloutSource:
         self.reward_names = reward_names(recipe.rewards) + of_environments
         self._weights = np.array([reward.weight for reward in recipe.rewards] + [1.0] * len(of_environments))
         self._notify, self._shared, self._environments = notify, model.compute.shared_prompts, environments
-        self.teacher = teacher
+        self.teacher, self._replicas = teacher, replicas
         self.progress: Callable[[int, int], None] | None = None
         self.kl_coef = start_kl_coef(recipe.stage)
         self._said_equal = False
@@ -137,10 +141,8 @@ class RolloutSource:
         return sizes | named_sizes(self.recipe)
 
     def empty_batch(self) -> dict[str, np.ndarray]:
-        """The arrays of a batch that holds nothing: of their shapes and dtypes."""
+        """The arrays of a batch that holds nothing, without those of pictures: of their shapes and dtypes."""
         arrays = empty_arrays(online_arrays(self.recipe, shared=self._shared), self.rows_sizes)
-        if (pictures := self.loader.pictures) is not None:
-            arrays |= pictures.empty_arrays(self.loader.batch_size, self.loader.row_length, pictures.sizes[0])
         return micro_batches(arrays, self.loader.accumulation)
 
     def next(self, step: int, state: Any) -> RolloutBatch:
@@ -165,6 +167,8 @@ class RolloutSource:
     def close(self) -> None:
         if self._rewards is not None:
             self._rewards.close()
+        if self._replicas is not None:
+            self._replicas.close()
 
     # Rollouts
 
@@ -270,7 +274,9 @@ class RolloutSource:
         follow_turns: FollowTurns | None = None,
         pictures: Sequence[PromptPictures | None] | None = None,
     ) -> list[list[Completion]]:
-        model = self.model
+        model, where = self.model, [str(record.origin) for record in records]
+        if self._replicas is not None:
+            return self._replicas.draw(params, prompts, samples, model.stop_ids, seed_of, where, self.progress)
         return generate(
             params,
             model.spec,
@@ -280,7 +286,7 @@ class RolloutSource:
             self.options,
             model.stop_ids,
             seed_of,
-            [str(record.origin) for record in records],
+            where,
             self.progress,
             follow_turns,
             pictures,

@@ -232,9 +232,9 @@ def branch(source: pathlib.Path, step: int, output: pathlib.Path) -> None:
     draft = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         (draft / CHECKPOINTS).mkdir(parents=True)
-        shutil.copytree(checkpoint, draft / CHECKPOINTS / str(step), copy_function=_link)
+        shutil.copytree(checkpoint, draft / CHECKPOINTS / str(step), copy_function=link_or_copy)
         if (source / BASE).is_dir():
-            shutil.copytree(source / BASE, draft / BASE, copy_function=_link)
+            shutil.copytree(source / BASE, draft / BASE, copy_function=link_or_copy)
         for name in (RUN, RECIPE, *HISTORY):  # these are written to, and so are copied
             if (source / name).is_file():
                 shutil.copy2(source / name, draft / name)
@@ -248,7 +248,8 @@ def branch(source: pathlib.Path, step: int, output: pathlib.Path) -> None:
         ) from error
 
 
-def _link(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
+    """Links a file under another name, or copies it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

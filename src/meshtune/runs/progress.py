@@ -1,11 +1,13 @@
 """How far an export or a push is: a stage, and what of it is done, shown on a terminal and written to a file.
 
 A program that started the command names the file in the environment variable MESHTUNE_PROGRESS. It holds one JSON
-object, {"stage", "done", "total"}, with "result" once there is one, and is replaced as a whole.
+object, {"stage", "done", "total", "left"}, with "result" once there is one, and is replaced as a whole. "left" are the
+seconds that the stage will still take at its speed of late, once that is known.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -17,6 +19,7 @@ from typing import Any
 
 VARIABLE = "MESHTUNE_PROGRESS"
 SECONDS = 0.2  # between two writes of one stage
+SPEED_SECONDS = 30.0  # over which the speed of a stage is measured
 
 StageProgress = Callable[[str, int, int], None]
 """(stage, done, total). Exports have the stages reading, writing (both in bytes) and checking, a push also sending."""
@@ -34,12 +37,26 @@ class ProgressFile:
         self._path = path
         self._fields: dict[str, Any] = {}
         self._written = float("-inf")
+        self._history: collections.deque[tuple[float, int]] = collections.deque()  # (time, done) of the stage
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         is_new = stage != self._fields.get("stage")
-        self._fields = {"stage": stage, "done": done, "total": total}
+        if is_new:
+            self._history.clear()
+        self._fields = {"stage": stage, "done": done, "total": total, **self._time_left(done, total)}
         if is_new or done >= total or time.monotonic() - self._written > SECONDS:
             self._write()
+
+    def _time_left(self, done: int, total: int) -> dict[str, float]:
+        now, history = time.monotonic(), self._history
+        if not history or now - history[-1][0] > SECONDS:
+            history.append((now, done))
+        while len(history) > 2 and now - history[1][0] > SPEED_SECONDS:
+            history.popleft()
+        started, before = history[0]
+        if done <= before or now - started < SECONDS:
+            return {}
+        return {"left": round((now - started) / (done - before) * (total - done), 1)}
 
     def finish(self, result: str) -> None:
         """Adds where the result lies: a path, or an address."""

@@ -126,8 +126,10 @@ class Worker:
                     return
             try:
                 new = self.scheduler.step(STEPS)
-            except BaseException as problem:  # a panic in Rust is no Exception
-                self._recover(problem if isinstance(problem, Exception) else RuntimeError(str(problem)))
+            except BaseException as problem:  # a panic in Rust is no Exception, a lost process no mistake of a client
+                if isinstance(problem, UserError) or not isinstance(problem, Exception):
+                    problem = RuntimeError(str(problem))
+                self._recover(problem)
                 if self.ended is not None:
                     return
                 continue

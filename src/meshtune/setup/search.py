@@ -48,7 +48,7 @@ rollout_cost = LazyFunction("meshtune.costs.decoding:rollout_cost")
 
 RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
-ROWS = "rollout.rows"
+ROWS, PATCHES = "rollout.rows", "vision.max_patches"
 EQUAL_TIME_FACTOR = 1.03  # expected times within this factor count as equal: the simpler configuration comes first
 REMATS = ("selective", "full")  # "none" saves what is cheaper to recompute than to store and load
 OFFLOADS = ((), ("residual",), ("optimizer",), ("residual", "optimizer"), ("residual", "optimizer", "weights"))

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 CARD, REPORT = "README.md", "generated.json"
+COUNTS = "counts.json"  # while records are made
+RECORDS, PAIRS, HELD_OUT, HELD_OUT_PAIRS = "records.jsonl", "pairs.jsonl", "held-out.jsonl", "held-out-pairs.jsonl"
+RECORD_FILES = (RECORDS, PAIRS, HELD_OUT, HELD_OUT_PAIRS)
 
 
 def card(report: Mapping[str, Any]) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import os
 import pathlib
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
 
+from meshtune.data.sources import missing_path_error
 from meshtune.errors import UserError, amount
 from meshtune.evaluate.metrics import CJK
 from meshtune.json_text import file_size, read_bytes
@@ -21,6 +23,7 @@ from meshtune.synth.kinds import package
 PLAIN = (".md", ".markdown", ".txt", ".rst")
 CONVERTED = (".pdf", ".docx", ".pptx", ".html", ".htm", ".epub")
 ARCHIVES = (".docx", ".pptx", ".epub")
+DOCUMENT_TYPES = (*PLAIN, *CONVERTED)
 MOST_BYTES = 256 << 20  # of a document
 MOST_UNPACKED = 1 << 30  # bytes of the files in a DOCX, PPTX or EPUB
 FEWEST_WORDS = 10  # of a passage: fewer hold no question
@@ -90,22 +93,35 @@ def read_library(paths: Sequence[str], *, skip_bad: bool = False) -> Library:
 def document_files(paths: Sequence[str]) -> list[pathlib.Path]:
     """The files that paths name, in the order of their names; of a folder, those of a known type. Raises UserError."""
     files: dict[pathlib.Path, None] = {}
-    known = ", ".join((*PLAIN, *CONVERTED))
+    known = ", ".join(DOCUMENT_TYPES)
     for name in paths:
         path = pathlib.Path(name)
+        if not os.path.lexists(path):
+            raise missing_path_error(path, name)
         if not path.is_dir():
-            if path.suffix.lower() not in (*PLAIN, *CONVERTED):
+            if path.suffix.lower() not in DOCUMENT_TYPES:
                 fix = f"give a folder, or a file that ends with one of {known}"
                 raise UserError("this is no type of document that can be read", where=name, fix=fix)
             file_size(path)
             files[path] = None
             continue
-        entries = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in (*PLAIN, *CONVERTED))
-        entries = [entry for entry in entries if entry.is_file() and not is_hidden(entry.relative_to(path))]
+        entries = sorted(entry for entry in files_below(path) if entry.suffix.lower() in DOCUMENT_TYPES)
+        entries = [entry for entry in entries if not is_hidden(entry.relative_to(path))]
         if not entries:
             raise UserError("the folder has no documents", where=name, fix=f"put files there: {known}")
         files |= dict.fromkeys(entries)
     return list(files)
+
+
+def files_below(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """All files below a folder. Raises UserError for a folder that may not be read, where files would be missing."""
+
+    def refuse(error: OSError) -> None:
+        fix = "allow it to be read, or name the other folders and files in the recipe"
+        raise UserError(f"the folder cannot be read: {error.strerror}", where=str(error.filename), fix=fix) from error
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        yield from (file for name in names if (file := pathlib.Path(place, name)).is_file())
 
 
 def is_hidden(path: pathlib.Path) -> bool:

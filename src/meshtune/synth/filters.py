@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshtune.config.data_recipe import DataRecipe, Filters
-from meshtune.config.sections import DataSection
-from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.config.sections import DataSection, SourceSection
+from meshtune.data.conversation import Conversation, Message, Origin, Sample
 from meshtune.data.documents import load_documents
+from meshtune.errors import UserError
 from meshtune.evaluate.metrics import WORD
-from meshtune.evaluate.statistics import overlap
+from meshtune.evaluate.statistics import text_marks
 from meshtune.synth.documents import count_words
 from meshtune.synth.kinds import conversation_text, package
 
@@ -68,7 +72,12 @@ def check_filters(recipe: DataRecipe) -> None:
     if recipe.filters.duplicates is not None:
         package("datasketch", "near duplicates are compared")
     if recipe.filters.language is not None:
+        languages = sorted(os.listdir(package("langdetect", "languages are recognised").PROFILES_DIRECTORY))
+        if recipe.filters.language not in languages:
+            problem = f"'{recipe.filters.language}' is no code of a language that is recognised"
+            raise UserError(problem, where="filters.language", fix=f"give one of {', '.join(languages)}")
         _language_of("This sentence is read so that profiles of languages are loaded by one thread.")
+    load_sources(recipe.filters.evaluation, "filters.evaluation")
 
 
 def local_filters(filters: Filters) -> Iterator[tuple[str, Callable[[MadeRecord], str | None]]]:
@@ -111,28 +120,31 @@ def _language_of(text: str) -> str:
         return "unknown"
 
 
-def drop_duplicates(records: Sequence[MadeRecord], similarity: float) -> tuple[list[MadeRecord], list[Dropped]]:
-    """Records without near duplicates of earlier ones, by MinHash (datasketch), and those that were dropped."""
-    datasketch = package("datasketch", "near duplicates are compared")
-    index = datasketch.MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS)
-    hashes: list[Any] = []
-    retained: list[MadeRecord] = []
-    dropped: list[Dropped] = []
-    for record in records:
-        sketch = datasketch.MinHash(num_perm=PERMUTATIONS, seed=1)
-        sketch.update_batch([shingle.encode() for shingle in _shingles(conversation_text(record.messages))])
-        near = sorted(int(key) for key in index.query(sketch))
-        likeness = [(sketch.jaccard(hashes[number]), number) for number in near]
-        similar = [(value, number) for value, number in likeness if value >= similarity]
+class Duplicates:
+    """The records so far, which later ones are compared with by MinHash (datasketch): 5 kB of memory each."""
+
+    def __init__(self, similarity: float):
+        self._datasketch = package("datasketch", "near duplicates are compared")
+        self._similarity = similarity
+        self._index = self._datasketch.MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS)
+        self._hashes: list[np.ndarray] = []
+        self._texts: list[str] = []
+
+    def add(self, record: MadeRecord) -> str | None:
+        """Adds a record, or says which earlier one it is a near duplicate of."""
+        text = conversation_text(record.messages)
+        sketch = self._datasketch.MinHash(num_perm=PERMUTATIONS, seed=1)
+        sketch.update_batch([shingle.encode() for shingle in _shingles(text)])
+        near = sorted(self._index.query(sketch))
+        likeness = [(float(np.mean(sketch.hashvalues == self._hashes[number])), number) for number in near]
+        similar = [(value, number) for value, number in likeness if value >= self._similarity]
         if similar:
             value, number = max(similar)
-            earlier = conversation_text(retained[number].messages)[:200]
-            dropped.append(drop(record, "duplicates", f"similarity {value:.2f} to: {earlier}"))
-            continue
-        index.insert(str(len(retained)), sketch)
-        hashes.append(sketch)
-        retained.append(record)
-    return retained, dropped
+            return f"similarity {value:.2f} to: {self._texts[number]}"
+        self._index.insert(len(self._hashes), sketch)
+        self._hashes.append(sketch.hashvalues.astype(np.uint32))
+        self._texts.append(text[:200])
+        return None
 
 
 def _shingles(text: str) -> set[str]:
@@ -140,14 +152,26 @@ def _shingles(text: str) -> set[str]:
     return {" ".join(tokens[start : start + SHINGLE]) for start in range(max(1, len(tokens) - SHINGLE + 1))}
 
 
-def drop_evaluation(records: Sequence[MadeRecord], filters: Filters) -> tuple[list[MadeRecord], list[Dropped]]:
-    """Records without words in a row in common with evaluation data, as `meshtune eval` counts them."""
-    documents = load_documents(DataSection(train=list(filters.evaluation), packing=False), seed=0).train
-    shared = set(overlap([_conversation(record) for record in records], documents).shared) if records else set()
-    dropped = [
-        drop(record, "evaluation", "words of evaluation data") for n, record in enumerate(records) if n in shared
-    ]
-    return [record for n, record in enumerate(records) if n not in shared], dropped
+def evaluation_marks(filters: Filters) -> frozenset[bytes]:
+    """The marks of evaluation data, by which `meshtune eval` counts words in common."""
+    documents = load_sources(filters.evaluation, "filters.evaluation")
+    return frozenset().union(*map(text_marks, documents))
+
+
+def record_marks(record: MadeRecord) -> set[bytes]:
+    """The marks of a record."""
+    return text_marks(_conversation(record))
+
+
+def load_sources(sources: Sequence[SourceSection], key: str) -> Sequence[Sample]:
+    """The records of the sources that a key names. Raises UserError for one that is missing or damaged."""
+    if not sources:
+        return ()
+    try:
+        return load_documents(DataSection(train=list(sources), packing=False), seed=0).train
+    except UserError as problem:
+        fix = problem.fix and problem.fix.replace("data.train=", f"{key}=")
+        raise UserError(problem.what, where=f"{key}, {problem.where or ''}".rstrip(", "), fix=fix) from problem
 
 
 def _conversation(record: MadeRecord) -> Conversation:

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -73,11 +74,13 @@ ENVIRONMENT = environment()
 
 
 class Kind:
-    """A kind of a recipe with its template, whose variables are checked."""
+    """A kind of a recipe with its template, None: that which the section names. Its variables are checked."""
 
-    def __init__(self, section: KindSection):
+    def __init__(self, section: KindSection, template: Template | None = None):
         self.section, self.name = section, section.template
-        self.template: Template = load_template(section.template)
+        self.template: Template = template or load_template(section.template)
+        if self.template.answer_schema is not None:
+            check_schema(self.template.answer_schema, f"{self.name}, answer_schema", ("#/$defs/call",))
         self.options = dict(self.template.options)
         for option, value in section.options.items():
             if option not in self.options:
@@ -167,11 +170,14 @@ class Kind:
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": tool["name"]}, "arguments": tool["parameters"]},
+                "properties": {
+                    "name": {"const": tool["name"]},
+                    "arguments": rebase(tool["parameters"], f"#/$defs/call/anyOf/{number}/properties/arguments"),
+                },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in subject.tools
+            for number, tool in enumerate(subject.tools)
         ]
         return {**schema, "$defs": {**schema.get("$defs", {}), "call": {"anyOf": calls}}}
 
@@ -220,6 +226,45 @@ def package(name: str, purpose: str) -> ModuleType:
         raise UserError(f"{purpose} by {name}, which is not installed", fix=pip_install("synth")) from problem
 
 
+def rebase(schema: Any, place: str) -> Any:
+    """A schema at a `place` of another, whose references point into itself as before."""
+    if isinstance(schema, list):
+        return [rebase(entry, place) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:] if key == "$ref" and isinstance(value, str) else rebase(value, place)
+        for key, value in schema.items()
+    }
+
+
+def check_schema(schema: Mapping[str, Any], where: str, later: Sequence[str] = ()) -> None:
+    """Raises UserError for what is no JSON Schema, or refers to what it does not hold; `later` is added to it."""
+    jsonschema = package("jsonschema", "answers are compared with their schema")
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as problem:
+        place = ".".join(map(str, problem.absolute_path))
+        where, fix = f"{where}{f', {place}' if place else ''}", "correct it by https://json-schema.org/draft/2020-12"
+        raise UserError(f"this is no JSON Schema: {problem.message[:200]}", where=where, fix=fix) from problem
+    for reference in references(schema):
+        target: Any = schema if reference.startswith("#") else None
+        for step in reference[2:].split("/") if len(reference) > 1 else ():
+            step = urllib.parse.unquote(step).replace("~1", "/").replace("~0", "~")
+            target = target.get(step) if isinstance(target, dict) else None
+        if target is None and reference not in later:
+            fix = "put it below $defs, and refer to it as #/$defs/NAME"
+            raise UserError(f"the schema refers to '{reference}', which it does not hold", where=where, fix=fix)
+
+
+def references(schema: Any) -> Iterator[str]:
+    """The values of $ref in a schema."""
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        yield schema["$ref"]
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from references(value)
+
+
 def parse_answer(text: str, schema: Mapping[str, Any]) -> Any:
     """The JSON of an answer, which may be in a block of code. Raises ValueError that says why it has not the schema."""
     jsonschema = package("jsonschema", "answers are compared with their schema")
@@ -246,9 +291,9 @@ class Task:
     seed: int
     held_out: bool
 
-    @functools.cached_property
+    @property
     def variables(self) -> dict[str, Any]:
-        """The variables of its prompts."""
+        """The variables of its prompts, which are not held: there may be millions of tasks."""
         return self.kind.variables(self.subject, self.seed)
 
     @property

@@ -1,22 +1,25 @@
-"""Makes the records of one task: asks the teacher, checks its answers, and lets a judge score its records."""
+"""Makes the records of one task: asks the teacher, checks its answers, and lets a judge score its records.
+
+The making of a task is a generator of the requests that it needs, one after another, which is sent their answers: so
+whoever runs it decides which tasks are asked for at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
 import re
-import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, TypeVar
 
 from meshtune.config.data_recipe import DataRecipe, Price, Rubric, Rule, load_rubric
 from meshtune.errors import UserError
 from meshtune.evaluate.metrics import f1
 from meshtune.synth.documents import count_words
 from meshtune.synth.filters import Dropped, MadeRecord, drop, local_filters
-from meshtune.synth.journal import Journal
 from meshtune.synth.kinds import (
     SCORE_SCHEMA,
     Kind,
@@ -71,23 +74,41 @@ class _Unusable(Exception):
     """An answer that makes no record: (filter, reason, text)."""
 
 
-class Maker:
-    """Makes the records of tasks, from several threads at once. `requested` and `replayed` count the answers of the
-    models and those of the journal."""
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A request to a model. Equal keys have equal answers."""
 
-    def __init__(self, recipe: DataRecipe, teacher: Teacher, judge: Teacher | None, journal: Journal):
-        self._recipe, self._teacher, self._judge, self._journal = recipe, teacher, judge or teacher, journal
+    teacher: Teacher
+    request: Request
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The SHA-256 of model, prompt and sampling."""
+        request = self.request
+        content = json.dumps([self.teacher.identity, request.digest, request.seed, request.temperature])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+T = TypeVar("T")
+Asking = Generator[Question, Answer, T]
+"""Asks questions, and is sent their answers; RequestRefused is thrown for one that the model cannot answer."""
+
+
+class Maker:
+    """Makes the records of tasks."""
+
+    def __init__(self, recipe: DataRecipe, teacher: Teacher, judge: Teacher | None):
+        self._recipe, self._teacher, self._judge = recipe, teacher, judge or teacher
         self._judge_price = (recipe.judge or recipe.teacher).price
         self._filters = list(local_filters(recipe.filters))
         self.rubrics = load_rubrics(recipe)
-        self.requested = self.replayed = 0
-        self._lock = threading.Lock()
 
-    def __call__(self, task: Task) -> TaskResult:
-        """The records of a task. Raises as Teacher.ask does, but RequestRefused, which drops the task's records."""
+    def make(self, task: Task) -> Asking[TaskResult]:
+        """Makes the records of a task. A request that is refused drops them."""
         result = TaskResult()
         try:
-            records = self._pair(task, result) if task.kind.template.gives_pairs else self._conversations(task, result)
+            make = self._pair if task.kind.template.gives_pairs else self._conversations
+            records = yield from make(task, result)
         except RequestRefused as problem:
             result.dropped.append(_drop_task(task, "refused request", str(problem), ""))
             return result
@@ -95,7 +116,7 @@ class Maker:
             result.dropped.append(_drop_task(task, *problem.args))
             return result
         for record in records:
-            dropped = self._filter(task, record, result)
+            dropped = yield from self._filter(task, record, result)
             if dropped is not None:
                 result.dropped.append(dropped)
         return result
@@ -123,25 +144,13 @@ class Maker:
             messages.insert(0, ("system", self._recipe.system))
         return Request(tuple(messages), draw(task.seed, "candidate", number), pictures=task.subject.pictures)
 
-    def _ask(self, request: Request, result: TaskResult, *, judge: bool = False) -> Answer:
-        """The journal's answer, or the model's."""
-        model = self._judge if judge else self._teacher
-        content = json.dumps([model.identity, request.digest, request.seed, request.temperature])
-        key = hashlib.sha256(content.encode()).hexdigest()
-        answer = self._journal.get(key)
-        if answer is None:
-            answer = model.ask(request)
-            self._journal.append(key, answer)
-            with self._lock:
-                self.requested += 1
-        else:
-            with self._lock:
-                self.replayed += 1
+    def _ask(self, request: Request, result: TaskResult, *, judge: bool = False) -> Asking[Answer]:
+        answer = yield Question(self._judge if judge else self._teacher, request)
         price = self._judge_price if judge else self._recipe.teacher.price
         result.spent.add(answer.prompt_tokens, answer.answer_tokens, price)
         return answer
 
-    def _ask_value(self, request: Request, result: TaskResult, *, judge: bool = False) -> Any:
+    def _ask_value(self, request: Request, result: TaskResult, *, judge: bool = False) -> Asking[Any]:
         """The text of a complete answer, or its JSON where the request has a schema: of several attempts, the first one
         that has it. Raises _Unusable."""
         seed, problem, text = request.seed, "", ""
@@ -149,7 +158,7 @@ class Maker:
             again = dataclasses.replace(request, seed=draw(seed, "attempt", attempt) if attempt else seed)
             if attempt and request.temperature == 0:  # the same again, but for a seed that servers ignore then
                 again = dataclasses.replace(again, temperature=0.3)
-            answer = self._ask(again, result, judge=judge)
+            answer = yield from self._ask(again, result, judge=judge)
             text = answer.text
             if not answer.complete:
                 problem = "the answer was cut off at max_tokens"
@@ -166,23 +175,24 @@ class Maker:
 
     # Records
 
-    def _conversations(self, task: Task, result: TaskResult) -> list[MadeRecord]:
+    def _conversations(self, task: Task, result: TaskResult) -> Asking[list[MadeRecord]]:
         request = self.first_request(task)
-        answer = self._ask_value(request, result)
+        answer = yield from self._ask_value(request, result)
         conversations = list(task.kind.records(answer, task.variables))[: most_records(task.kind)]
         return [self._record(task, request, {"messages": messages}) for messages in conversations]
 
-    def _pair(self, task: Task, result: TaskResult) -> list[MadeRecord]:
+    def _pair(self, task: Task, result: TaskResult) -> Asking[list[MadeRecord]]:
         """A preference pair: the best and the worst of several answers."""
         template, variables = task.kind.template, dict(task.variables)
         assert template.answer is not None
         request, item = self.first_request(task), None
         if template.prompt is not None:
-            item = self._ask_value(request, result)
+            item = yield from self._ask_value(request, result)
             variables["item" if request.schema is not None else "text"] = item
         texts: dict[str, None] = {}
         for number in range(template.candidates):
-            answer = self._ask(self._candidate_request(task, template.answer, variables, number), result)
+            candidate = self._candidate_request(task, template.answer, variables, number)
+            answer = yield from self._ask(candidate, result)
             if answer.complete and answer.text.strip():
                 texts[answer.text.strip()] = None
         candidates = list(texts)
@@ -192,8 +202,10 @@ class Maker:
             scores = [float(keeps(template.rule, text)) for text in candidates]
         else:
             assert template.rubric is not None
-            prompts = [render(template.rubric, {**variables, "text": text}) for text in candidates]
-            scores = [self._score(task, "candidate", prompt, number, result) for number, prompt in enumerate(prompts)]
+            scores = []
+            for number, text in enumerate(candidates):
+                prompt = render(template.rubric, {**variables, "text": text})
+                scores.append((yield from self._score(task, "candidate", prompt, number, result)))
         if min(scores) == max(scores):
             name = "candidates" if template.rule is None else "rule"
             raise _Unusable(name, f"all candidates have the score {scores[0]:g}", "\n\n".join(candidates))
@@ -234,7 +246,7 @@ class Maker:
 
     # Filters
 
-    def _filter(self, task: Task, record: MadeRecord, result: TaskResult) -> Dropped | None:
+    def _filter(self, task: Task, record: MadeRecord, result: TaskResult) -> Asking[Dropped | None]:
         """Adds a record to the result, or returns why it is dropped."""
         for name, reason_of in self._filters:
             if (reason := reason_of(record)) is not None:
@@ -246,7 +258,7 @@ class Maker:
             if filters.agreement is not None and len(record.messages) - (self._recipe.system is not None) == 2:
                 prompt = render(self.rubrics["agreement"].prompt, fields)
                 request = Request((("user", prompt),), draw(task.seed, "agreement", number))
-                second = self._ask_value(request, result)
+                second = yield from self._ask_value(request, result)
                 scores["agreement"] = f1(second, record.answer)["f1"] / 100
                 if scores["agreement"] < filters.agreement:
                     return drop(record, "agreement", f"F1 {scores['agreement']:.2f} with: {second[:200]}")
@@ -254,18 +266,22 @@ class Maker:
                 section = getattr(filters, name)
                 if section is None or (name == "grounded" and not record.passage):
                     continue
-                score = self._score(task, name, render(self.rubrics[name].prompt, fields), number, result)
+                prompt = render(self.rubrics[name].prompt, fields)
+                score = yield from self._score(task, name, prompt, number, result)
                 scores[name] = score
                 if score < section.least:
                     return drop(record, name, f"score {score:g} of 5")
         except _Unusable as problem:
             return drop(record, "judge", f"no score: {problem.args[1]}")
+        except RequestRefused as problem:
+            return drop(record, "refused request", str(problem))
         result.records.append(record)
         return None
 
-    def _score(self, task: Task, name: str, prompt: str, number: int, result: TaskResult) -> float:
+    def _score(self, task: Task, name: str, prompt: str, number: int, result: TaskResult) -> Asking[float]:
         request = Request((("user", prompt),), draw(task.seed, name, number), SCORE_SCHEMA, temperature=0.0)
-        return float(self._ask_value(request, result, judge=True)["score"])
+        answer = yield from self._ask_value(request, result, judge=True)
+        return float(answer["score"])
 
     def prompt_tokens(self, task: Task) -> int:
         """Tokens of the prompt that a task begins with. Raises UserError for one that is too long."""
@@ -329,7 +345,9 @@ def load_rubrics(recipe: DataRecipe) -> dict[str, Rubric]:
         try:
             fields = meta.find_undeclared_variables(environment().parse(rubrics[name].prompt))
         except TemplateError as problem:
-            raise UserError(f"the rubric is no Jinja template: {problem}", where=f"filters.{name}") from problem
+            fix = "write {{ name }} for a variable"
+            what = f"the rubric is no Jinja template: {problem}"
+            raise UserError(what, where=f"filters.{name}", fix=fix) from problem
         for field in sorted(fields - set(RUBRIC_FIELDS)):
             fix = f"{nearest(field, RUBRIC_FIELDS)}there are: {', '.join(RUBRIC_FIELDS)}"
             raise UserError(f"the rubric has an unknown field '{field}'", where=f"filters.{name}", fix=fix)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtune.config.data_recipe import DataRecipe
-from meshtune.config.sections import DataSection, SourceSection
+from meshtune.config.sections import SourceSection
 from meshtune.data.chat import as_dicts
 from meshtune.data.conversation import Conversation
-from meshtune.data.documents import load_documents
 from meshtune.errors import UserError
 from meshtune.json_text import parse_json, read_bytes
 from meshtune.synth.documents import Library, is_hidden, passages, sha256_of
-from meshtune.synth.kinds import Subject, conversation_text
+from meshtune.synth.filters import load_sources
+from meshtune.synth.kinds import Subject, check_schema, conversation_text
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 
@@ -40,14 +41,15 @@ def passage_subjects(library: Library, size: int) -> list[Subject]:
     return subjects
 
 
-def read_conversations(sources: Sequence[SourceSection], where: str) -> list[Conversation]:
-    """All conversations of sources. Raises UserError for records that are none."""
-    documents = load_documents(DataSection(train=list(sources), packing=False), seed=0).train
+def read_conversations(sources: Sequence[SourceSection], key: str, *, first: bool = False) -> list[Conversation]:
+    """All conversations of the sources that a key names, or only the first. Raises UserError for records that are
+    none."""
+    documents = load_sources(sources, key)
     conversations: list[Conversation] = []
-    for document in documents:
+    for document in itertools.islice(documents, 1 if first else None):
         if not isinstance(document, Conversation):
             fix = "give conversations, such as messages with a user's and an assistant's"
-            raise UserError("this is a text, and no conversation", where=f"{where}, {document.origin}", fix=fix)
+            raise UserError("this is a text, and no conversation", where=f"{key}, {document.origin}", fix=fix)
         conversations.append(document)
     return conversations
 
@@ -83,6 +85,7 @@ def tool_subjects(path: str) -> list[Subject]:
         parameters = tool.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(tool.get("name"), str) or not isinstance(parameters, dict):
             raise UserError(f"tool {number} has no name or no parameters", where=path, fix=fix)
+        check_schema(parameters, f"{path}, tool {number} ({tool['name']}), parameters")
         tools.append({"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters})
     digest = hashlib.sha256(content).hexdigest()
     return [

@@ -13,26 +13,29 @@ import json
 import mimetypes
 import os
 import pathlib
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshtune.config.data_recipe import TeacherModel
 from meshtune.errors import UserError
 from meshtune.json_text import parse_json
 from meshtune.rollout.servers import read_answer
+from meshtune.runs.sources import split_state
+from meshtune.weights.hub import check_path
 
 if TYPE_CHECKING:
-    from meshtune.generate.request import Generation
+    from meshtune.evaluate.predict import Prompt
 
 PAUSE = 1.0  # seconds before the second try; then twice that
 LONGEST_PAUSE = 120.0
 CHARACTERS_PER_TOKEN = 2  # at least, of a prompt whose tokens only the server can count
 MESSAGE_TOKENS = 16  # of a message's role and marks
-GATHER = 0.05  # seconds that a batch waits for another request: less than a step of its rows takes on a CPU
 PICTURE_TOKENS = 2048  # of a picture, where only the server can count them
 
 
@@ -82,7 +85,7 @@ class Answer:
 
 
 class Teacher(Protocol):
-    """A model that answers requests, from several threads at once."""
+    """A model that answers requests."""
 
     @property
     def name(self) -> str:
@@ -94,8 +97,9 @@ class Teacher(Protocol):
         """A text that differs where answers may."""
         ...
 
-    def ask(self, request: Request) -> Answer:
-        """Answers. Raises UserError where nothing more can be asked, RequestFailed, RequestRefused, Stopped."""
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer | RequestFailed | RequestRefused]]:
+        """(number of the request, its answer or why there is none) in the order in which they end. Raises UserError
+        where nothing more can be asked."""
         ...
 
     def prompt_tokens(self, request: Request) -> int:
@@ -105,6 +109,25 @@ class Teacher(Protocol):
     def close(self) -> None:
         """Ends the requests under way."""
         ...
+
+
+def check_teacher(section: TeacherModel, role: str = "teacher") -> None:
+    """Raises UserError for a key that is not set and a model folder that is missing: before documents are read."""
+    if section.is_server:
+        api_key(section, role)
+    else:
+        check_path(split_state(section.path)[0].as_posix())
+
+
+def api_key(section: TeacherModel, role: str) -> str:
+    """The key of a server, of the environment; "" where it needs none. Raises UserError where it is not set."""
+    if section.key is None:
+        return ""
+    key = os.environ.get(section.key, "").strip()
+    if not key:
+        problem = f"the environment variable {section.key}, which is to hold the server's key, is not set"
+        raise UserError(problem, where=f"{role}.key", fix=f"export {section.key}=...")
+    return key
 
 
 def open_teacher(section: TeacherModel, role: str = "teacher") -> Teacher:
@@ -125,12 +148,8 @@ class ServerTeacher:
     def __init__(self, section: TeacherModel, role: str = "teacher"):
         self._section, self._role, self._address = section, role, section.path.rstrip("/")
         self._stop = threading.Event()
-        self._key = ""
-        if section.key is not None:
-            self._key = os.environ.get(section.key, "").strip()
-            if not self._key:
-                problem = f"the environment variable {section.key}, which is to hold the server's key, is not set"
-                raise UserError(problem, where=f"{role}.key", fix=f"export {section.key}=...")
+        self._key = api_key(section, role)
+        self._answered = False
         self._open = urllib.request.build_opener(_SameAddress()).open
         self._model = section.model or self._only_model()
 
@@ -159,8 +178,22 @@ class ServerTeacher:
             + PICTURE_TOKENS * len(request.pictures)
         )
 
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer | RequestFailed | RequestRefused]]:
+        """Asks `at_once` requests at a time."""
+        with ThreadPoolExecutor(self._section.at_once) as pool:
+            numbers = {pool.submit(self.ask, request): number for number, request in enumerate(requests)}
+            for future in as_completed(numbers):
+                try:
+                    yield numbers[future], future.result()
+                except (RequestFailed, RequestRefused) as problem:
+                    yield numbers[future], problem
+                except BaseException:
+                    self.close()
+                    raise
+
     def ask(self, request: Request) -> Answer:
-        """The server's answer, after tries with waiting."""
+        """The server's answer, after tries with waiting, for several threads at once. Raises UserError where nothing
+        more can be asked, RequestFailed, RequestRefused, Stopped."""
         section = self._section
         body: dict[str, Any] = {
             "model": self._model,
@@ -216,6 +249,7 @@ class ServerTeacher:
             try:
                 query = urllib.request.Request(self._address + path, content, headers)
                 answer = read_answer(query, time.monotonic() + self._section.timeout, self._open)
+                self._answered = True
                 return read(parse_json(answer, self._address))
             except urllib.error.HTTPError as error:
                 text = self._without_key(_body(error))
@@ -223,7 +257,11 @@ class ServerTeacher:
                 self._check(error.code, problem)
                 pause = _retry_after(error) or pause
             except (OSError, http.client.HTTPException) as error:
-                problem = self._without_key(str(getattr(error, "reason", None) or error or type(error).__name__))
+                reason = getattr(error, "reason", None) or error
+                if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME and not self._answered:
+                    fix = f"correct {self._role}.path"
+                    raise UserError("there is no host of this name", where=self._address, fix=fix) from error
+                problem = self._without_key(str(reason) or type(error).__name__)
             except ValueError as error:  # UserError of JSON included
                 problem = self._without_key(getattr(error, "what", str(error)))
             if number + 1 < self._section.tries and self._stop.wait(pause):
@@ -310,10 +348,6 @@ class LocalTeacher:
         self._stop_ids = self.model.stop_ids | ids
         self._grammars = Grammars(self.model.tokenizer, self.model.spec.vocab, self._stop_ids)
         self._compiled: dict[str, Any] = {}
-        self._scheduler = self.model.engine.scheduler(rows=section.at_once)
-        self._waiting: dict[Generation, _Waiting] = {}
-        self._changed, self._rendering, self._stopping = threading.Condition(), threading.Lock(), False
-        threading.Thread(target=self._run, name="teacher", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -327,13 +361,12 @@ class LocalTeacher:
         return json.dumps(options | {"weights": self._identity, "dtype": self.model.compute.dtype}, sort_keys=True)
 
     def close(self) -> None:
-        """Ends the thread after its current step."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        """Does nothing."""
 
     def prompt_tokens(self, request: Request) -> int:
-        """The prompt's tokens."""
+        """The prompt's tokens. Its schema is compiled, which raises UserError for one that cannot be."""
+        if request.schema is not None:
+            self._grammar(request.schema)
         ids, room = self._prompt(request).ids, self._context - self._section.max_tokens
         if len(ids) > room:
             raise UserError(
@@ -347,37 +380,47 @@ class LocalTeacher:
     def _context(self) -> int:
         return min(self.model.engine.context, self._section.context or self.model.engine.context)
 
-    def ask(self, request: Request) -> Answer:
-        """The model's answer, once the batch has computed it."""
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer | RequestRefused]]:
+        """Computes the answers from an empty batch of `at_once` rows."""
+        from meshtune.evaluate.predict import answers_or_errors
+
+        prompts: dict[int, Prompt] = {}
+        for number, request in enumerate(requests):
+            try:
+                prompts[number] = self._engine_prompt(request)
+            except UserError as problem:
+                yield number, RequestRefused(problem.what)
+        numbers, submitted = list(prompts), list(prompts.values())
+        engine, tokenizer, rows = self.model.engine, self.model.tokenizer, self._section.at_once
+        for place, outcome in answers_or_errors(engine, tokenizer, submitted, rows=rows):
+            if isinstance(outcome, UserError):
+                yield numbers[place], RequestRefused(outcome.what)
+            else:
+                length = len(submitted[place].request.prompt)
+                yield (
+                    numbers[place],
+                    Answer(outcome.text, outcome.finish_reason == "stop", length, outcome.tokens),
+                )
+
+    def _engine_prompt(self, request: Request) -> Prompt:
+        """The request to the engine. Raises UserError for one that it cannot answer."""
+        from meshtune.evaluate.predict import Prompt
         from meshtune.generate.request import Sampling
 
-        prompt = self._prompt(request)
-        section = self._section
+        prompt, section = self._prompt(request), self._section
         temperature = section.temperature if request.temperature is None else request.temperature
         room = self._context - len(prompt.ids)
         if room < 1:
-            raise RequestRefused(f"the prompt has {len(prompt.ids)} tokens, and the context {self._context}")
-        try:
-            generation = self.model.engine.request(
-                prompt.ids,
-                Sampling(temperature=temperature, top_p=section.top_p, seed=request.seed),
-                max_tokens=min(section.max_tokens, room),
-                stop_ids=self._stop_ids,
-                grammar=None if request.schema is None else self._grammar(request.schema),
-                pictures=prompt.pictures,
-            )
-        except UserError as problem:
-            raise RequestRefused(problem.what) from problem
-        waiting = _Waiting(self)
-        with self._changed:
-            if self._stopping:
-                raise Stopped
-            self._waiting[self._scheduler.submit(generation)] = waiting
-            self._changed.notify_all()
-        waiting.ended.wait()
-        if waiting.problem is not None:
-            raise waiting.problem
-        return Answer(waiting.text, waiting.reason == "stop", len(prompt.ids), waiting.tokens)
+            raise UserError(f"the prompt has {len(prompt.ids)} tokens, and the context {self._context}")
+        generation = self.model.engine.request(
+            prompt.ids,
+            Sampling(temperature=temperature, top_p=section.top_p, seed=request.seed),
+            max_tokens=min(section.max_tokens, room),
+            stop_ids=self._stop_ids,
+            grammar=None if request.schema is None else self._grammar(request.schema),
+            pictures=prompt.pictures,
+        )
+        return Prompt(generation, self._stop_strings)
 
     def _prompt(self, request: Request) -> Any:
         from meshtune.generate.text import chat_prompt
@@ -386,85 +429,13 @@ class LocalTeacher:
         if request.pictures:
             parts = [{"type": "image", "image": picture} for picture in request.pictures]
             messages[-1]["content"] = [*parts, {"type": "text", "text": messages[-1]["content"]}]
-        with self._rendering:
-            return chat_prompt(self.model.tokenizer, messages, self.model.picture_reader)
+        return chat_prompt(self.model.tokenizer, messages, self.model.picture_reader)
 
     def _grammar(self, schema: Mapping[str, Any]) -> Any:
         name = json.dumps(schema, sort_keys=True)
-        with self._changed:  # one thread at a time
-            if name not in self._compiled:
-                self._compiled[name] = self._grammars.json(schema, "answer_schema")
-            return self._compiled[name]
-
-    def _run(self) -> None:
-        has_room = True
-        while True:
-            with self._changed:
-                while self._scheduler.idle and not self._stopping:
-                    self._changed.wait()
-                if has_room:
-                    self._gather()
-                if self._stopping:
-                    self._end_all(Stopped())
-                    return
-            try:
-                new = self._scheduler.step(leave=True)
-            except BaseException as problem:  # of memory, or of the device: no answer can come
-                with self._changed:
-                    self._stopping = True
-                    self._end_all(problem)
-                return
-            with self._changed:
-                has_room = False
-                for progress in new:
-                    if (waiting := self._waiting.get(progress.generation)) is None:
-                        continue
-                    stopped = waiting.push([token.id for token in progress.tokens])
-                    if stopped and progress.finish_reason is None:
-                        self._scheduler.cancel(progress.generation)
-                    if stopped or progress.finish_reason is not None:
-                        waiting.end(progress.generation)
-                        del self._waiting[progress.generation]
-                        has_room = True
-
-    def _gather(self) -> None:
-        """Waits until there is a request for every free row, or none has come for GATHER seconds: those that come one
-        after another are then read together, and no row is empty in a decode step that another could share."""
-        free = self._section.at_once - self._scheduler.running
-        while self._scheduler.waiting < free and not self._stopping and self._changed.wait(GATHER):
-            pass
-
-    def _end_all(self, problem: BaseException) -> None:
-        for waiting in self._waiting.values():
-            waiting.problem = problem
-            waiting.ended.set()
-        self._waiting.clear()
-
-
-class _Waiting:
-    """A thread that waits for an answer, and the text so far."""
-
-    def __init__(self, teacher: LocalTeacher):
-        from meshtune.generate.text import Detokenizer, StopStrings
-
-        self._decoder, self._ends = Detokenizer(teacher.model.tokenizer), StopStrings(teacher._stop_strings)
-        self.text, self.tokens, self.reason = "", 0, ""
-        self.problem: BaseException | None = None
-        self.ended = threading.Event()
-
-    def push(self, ids: Sequence[int]) -> bool:
-        """Adds tokens; returns whether a stop string has ended the text."""
-        self.tokens += len(ids)
-        self.text += self._ends.push(self._decoder.push(ids))
-        return self._ends.found
-
-    def end(self, generation: Generation) -> None:
-        """Wakes the thread."""
-        self.text += self._ends.push(self._decoder.finish()) + self._ends.finish()
-        self.reason = "stop" if self._ends.found else str(generation.finish_reason)
-        if generation.error is not None:
-            self.problem = RequestRefused(generation.error.what)
-        self.ended.set()
+        if name not in self._compiled:
+            self._compiled[name] = self._grammars.json(schema, "answer_schema")
+        return self._compiled[name]
 
 
 @contextlib.contextmanager

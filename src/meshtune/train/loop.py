@@ -47,6 +47,9 @@ from meshtune.train.step.state import Metrics, TrainState
 from meshtune.train.watchdog import Watchdog
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAVE_PATIENCE = (
+    10.0  # seconds that updates wait for the save before, so that saves of short runs are where they are due
+)
 
 
 class Interrupt:
@@ -166,6 +169,11 @@ class TrainBatch(Protocol):
     def step(self) -> int: ...
 
     @property
+    def counts(self) -> tuple[int, int] | None:
+        """The tokens, and those with a weight, that this process alone has, where the batch is divided."""
+        ...
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the rows, which are reported with those of the update."""
         ...
@@ -236,7 +244,8 @@ class Task:
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns
     (prompt, text, pictures) triples, are optional, as is `lost_updates`, which warns of updates that are rounded away.
     Each of `saved` is called with (trainable, step) after each save. `save_timer` asks for saves besides those of the
-    cadence; that of process 0 decides for all. `watchdog` ends a job that stands still. `announce(done)` says what
+    cadence; process 0 decides for all, and lets none begin while one is written. The best state and the last are saved
+    all the same, after a wait. `watchdog` ends a job that stands still. `announce(done)` says what
     makes the next update slower than others, if so.
     """
 
@@ -293,7 +302,8 @@ class _Loop:
         self.stop = 0  # the signal that all processes have agreed to stop on
         self.seconds = 0.0
         self.saved: int | None = None
-        self.save_due = False  # by the clock, as all processes have agreed
+        self.save_due = False  # as all processes have agreed
+        self.save_waits = False  # until the one before is written
         self.last_loss: float | None = None
         self.last_evaluation: float | None = None
         self.clock = time.perf_counter()
@@ -334,8 +344,7 @@ class _Loop:
                 self.task.watchdog.step()
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
-                save = self.task.save_timer.request(lambda: self.checkpoints.writing)
-                self.stop_flag.submit(self.interrupt.received, self.seconds, save)
+                self.stop_flag.submit(self.interrupt.received, self.seconds, self._may_save(done + 1), _counts(batch))
                 self.task.watchdog.step()
                 if pending is not None:
                     self._report(*pending)
@@ -377,6 +386,14 @@ class _Loop:
         due = self.task.cadence
         return due.evaluate(done) or due.sample(done) or due.save(done) or self.save_due
 
+    def _may_save(self, done: int) -> bool:
+        """Whether this process asks for a save after `done` updates or, by the clock, after the next one."""
+        if self.save_waits:
+            return not self.checkpoints.writing
+        if self.task.cadence.save(done):
+            return self.checkpoints.wait_written(SAVE_PATIENCE)
+        return self.task.save_timer.request(lambda: self.checkpoints.writing)
+
     def _whatever_is_due(self, done: int) -> None:
         due = self.task.cadence
         best = False
@@ -384,8 +401,11 @@ class _Loop:
             best = self._evaluate(done, counts=True)
         if due.sample(done):
             self._sample(done)
-        if due.save(done) or self.save_due or (best and self.task.keep_best):
+        if self.save_due or (best and self.task.keep_best):
             self._save(done)
+        elif due.save(done) and done < due.total and not self.save_waits:
+            self.save_waits = True
+            self._emit(Note(f"the save of update {done} waits until that of update {self.saved} is written"))
 
     def _report(self, batch: TrainBatch, metrics: Metrics, slow: bool) -> None:
         values = jax.device_get(metrics)
@@ -400,6 +420,7 @@ class _Loop:
         self.seconds = seconds
         step = batch.step + 1
         self.last_loss = float(values["loss"])
+        tokens, learned = _counts(batch) if batch.counts is None else decision.counts
         reported = ("loss", "weight", "grad_norm", "finite", "finite_micro")
         self._emit(
             Stepped(
@@ -412,8 +433,8 @@ class _Loop:
                     **batch.metrics,
                     **{name: float(value) for name, value in values.items() if name not in reported},
                 },
-                tokens=int(np.count_nonzero(batch.arrays["segment_ids"])),
-                learned=int(np.count_nonzero(batch.arrays["weights"])),
+                tokens=tokens,
+                learned=learned,
                 seconds=seconds,
                 rollout_seconds=batch.seconds,
                 memory=memory_in_use(),
@@ -448,7 +469,7 @@ class _Loop:
         started = time.monotonic()
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
         self.task.save_timer.note_save(time.monotonic() - started)
-        self.saved, self.save_due = done, False
+        self.saved, self.save_due, self.save_waits = done, False, False
         self._emit(Saved(done, self.checkpoints.path(done)))
         for saved in self.task.saved:
             saved(self.task.shown(self.state), done)
@@ -464,6 +485,13 @@ class _Loop:
             best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
             return f"no improvement in {amount(stale, 'evaluation')}; {best_text}"
         return ""
+
+
+def _counts(batch: TrainBatch) -> tuple[int, int]:
+    """The tokens of a batch, and those with a weight; of this process where the batch is divided among several."""
+    if batch.counts is not None:
+        return batch.counts
+    return int(np.count_nonzero(batch.arrays["segment_ids"])), int(np.count_nonzero(batch.arrays["weights"]))
 
 
 def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray], checkpoints: Checkpoints) -> UserError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -14,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune import terminal
-from meshtune.arrays.tree import Tree, merge
+from meshtune.adapters.method import PreparedModel
+from meshtune.arrays.tree import Tree, flatten, merge
 from meshtune.config.recipe import Recipe
 from meshtune.config.rules import require_online
+from meshtune.config.sections import RolloutSection
 from meshtune.data.prompts import PromptLoader
 from meshtune.errors import UserError, amount
 from meshtune.generate.text import tokenizer_end
@@ -26,9 +30,21 @@ from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.answers import Batch, without_adapters, without_critic
 from meshtune.objectives.config import DistillConfig
 from meshtune.objectives.stages import STAGES
+from meshtune.options import Shard
 from meshtune.rollout.batch import loss_temperature
 from meshtune.rollout.distill import DistillSource
 from meshtune.rollout.environment import Environments
+from meshtune.rollout.generate import Completion, generate
+from meshtune.rollout.replicas import FOLDER as REPLICAS
+from meshtune.rollout.replicas import (
+    Request,
+    RolloutReplicas,
+    block_spans,
+    compute_blocks,
+    read_weights,
+    requests,
+    with_arrays,
+)
 from meshtune.rollout.rewards import Rewards
 from meshtune.rollout.saved import FOLDER, Rollout, remove_rollouts
 from meshtune.rollout.scoring import Scorer
@@ -37,12 +53,13 @@ from meshtune.rollout.teacher_server import TeacherServer
 from meshtune.runs.output import CHECKPOINTS
 from meshtune.runs.rollouts import print_rollouts
 from meshtune.setup.stage import vision_training
-from meshtune.train.assemble import LoadedRun, load_run
+from meshtune.train.assemble import LoadedRun, load_model, load_run
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.report.progress import log_console
-from meshtune.train.run_setup import set_up_run
+from meshtune.train.run_setup import PreparedRun, set_up_run
 from meshtune.weights.ends import read_ends
 
+JOB = Job(ProcessInfo())  # of this process only
 DIGEST = "rewards.digest"  # in the folder of rollouts
 
 
@@ -81,7 +98,81 @@ def rollout_source(
         run.console.print,
         environments,
         teacher,
+        _replicas(run, start) if rollout.replicas else None,
     )
+
+
+def _replicas(run: LoadedRun, start: int | None) -> RolloutReplicas:
+    """Raises: UserError for a run whose completions no other process can generate."""
+    assert run.recipe.rollout is not None
+    if start is None:
+        raise UserError(
+            "there is no run that replicas could generate for",
+            where="rollout.replicas",
+            fix="look at rewards with rollout.replicas=false",
+        )
+    if run.data.train.reader is not None:
+        raise UserError(
+            "replicas read no pictures, which the prompts of this model may have",
+            where="rollout.replicas",
+            fix="leave it out: the run generates by itself",
+        )
+    folder, paths = run.output / FOLDER / REPLICAS, _changing(run.model)
+    return RolloutReplicas(folder, run.recipe.rollout, paths, run.layout, run.job, run.console.print, _identity(run))
+
+
+def _changing(model: PreparedModel) -> frozenset[str]:
+    return frozenset(flatten(without_critic(merge(model.trainable, model.buffers))))
+
+
+def _identity(run: PreparedRun) -> dict[str, Any]:
+    """What a run and its replicas have in common."""
+    fields = run.recipe.model_dump(mode="json")
+    return {"base": run.start_hash} | {name: fields[name] for name in ("model", "method")}
+
+
+def serve_rollouts(recipe: Recipe, shard: Shard = Shard(), *, console: Console | None = None) -> None:
+    """Generates completions for the run of a recipe until it ends, as one of several replicas, which this may be number
+    `shard.index` of. Raises: UserError as a run does, and for a recipe that is not the run's."""
+    require_online(recipe, "generates nothing")
+    if recipe.rollout is None or not recipe.rollout.replicas:
+        fix = "set rollout.replicas=true, here and in the run"
+        raise UserError("the run generates by itself", where="rollout.replicas", fix=fix)
+    console = console or terminal.console()
+    output = pathlib.Path(recipe.output).expanduser()
+    folder = output / FOLDER / REPLICAS
+    with log_console(console) as log:
+        run = set_up_run(recipe.model_copy(update={"resume": False, "overwrite": True}), output, console, log, JOB)
+        model = load_model(run, console, compute=run.compute, loader=run.data.train)
+    changing, params = _changing(model), without_critic(model.parameters)
+    current: str | None = None
+
+    def compute(request: Request, block: int) -> list[list[Completion]]:
+        nonlocal params, current
+        if request["weights"] != current:
+            params = with_arrays(params, changing, read_weights(folder, request))
+            current = request["weights"]
+        span = block_spans(request)[block]
+        prompts, seeds = request["prompts"][span], request["seeds"][span]
+        return generate(
+            params,
+            model.spec,
+            run.compute,
+            prompts,
+            len(seeds[0]),
+            RolloutSection(**request["options"]),
+            frozenset(request["stop_ids"]),
+            lambda prompt, sample: seeds[prompt][sample],
+            request["where"][span],
+        )
+
+    console.print(f"replica {shard} generates for {output}", soft_wrap=True)
+    for request in requests(folder):
+        if request["identity"] != json.loads(json.dumps(_identity(run))):
+            fix = "give serve-rollouts the recipe and the overrides of the run"
+            raise UserError("the run has another model or method", where="model, method", fix=fix)
+        with contextlib.suppress(FileNotFoundError):  # it is complete, and its files are gone
+            compute_blocks(folder, request, shard.index - 1, compute)
 
 
 def _rewards(run: LoadedRun, start: int | None, environments: Environments | None) -> Rewards:
@@ -153,7 +244,7 @@ def preview_rewards(recipe: Recipe, *, groups: int = 4, console: Console | None 
     train = recipe.train.model_copy(update={"batch_size": count, "micro_batch": 1})
     recipe = recipe.model_copy(update={"rollout": rollout, "train": train, "resume": False, "overwrite": True})
     with log_console(console) as log:
-        run = set_up_run(recipe, pathlib.Path(recipe.output).expanduser(), console, log, Job(ProcessInfo()))
+        run = set_up_run(recipe, pathlib.Path(recipe.output).expanduser(), console, log, JOB)
         loaded, state = load_run(run)
     source = rollout_source(loaded, lambda arrays: place_batch(arrays, loaded.compute.layout, None), None)
     started = time.perf_counter()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -21,7 +23,15 @@ from meshtune.lazy import LazyFunction
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
-from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claim_output, read_run, write_recipe, write_run
+from meshtune.runs.output import (
+    CHECKPOINTS,
+    RESULT_DIGEST,
+    check_output,
+    claim_output,
+    read_run,
+    write_recipe,
+    write_run,
+)
 from meshtune.setup.choices import checked_attention
 from meshtune.setup.shortage import MemoryShortage, as_shortage, explain_shortage, ran_out
 from meshtune.train.assemble import LoadedRun, load_run
@@ -45,6 +55,10 @@ from meshtune.train.run_setup import (
 )
 from meshtune.train.task import make_task
 
+if TYPE_CHECKING:
+    from meshtune.train.checkpoint.copies import CheckpointCopies
+
+open_copies = LazyFunction("meshtune.train.checkpoint.copies:CheckpointCopies")
 Reference = LazyFunction("meshtune.train.evaluation.reference:Reference")
 
 
@@ -101,16 +115,22 @@ def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
 
 
 def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> Result:
+    copies = _open_copies(recipe, output, console, job)
     run = set_up_run(recipe, output, console, log, job)
-    keep = run.recipe.checkpoint.keep
-    with _claim_output(run), Checkpoints(output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
+    keep, by_replica = run.recipe.checkpoint.keep, run.recipe.model.load == "replica"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_claim_output(run))
+        opened = Checkpoints(output / CHECKPOINTS, keep=keep, job=job, by_replica=by_replica)
+        checkpoints = stack.enter_context(opened)
+        if copies is not None:
+            stack.enter_context(copies)
         run = with_base(run)
         while True:
             with (
                 explain_shortage(lambda run=run: runtime_fix(run, checkpoints.latest())),
                 _way_to_go_on(run, checkpoints),
             ):
-                result = _train_or_shrink(run, checkpoints)
+                result = _train_or_shrink(run, checkpoints, copies)
             if isinstance(result, Result):
                 return result
             run = result
@@ -137,13 +157,32 @@ def _say_how_to_go_on(run: PreparedRun, status: str) -> None:
     run.console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _train_or_shrink(run: PreparedRun, checkpoints: Checkpoints) -> Result | PreparedRun:
+def _open_copies(recipe: Recipe, output: pathlib.Path, console: Console, job: Job) -> CheckpointCopies | None:
+    """Returns the copies of the checkpoints, on process 0; a run that resumes first fetches those that it lacks."""
+    url = recipe.checkpoint.copy_to
+    if url is None or not job.is_main_process:
+        return None
+    check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
+    notify = functools.partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    copies = open_copies(url, output, keep=recipe.checkpoint.keep, notify=notify)
+    copies.check(resume=recipe.resume)
+    if recipe.resume and not recipe.overwrite:
+        with claim_output(output, overwrite=False), console.status(f"fetching checkpoints from {url}"):
+            steps = copies.fetch()
+        if steps:
+            console.print(f"fetched from {url}: {', '.join(f'update {step}' for step in steps)}", soft_wrap=True)
+    return copies
+
+
+def _train_or_shrink(
+    run: PreparedRun, checkpoints: Checkpoints, copies: CheckpointCopies | None
+) -> Result | PreparedRun:
     """The result or, where a micro-batch that was left open did not fit, the run with a smaller one.
 
     Of several processes one alone may run out while it computes: then all end. With a checkpoint the run can go on.
     """
     try:
-        return _train(run, checkpoints)
+        return _train(run, checkpoints, copies)
     except (RuntimeError, MemoryError, MemoryShortage) as error:
         agreed = isinstance(error, CompiledShortage)
         if not ran_out(error) or not run.halves or (not agreed and run.job.process_count > 1):
@@ -171,7 +210,7 @@ def _claim_output(run: PreparedRun) -> Iterator[None]:
         yield
 
 
-def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
+def _train(run: PreparedRun, checkpoints: Checkpoints, copies: CheckpointCopies | None) -> Result:
     console = run.console
     hooks = hooks_of(run.recipe)
     for hook in hooks:
@@ -187,6 +226,8 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     if reference is not None:
         reference.from_start(loaded.model.parameters, loaded.model.spec)
     if resumed is not None:
+        if copies is not None and resumed.step not in copies.steps():
+            copies.copy(resumed.step)
         state = checkpoints.restore(resumed.step, state)
         saved = {name: getattr(resumed, name) for name in ("step", "best", "stale", "kl_coef")}
         record = dataclasses.replace(record, **saved)
@@ -209,7 +250,8 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     history = metrics_log.read(run.output / metrics_log.METRICS) if run.job.is_main_process else []
     loss = SmoothedLoss(run.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
     with interruptible() as interrupt:
-        with open_sinks([*_sinks(run, record.step, history, loss), *probes]) as events:
+        sinks = [*_sinks(run, record.step, history, loss), *probes, *([] if copies is None else [copies])]
+        with open_sinks(sinks) as events:
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
     for saver in savers:
@@ -219,8 +261,13 @@ def _train(run: PreparedRun, checkpoints: Checkpoints) -> Result:
     if run.job.is_main_process and (goodput := read_goodput(run.output)).attempts > 1:
         console.print(f"[bold]goodput[/] {goodput}")
     if ended.interrupted is not None and ended.step < run.total_steps:
-        return _stop(run, ended, loss)
-    return _finish(loaded, ended, checkpoints, record, task, loss)
+        result = _stop(run, ended, loss)
+    else:
+        result = _finish(loaded, ended, checkpoints, record, task, loss)
+    if copies is not None:
+        with console.status("copying the last checkpoint"):
+            copies.wait()
+    return result
 
 
 def _show_resume(run: PreparedRun, resumed: Resumed | None) -> None:

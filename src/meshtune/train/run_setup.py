@@ -45,7 +45,7 @@ from meshtune.setup.machine import (
 )
 from meshtune.setup.memory import FreeMemory, bytes_on_each, free_memory
 from meshtune.setup.run import Run, resolve_run
-from meshtune.setup.search import MICRO, NAMES, ROWS, apply_overrides, autotune, merge_decisions
+from meshtune.setup.search import MICRO, NAMES, PATCHES, ROWS, apply_overrides, autotune, merge_decisions
 from meshtune.setup.shortage import MemoryShortage, size_in_words
 from meshtune.setup.stage import reference_of
 from meshtune.train.checkpoint.checkpoints import Record, versions
@@ -95,8 +95,11 @@ class PreparedRun(Run):
     @property
     def memory(self) -> MemoryCheck:
         """The comparison of what the run needs with the memory that is free."""
-        length = self.data.train.row_length
-        return MemoryCheck(self.requested, self.recipe, self.target, self.layout, length, self.free)
+        length, pictures = self.data.train.row_length, getattr(self.data.train, "pictures", None)
+        requested, recipe = self.requested, self.recipe
+        if pictures is not None:
+            requested, recipe = (apply_overrides(r, {PATCHES: pictures.sizes[0]}) for r in (requested, recipe))
+        return MemoryCheck(requested, recipe, self.target, self.layout, length, self.free)
 
     @property
     def start_hash(self) -> str:

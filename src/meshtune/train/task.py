@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from meshtune.errors import amount
 from meshtune.kernels.attention import zigzag_order
 from meshtune.lazy import LazyFunction
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import place_batch
+from meshtune.mesh.placement import local_rows, place_batch
 from meshtune.objectives.answers import Batch
 from meshtune.objectives.config import ONLINE_STAGES
 from meshtune.setup.memory import size_in_words
@@ -60,10 +60,15 @@ def make_task(run: LoadedRun, record: Record, state: TrainState) -> Task:
         first = batches.empty_batch()
     else:
         # Without rollouts it is no PromptLoader, whose module would be imported to say so.
+        if recipe.data.streaming and run.compute.layout is not None:
+            rows = local_rows(run.compute.layout, loader.batch_size, recipe.train.accumulation)
+            loader.share(*rows, processes=run.processes_per_host)  # pyright: ignore[reportAttributeAccessIssue]
         batches = LoadedBatches(loader.iterate, record.step, run.total_steps)  # pyright: ignore[reportAttributeAccessIssue]
-        first = loader.batch(0).arrays if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
+        first = loader.empty_arrays() if record.step < run.total_steps else {}  # pyright: ignore[reportAttributeAccessIssue]
     if record.step < run.total_steps:
-        step = _compiled_steps(run, step, state, place(first))
+        pictures = getattr(loader, "pictures", None)
+        batches_of_all_shapes = [first] if pictures is None else pictures.batches(first)
+        step = _compiled_steps(run, step, state, map(place, batches_of_all_shapes))
     rates = np.asarray(jax.vmap(run.schedule)(np.arange(run.total_steps)))
     early = recipe.eval
     return Task(
@@ -139,14 +144,14 @@ def _placing(layout: Layout | None, order: np.ndarray | None) -> Callable[[dict[
 
 
 def _compiled_steps(
-    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, first: PlacedBatch
+    run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batches: Iterable[PlacedBatch]
 ) -> Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]:
-    """The step, compiled for batches like `first`, and for others when they come: with or without pictures."""
-    compiled = {_shapes(first): _compile(run, step, state, first)}
+    """The step, compiled for batches of each of these shapes, the one that needs the most memory first; for another
+    shape when it comes."""
+    compiled = {_shapes(batch): _compile(run, step, state, batch) for batch in batches}
 
     def apply(state: TrainState, frozen: Tree, batch: PlacedBatch, seed: np.int32) -> tuple[TrainState, Metrics]:
-        shapes = _shapes(batch)
-        if shapes not in compiled:
+        if (shapes := _shapes(batch)) not in compiled:
             compiled[shapes] = _compile(run, step, state, batch)
         return compiled[shapes](state, frozen, batch, seed)
 
@@ -167,7 +172,8 @@ def _compile(run: LoadedRun, step: jax.stages.Wrapped, state: TrainState, batch:
         temporary = facts.output_size_in_bytes - facts.alias_size_in_bytes + facts.temp_size_in_bytes
         where = "of device memory" if run.compute.layout is None else "of memory on each device"
         memory = f"; it needs {size_in_words(facts.argument_size_in_bytes + temporary)} {where}"
-    run.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{memory}")
+    patches = f" for {batch['patches'].shape[-2]:,} patches a row" if "patches" in batch else ""
+    run.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{patches}{memory}")
     if facts is not None and run.recipe.compute.memory_check:
         check_compiled(run.memory, facts.argument_size_in_bytes, temporary, run.job)
     return compiled

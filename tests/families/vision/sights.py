@@ -233,7 +233,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
 
 
 def _with_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs with the mask that generation uses: of Gemma 4 12B, whose forward makes another one by itself."""
+    """The inputs of Gemma 4 12B with the mask of generation over a static cache; its forward makes another one."""
     if model.config.model_type != "gemma4_unified":
         return inputs
     embeds = torch.zeros((*inputs["input_ids"].shape, 1))

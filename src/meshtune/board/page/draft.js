@@ -4,9 +4,10 @@ import { post } from './api.js';
 
 const KEY = 'recipe';
 
-export const readDraft = () => localStorage.getItem(KEY) ?? '';
+// `key` is another one for the recipe of data.
+export const readDraft = (key = KEY) => localStorage.getItem(key) ?? '';
 
-export const writeDraft = (text) => localStorage.setItem(KEY, text);
+export const writeDraft = (text, key = KEY) => localStorage.setItem(key, text);
 
 // Applies changes, {path, value}, to the draft, names an output where it has none, and shows it.
 export async function useInRecipe(changes) {

@@ -13,7 +13,7 @@ export function formField(schema, field, change) {
   const wrong = h('div', { class: 'wrong', id: `${id}-wrong`, role: 'alert' });
   const reset = h('button', { type: 'button', class: 'plain', title: t('recipe.reset'), 'aria-label': `${t('recipe.reset')}: ${field.path}`,
     hidden: true, onclick: () => change([{ path: field.path }]) }, '×');
-  const known = `recipe.field.${field.path.replace('.', '_')}`;
+  const known = `recipe.field.${field.path.replaceAll('.', '_')}`;
   const help = helpOf(field.help);
   const element = h('div', { class: `field ${field.kind}`, 'data-path': field.path },
     h('div', { class: 'label' }, h('label', { for: id }, has(known) ? t(known) : field.label ?? field.path), has(known) && h('code', {}, field.path), reset),
@@ -48,7 +48,7 @@ export function formField(schema, field, change) {
 
 let serial = 0;
 
-function shown(value) {
+export function shown(value) {
   if (value === null || value === undefined) return '';
   if (Array.isArray(value)) return value.length ? `[${value.map(shown).join(', ')}]` : '';
   if (typeof value === 'object') return Object.keys(value).length ? `{${Object.entries(value).map(([key, inner]) => `${key}: ${shown(inner)}`).join(', ')}}` : '';
@@ -56,7 +56,7 @@ function shown(value) {
 }
 
 // Sets an element's value unless a person is typing in it.
-function put(element, value) {
+export function put(element, value) {
   if (document.activeElement !== element || element.tagName === 'SELECT') element.value = value;
 }
 

@@ -42,41 +42,44 @@ function follow(job) {
   location.hash = `#/runs/${job.id}`;
 }
 
-// Where a job is computed. `value()` is {devices} or {slurm}, as POST /api/jobs takes it; what does not train is one process of this machine.
+// Where a job is computed. `value()` is {devices} or that of a scheduler, as POST /api/jobs takes it; what does not train is one process of this machine.
 export function deviceChoice(trains = true) {
   const boxes = h('div', { class: 'row' });
   const processes = numberField(1);
   const count = numberField(1);
   const beside = h('input', { type: 'checkbox' });
-  const fields = { nodes: numberField(1), gpus: numberField(8, 0), time: textField('4:00:00'), partition: textField(''), account: textField('') };
+  const schedulers = {
+    slurm: { nodes: numberField(1), gpus: numberField(8, 0), time: textField('4:00:00'), partition: textField(''), account: textField('') },
+    kubernetes: { image: h('input', { type: 'text' }), claim: textField(''), nodes: numberField(1), devices: numberField(8, 0), queue: textField(''), namespace: textField('') },
+  };
   const rest = h('div', { class: 'row' },
     trains && [h('label', {}, t('launcher.processes'), ' ', processes), h('label', {}, t('launcher.count'), ' ', count)],
     h('label', {}, beside, ' ', t('launcher.beside')));
   const here = h('div', {}, boxes, h('details', {}, h('summary', {}, t('launcher.more')), rest));
-  const slurm = h('div', { class: 'row', hidden: true },
-    Object.entries(fields).map(([name, field]) => h('label', {}, t(`launcher.${name}`), ' ', field)));
+  const rows = Object.entries(schedulers).map(([scheduler, fields]) => h('div', { class: 'row', hidden: true, 'data-scheduler': scheduler },
+    Object.entries(fields).map(([name, field]) => h('label', {}, t(`launcher.${name === 'devices' ? 'gpus' : name}`), ' ', field))));
   const where = h('select', { onchange: () => {
-    here.hidden = where.value === 'slurm';
-    slurm.hidden = !here.hidden;
+    here.hidden = where.value !== 'here';
+    for (const row of rows) row.hidden = row.dataset.scheduler !== where.value;
   } }, h('option', { value: 'here' }, t('launcher.here')));
-  const element = h('fieldset', {}, h('legend', {}, t('launcher.devices')), h('label', { hidden: true }, t('launcher.where'), ' ', where), here, slurm);
+  const element = h('fieldset', {}, h('legend', {}, t('launcher.devices')), h('label', { hidden: true }, t('launcher.where'), ' ', where), here, rows);
 
   get('api/machine').then((machine) => {
     if (machine.devices.length < 2) fill(boxes, h('span', { class: 'quiet' }, machine.devices.map((device) => device.name)));
     else fill(boxes, machine.devices.map((device) => h('label', {},
       h('input', { type: 'checkbox', name: 'device', value: device.key }), ' ', device.name)),
     h('span', { class: 'quiet' }, t('launcher.all')));
-    if (!machine.slurm || !trains) return;
-    where.append(h('option', { value: 'slurm' }, 'Slurm'));
+    if (!machine.schedulers.length || !trains) return;
+    where.append(...machine.schedulers.map((name) => h('option', { value: name }, t(`launcher.${name}`))));
     where.parentElement.hidden = false;
   }, () => {});
 
   return {
     element,
     value() {
-      if (where.value === 'slurm') {
-        const texts = Object.fromEntries(['time', 'partition', 'account'].map((name) => [name, fields[name].value]).filter(([, text]) => text));
-        return { slurm: { nodes: Number(fields.nodes.value), gpus: Number(fields.gpus.value), ...texts } };
+      if (where.value in schedulers) {
+        const given = Object.entries(schedulers[where.value]).filter(([, field]) => field.value);
+        return { [where.value]: Object.fromEntries(given.map(([name, field]) => [name, field.type === 'number' ? Number(field.value) : field.value])) };
       }
       const keys = [...boxes.querySelectorAll('input:checked')].map((box) => box.value);
       return { devices: { keys, count: Number(count.value) || 1, processes: Number(processes.value) || 1, beside: beside.checked } };

@@ -12,8 +12,9 @@ const LOG_SECONDS = 1;
 const LONG = 400; // characters, or LINES, of a cell that is folded
 const LINES = 10;
 
-// A list of the jobs of `kinds`, newest first. `open` is the id of one that is shown unfolded.
-export function jobResults(kinds) {
+// A list of the jobs of `kinds`, newest first. `open` is the id of one that is shown unfolded. `details(id)` shows what a
+// job has written: `element`, and `update(job)`, which is called again while the job runs.
+export function jobResults(kinds, details = figures) {
   const list = h('div', { class: 'list' }, h('p', { class: 'empty' }, t('results.none')));
   const element = h('section', {}, h('h2', {}, t('results.title')), list);
   const cards = new Map();
@@ -22,7 +23,7 @@ export function jobResults(kinds) {
   function draw({ jobs }) {
     const shown = jobs.filter((job) => kinds.includes(job.kind));
     for (const job of shown) {
-      if (!cards.has(job.id)) cards.set(job.id, card(job.id));
+      if (!cards.has(job.id)) cards.set(job.id, card(job.id, details(job.id)));
       cards.get(job.id).set(job);
     }
     const elements = shown.map((job) => cards.get(job.id).element);
@@ -36,6 +37,7 @@ export function jobResults(kinds) {
   function unfold() {
     if (!cards.has(opened)) return;
     cards.get(opened).element.open = true;
+    cards.get(opened).element.scrollIntoView({ block: 'start' });
     opened = null;
   }
 
@@ -43,7 +45,7 @@ export function jobResults(kinds) {
   return { element, close, open: (id) => { opened = id; unfold(); } };
 }
 
-function card(id) {
+function card(id, written) {
   const head = h('summary', { class: 'result' });
   const body = h('div');
   const stage = h('span', { class: 'stage' });
@@ -57,17 +59,16 @@ function card(id) {
     clearTimeout(timer);
     if (!element.open) return;
     const job = await get(`api/jobs/${id}`).catch(() => null);
-    const written = job?.output ? await get(`api/results/${id}`).catch((error) => ({ error })) : null;
     const busy = job && !ENDED.includes(job.state);
     fill(body, job && h('p', { class: 'quiet' }, h('a', { href: `#/runs/${id}` }, t('results.log')), ' ', job.command), busy && log,
       job?.reason && h('pre', { class: 'problems' }, job.reason),
-      job?.state === 'finished' && place(job),
-      written?.error ? problems(written.error) : written && shown(id, written));
-    if (busy) tail();
+      job?.state === 'finished' && place(job), job?.output && written.element);
+    if (job?.output) written.update(job);
+    if (busy) tail(job);
   }
 
   // What a job prints shows how far it is; read while somebody looks.
-  async function tail() {
+  async function tail(job) {
     clearTimeout(timer);
     const news = await get(`api/jobs/${id}/log?after=${log.dataset.next ?? 0}`).catch(() => null);
     if (news) {
@@ -75,7 +76,8 @@ function card(id) {
       fill(log, (log.textContent + news.text).slice(-LOG_CHARACTERS));
       log.scrollTop = log.scrollHeight;
     }
-    if (log.isConnected && element.open && !ENDED.includes(state)) timer = setTimeout(tail, LOG_SECONDS * 1000);
+    if (job.output) written.update(job);
+    if (log.isConnected && element.open && !ENDED.includes(state)) timer = setTimeout(() => tail(job), LOG_SECONDS * 1000);
   }
 
   return {
@@ -97,6 +99,15 @@ function card(id) {
 function place(job) {
   const where = job.output ?? job.stage?.result;
   return where && h('div', {}, h('p', { class: 'quiet' }, t('results.lies')), copyable(where));
+}
+
+// Figures, answers, the report and the files of an evaluation or an export.
+function figures(id) {
+  const element = h('div');
+  return { element, update: async (job) => {
+    if (element.childElementCount && !ENDED.includes(job.state)) return;
+    fill(element, await get(`api/results/${id}`).then((written) => shown(id, written), problems));
+  } };
 }
 
 function shown(id, { report, models, rows, files, folder }) {

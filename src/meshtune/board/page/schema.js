@@ -11,7 +11,11 @@ export function fieldsOf(schema, values) {
   for (const [name, property] of Object.entries(schema.properties)) {
     const section = sectionOf(schema, property, values?.[name]);
     if (!section) fields.push(field(schema, name, PLACED[name] ?? '', property));
-    for (const [key, inner] of Object.entries(section?.properties ?? {})) fields.push(field(schema, `${name}.${key}`, name, inner));
+    for (const [key, inner] of Object.entries(section?.properties ?? {})) {
+      const below = inner.$ref && resolved(schema, inner).properties;
+      if (below) fields.push(...Object.entries(below).map(([last, entry]) => field(schema, `${name}.${key}.${last}`, name, entry)));
+      else fields.push(field(schema, `${name}.${key}`, name, inner));
+    }
   }
   const order = (name) => (SECTIONS.indexOf(name) + SECTIONS.length + 1) % (SECTIONS.length + 1);
   return fields.sort((first, second) => order(first.section) - order(second.section));
@@ -76,7 +80,7 @@ function field(schema, path, section, property) {
 function kindOf(path, schema, section, choices, rest) {
   if (path === 'data.train') return 'sources';
   if (rest[0]?.items?.discriminator) return 'sections';
-  if (path === `${section}.kind` && schema.properties[section].discriminator) return 'kind';
+  if (path === `${section}.kind` && schema.properties[section]?.discriminator) return 'kind';
   if (choices.length && !rest.length) return 'choice';
   if (choices.length || rest.length !== 1) return 'yaml';
   const { type, items } = rest[0];

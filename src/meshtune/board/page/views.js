@@ -6,6 +6,7 @@ import * as data from './views/data.js';
 import * as compare from './views/compare.js';
 import * as evaluate from './views/evaluate.js';
 import * as exports from './views/export.js';
+import * as generate from './views/generate.js';
 import * as model from './views/model.js';
 import * as recipe from './views/recipe.js';
 import * as runs from './views/runs.js';
@@ -13,6 +14,7 @@ import * as talk from './views/talk.js';
 
 export const VIEWS = [
   model,
+  generate,
   data,
   recipe,
   runs,

@@ -1,7 +1,7 @@
 // Parts that several pages use.
 
 import { h } from './dom.js';
-import { percent } from './format.js';
+import { duration, percent } from './format.js';
 import { has, t } from './text.js';
 
 // What was refused, as a list; a screen reader says it at once.
@@ -30,10 +30,11 @@ export function action(label, act, where, props = {}) {
 
 // How far the stage is that a job is in, while it runs: its name, a bar, and per cent.
 export function stageBar(job) {
-  const { stage, done, total } = job.stage ?? {};
+  const { stage, done, total, left } = job.stage ?? {};
   if (!total || !['running', 'stopping'].includes(job.state)) return null;
   const name = has(`stage.${stage}`) ? t(`stage.${stage}`) : stage;
-  return h('span', { class: 'progress' }, h('progress', { value: done, max: total, 'aria-label': name }), name, ' ', percent(Math.floor((100 * done) / total) / 100));
+  return h('span', { class: 'progress' }, h('progress', { value: done, max: total, 'aria-label': name }), name, ' ', percent(Math.floor((100 * done) / total) / 100),
+    left > 0 && h('span', { class: 'quiet' }, t('shared.left', { time: duration(left) })));
 }
 
 // Text to copy, such as a command.

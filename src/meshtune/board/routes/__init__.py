@@ -7,6 +7,7 @@ from starlette.routing import BaseRoute
 from meshtune.board.routes.compare import compare_routes
 from meshtune.board.routes.data import data_routes
 from meshtune.board.routes.events import event_routes
+from meshtune.board.routes.generate import generate_routes
 from meshtune.board.routes.jobs import job_routes
 from meshtune.board.routes.recipe import recipe_routes
 from meshtune.board.routes.results import model_routes, result_routes
@@ -24,6 +25,7 @@ PARTS = (
     talk_routes,
     recipe_routes,
     data_routes,
+    generate_routes,
     result_routes,
     model_routes,
     page_routes,

@@ -18,7 +18,7 @@ from meshtune.board.answers import Answer, body_of
 from meshtune.board.devices import checked_choice
 from meshtune.board.follow import START, log_end, read_text
 from meshtune.board.job import RECIPE, Job, JobRequest
-from meshtune.board.kinds import KINDS
+from meshtune.board.kinds import KINDS, scheduler_of
 from meshtune.board.kinds import train_command as command_of_recipe
 from meshtune.board.state import BoardState
 from meshtune.board.workspace import checked_recipe
@@ -46,15 +46,17 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
                 f"{str(kind)[:100]!r} is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}"
             )
         devices = checked_choice(body.get("devices"))
-        is_slurm = bool(body.get("slurm"))
-        if kind != "train" and (is_slurm or devices.get("processes", 1) > 1):
-            where = "slurm" if is_slurm else "devices.processes"
+        scheduler = scheduler_of(body)
+        if kind != "train" and (scheduler or devices.get("processes", 1) > 1):
+            where = scheduler or "devices.processes"
             raise UserError(f"a job of the kind {kind} is one process of this machine", where=where, fix="leave it out")
         ready = KINDS[kind](workspace, body)
         if ready.secrets:  # which are not there later, as no file holds them
             devices = {**devices, "beside": True}
+        if not ready.computes:
+            devices = {"none": True}
         root = str(workspace.root)
-        return JobRequest(kind, ready.name, ready.arguments, root, ready.output, devices, is_slurm), ready.secrets
+        return JobRequest(kind, ready.name, ready.arguments, root, ready.output, devices, scheduler), ready.secrets
 
     async def check(request: Request) -> Response:
         job_request, _ = await run_in_threadpool(prepared, await body_of(request))
@@ -116,11 +118,11 @@ def job_routes(state: BoardState) -> list[BaseRoute]:
         changes += [f"output={output}", "overwrite=false", "accept_changes=true", "resume=true"]
         checked_recipe(workspace, text, changes)
         devices = checked_choice(body.get("devices"))
-        arguments = command_of_recipe(body, changes)
-        root, is_slurm = str(workspace.root), bool(body.get("slurm"))
+        arguments = command_of_recipe(workspace, body, changes)
+        root, scheduler = str(workspace.root), scheduler_of(body)
         branch(job.output, step, output)
         try:
-            job_request = JobRequest("train", output.name, arguments, root, str(output), devices, is_slurm)
+            job_request = JobRequest("train", output.name, arguments, root, str(output), devices, scheduler)
             return queue.add(workspace, job_request, text)
         except (UserError, OSError):
             shutil.rmtree(output, ignore_errors=True)

@@ -93,11 +93,11 @@ def result_routes(state: BoardState) -> list[BaseRoute]:
         return Answer(fields)
 
     def report(job: Job, _: Request) -> Response:
-        file = _file_below(_output(job), HTML)
+        file = file_below(_output(job), HTML)
         return HTMLResponse(file.read_bytes(), headers={"content-security-policy": POLICY})
 
     def download(job: Job, request: Request) -> Response:
-        file = _file_below(_output(job), request.path_params["path"])
+        file = file_below(_output(job), request.path_params["path"])
         headers = {"content-security-policy": "default-src 'none'; sandbox"}
         return FileResponse(file, media_type="application/octet-stream", filename=file.name, headers=headers)
 
@@ -134,7 +134,7 @@ def _files(folder: pathlib.Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _file_below(folder: pathlib.Path, name: str) -> pathlib.Path:
+def file_below(folder: pathlib.Path, name: str) -> pathlib.Path:
     """A file below `folder`, also after symbolic links. Raises: UserError."""
     try:
         path = pathlib.Path(os.path.realpath(folder / name))

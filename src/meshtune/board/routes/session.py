@@ -15,9 +15,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from meshtune.board import slurm
 from meshtune.board.answers import Answer, body_of
 from meshtune.board.devices import devices
+from meshtune.board.job import SCHEDULERS
 from meshtune.board.state import BoardState
 from meshtune.serve.guard import ApiError, cookie_of
 
@@ -62,7 +62,7 @@ def machine_routes(state: BoardState) -> list[BaseRoute]:
                 "root": str(state.workspace.root),
                 "readable": [str(path) for path in state.workspace.readable],
                 "devices": [dataclasses.asdict(device) for device in await run_in_threadpool(devices)],
-                "slurm": slurm.available(),
+                "schedulers": [name for name, scheduler in SCHEDULERS.items() if scheduler.available()],
                 "free_bytes": usage.free,
             }
         )

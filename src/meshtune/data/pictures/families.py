@@ -274,14 +274,10 @@ class Qwen:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         side = self.patch * self.merge
-        try:
-            if self.glm:
-                height, width = resize_frames(2, height, width, 2, side, self.min_area, self.max_area)
-            else:
-                height, width = smart_resize(height, width, side, self.min_area, self.max_area)
-        except ValueError as problem:
-            size = f"the picture has {width} x {height} pixels, and the model takes none 200 times as long as wide"
-            raise UserError(size, fix="cut it into several pictures") from problem
+        if self.glm:
+            height, width = resize_frames(2, height, width, 2, side, self.min_area, self.max_area)
+        else:
+            height, width = smart_resize(height, width, side, self.min_area, self.max_area)
         count = (height // side) * (width // side)
         return [self.pad] * count, range(1, count + 1), [(height // self.patch, width // self.patch)]
 

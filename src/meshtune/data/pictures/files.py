@@ -157,6 +157,12 @@ class PictureFiles:
         if os.path.commonpath([base, path]) != base:
             problem = f"the picture is not below the folder of pictures {base}: {address[:80]}"
             raise UserError(problem, where=where, fix="set vision.media_dir to a folder that holds all pictures")
+        # Files of a snapshot in the hub's cache are links into the repository's folder.
+        root = os.path.realpath(base).partition(f"{os.sep}snapshots{os.sep}")[0]
+        if os.path.commonpath([root, real := os.path.realpath(path)]) != root:
+            fix = "copy it there; or write absolute paths, and set vision.media_dir to the folder that holds them"
+            problem = f"the picture is a link out of the folder of pictures {base}: {address[:80]} leads to {real}"
+            raise UserError(problem, where=where, fix=fix)
         return pathlib.Path(path)
 
     def _store(self, data: bytes, where: str) -> Picture:

@@ -76,7 +76,7 @@ class Family(Protocol):
         ...
 
     def layout(self, width: int, height: int) -> tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]]]:
-        """`ids`, `visual` and `tiles` of a picture of this size."""
+        """`ids`, `visual` and `tiles` of a picture of this size. Raises ValueError for one it cannot take."""
         ...
 
     def pixels(self, output: Mapping[str, Any]) -> list[np.ndarray]:
@@ -170,7 +170,13 @@ class PictureReader:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _layout(reader: PictureReader, width: int, height: int) -> PictureLayout:
-    ids, visual, tiles = reader.family.layout(*reader.scale(width, height))
+    try:
+        ids, visual, tiles = reader.family.layout(*reader.scale(width, height))
+        if not all(rows * columns for rows, columns in tiles):
+            raise ValueError("no patch is left of it")
+    except (ValueError, ZeroDivisionError) as problem:
+        message = f"the picture has {width:,} x {height:,} pixels, and this model takes none of such a shape"
+        raise UserError(message, fix="cut a long and narrow picture into several, or fill it up") from problem
     layout = PictureLayout(np.asarray(ids, np.int32), np.asarray(visual, np.int32), tuple(tiles), reader.merge)
     layout.ids.flags.writeable = layout.visual.flags.writeable = False
     return layout

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.arrays.batch import empty_arrays
+from meshtune.arrays.batch import empty_arrays, row_patches
 from meshtune.data.pictures.expansion import DocumentPicture, read_pictures
 from meshtune.data.pictures.files import load_picture
 from meshtune.data.pictures.positions import mrope_positions, prefix_reach, reach_positions
@@ -20,10 +19,10 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from meshtune.data.answered_prompts import AnsweredPrompts
     from meshtune.data.conversation import Origin
-    from meshtune.data.loader import PackedRows
+    from meshtune.data.packing import PackedRows
     from meshtune.data.tokens import Example
 
-_LANES = 128  # a row's patches are a multiple of this where pictures have no tiles, for the attention's blocks
+SAVING = 0.1  # the share of an epoch's patches that one more compiled program must save
 
 
 def patch_counts(reader: PictureReader, store: Store | AnsweredPrompts) -> np.ndarray:
@@ -50,8 +49,9 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowPictures:
-    """Makes the arrays of pictures. `sizes` are the numbers of patches that rows of a run may have, the largest first:
-    a program is compiled for each, and one for rows without pictures. `patches` int64 [units] are those of each unit.
+    """Makes the arrays of pictures. `sizes` are the numbers of patches that rows of a batch may have, the largest
+    first: a program is compiled for each. 0: a batch without pictures has no arrays of them; else it has empty ones.
+    `patches` int64 [units] are those of each unit.
     """
 
     reader: PictureReader
@@ -68,25 +68,44 @@ class RowPictures:
             length,
         )
 
+    def with_sizes(self, rows: PackedRows, batch_size: int) -> RowPictures:
+        """The same with the numbers of patches that suit the batches of `batch_size` of these rows."""
+        per_row = np.add.reduceat(self.patches[rows.documents], rows.starts[:-1])
+        padding = np.zeros(-len(per_row) % batch_size, np.int64)
+        needed = np.concatenate([per_row, padding]).reshape(-1, batch_size).max(1)
+        return dataclasses.replace(self, sizes=_batch_sizes(self.reader, self.sizes[0], needed))
+
     def empty_arrays(self, rows: int, length: int, patches: int) -> dict[str, np.ndarray]:
-        """Zeros for the arrays of `rows` rows of `length` tokens with `patches` patches each."""
+        """Zeros for the arrays of `rows` rows of `length` tokens with `patches` patches each; none for 0 patches."""
+        if not patches:
+            return {}
         reader = self.reader
         sizes = {"batch": rows, "length": length, "patches": patches, "pixels": reader.pixels, "grid": 4, "axes": 3}
         names = ["patches", "patch_segments", "patch_grid", "visual"]
         return empty_arrays([*names, *["mrope_positions"] * reader.mrope, *["reach"] * reader.reach], sizes)
 
+    def batches(self, arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """A batch of every shape that batches may have, those with the most patches first: with empty arrays of
+        pictures, and otherwise with `arrays`, each [A, B, ..]."""
+        accumulation, rows, length = arrays["tokens"].shape
+        names = self.empty_arrays(1, 1, 1).keys()
+        others = {name: array for name, array in arrays.items() if name not in names}
+        for size in self.sizes:
+            empty = self.empty_arrays(accumulation * rows, length, size)
+            yield others | {name: a.reshape(accumulation, rows, *a.shape[1:]) for name, a in empty.items()}
+
     def segment_arrays(self, rows: Sequence[Sequence[Segment]], length: int) -> dict[str, np.ndarray]:
         """patches, patch_segments, patch_grid and visual (see arrays.batch) of rows of `length` tokens with these
-        segments, and what else the model reads; nothing where no row has a picture.
+        segments, and what else the model reads; nothing for rows without pictures, if `sizes` say so.
 
         Raises UserError, naming the record, for a picture that is damaged, was changed or is gone.
         """
         placed = [list(_pictures_of(segments)) for segments in rows]
         needed = max((self.count([item for *_, item in row]) for row in placed), default=0)
-        if needed == 0:
+        arrays = self.empty_arrays(len(rows), length, min(size for size in self.sizes if size >= needed))
+        if not arrays:
             return {}
         reader, decoded = self.reader, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
-        arrays = self.empty_arrays(len(rows), length, min(size for size in self.sizes if size >= needed))
         for row, pictures in enumerate(placed):
             patch = tile = 0
             for document, begin, item in pictures:
@@ -179,7 +198,7 @@ def count_pictures(pictures: RowPictures, store: Store, rows: PackedRows) -> Pic
         sum(layout.patches for layout in layouts),
         sum(len(layout.ids) for layout in layouts),
         len(chosen),
-        pictures.sizes,
+        tuple(size for size in pictures.sizes if size),
         float(per_row.sum() / chosen.sum()),
     )
 
@@ -190,43 +209,47 @@ def row_pictures(
     """The maker of arrays of a store's pictures; None where it has none.
 
     Rows have `max_patches` at most (vision.max_patches), or enough for 95% of `rows`, which are packed by their
-    tokens, and for the largest unit of `unit_size` documents; or half of that. Raises UserError, naming the record, for
-    a unit that no row has room for.
+    tokens, and for the largest unit of `unit_size` documents. Raises UserError, naming the record, for a unit that no
+    row has room for.
     """
     patches = patch_counts(reader, store).reshape(-1, unit_size).sum(1)
     largest = int(patches.max())
     if not largest:
         return None
     per_row = np.add.reduceat(patches[rows.documents], rows.starts[:-1])
-    sizes = _patch_sizes(reader, max_patches or max(largest, int(np.quantile(per_row, 0.95))))
-    if largest > sizes[0]:
-        raise _no_room(largest, sizes[0], store.origin(int(np.argmax(patches)) * unit_size))
-    return RowPictures(reader, sizes, patches)
+    limit = max_patches or max(largest, int(np.quantile(per_row, 0.95)))
+    size = row_patches(limit, reader.tile_patches, reader.merge)
+    if largest > size:
+        raise _no_room(largest, size, store.origin(int(np.argmax(patches)) * unit_size))
+    return RowPictures(reader, (size,), patches)
 
 
 def prompt_pictures(
-    reader: PictureReader, store: Store | AnsweredPrompts, copies: int, max_patches: int | None
+    reader: PictureReader, store: Store | AnsweredPrompts, copies: int, prompts: int, max_patches: int | None
 ) -> RowPictures | None:
-    """The maker of arrays of prompts with pictures; None where none has one.
+    """The maker of arrays of prompts with pictures, for updates of `prompts` prompts; None where none has one.
 
-    Rows have `max_patches` at most, or enough for `copies` of the largest prompt; or half of that. Raises UserError,
-    naming the record, for a prompt that no row has room for.
+    Rows have `max_patches`, or enough for `copies` of the largest prompt. Raises UserError, naming the record, for a
+    prompt that no row has room for.
     """
     patches = patch_counts(reader, store)
     largest = int(patches.max())
     if not largest:
         return None
-    sizes = _patch_sizes(reader, max_patches or copies * largest)
-    if largest > sizes[0]:
-        raise _no_room(largest, sizes[0], store[int(np.argmax(patches))].origin)
-    return RowPictures(reader, sizes, patches)
+    size = row_patches(max_patches or copies * largest, reader.tile_patches, reader.merge)
+    if largest > size:
+        raise _no_room(largest, size, store[int(np.argmax(patches))].origin)
+    none_has_one = float(np.mean(patches == 0)) ** prompts
+    return RowPictures(reader, (size, 0) if none_has_one >= SAVING else (size,), patches)
 
 
-def _patch_sizes(reader: PictureReader, limit: int) -> tuple[int, ...]:
-    """The numbers of patches that rows may have, the largest first: `limit` and half of it, in multiples that suit the
-    tower."""
-    multiple = reader.tile_patches or (math.lcm(reader.merge**2, _LANES) if limit > _LANES else reader.merge**2)
-    return tuple(sorted({-(-size // multiple) * multiple for size in (limit, -(-limit // 2))}, reverse=True))
+def _batch_sizes(reader: PictureReader, largest: int, needed: np.ndarray) -> tuple[int, ...]:
+    """The numbers of patches that rows of a batch may have: the largest, half of it, and none, the latter two if they
+    save enough in an epoch whose batches need `needed` int64 [batches]."""
+    half = row_patches(-(-largest // 2), reader.tile_patches, reader.merge)
+    has_plain = bool(np.mean(needed == 0) >= SAVING)
+    halved = np.mean((needed <= half) & ((needed > 0) | (not has_plain)))
+    return (largest, *[half] * bool(halved * (1 - half / largest) >= SAVING), *[0] * has_plain)
 
 
 def _no_room(patches: int, room: int, origin: Origin) -> UserError:

@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from meshtune.data.readers.textfiles import FileRecords, MappedFile, check_nesting, line_origin, readable
+from meshtune.data.readers.textfiles import (
+    FileRecords,
+    MappedFile,
+    check_nesting,
+    line_origin,
+    offset_type,
+    readable,
+)
 from meshtune.errors import UserError, amount
 
 MAX_COLUMNS = 10_000
@@ -39,7 +46,7 @@ def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileReco
     """
     file = MappedFile(path, name)
     flat = array.array("q", itertools.chain.from_iterable(_spans(file, delimiter)))
-    spans = np.array(flat, np.int64).reshape(-1, 2)
+    spans = np.frombuffer(flat, np.int64).reshape(-1, 2).astype(offset_type(len(file.view)))
     if not len(spans):
         raise UserError("the file contains no records", where=name, fix="write records into it, or leave it out")
     header = [field.strip() for field in _fields(file, int(spans[0, 0]), int(spans[0, 1]), delimiter)]

@@ -37,6 +37,9 @@ class GymRecords:
     def origin(self, index: int) -> Origin:
         return Origin(self.name, self._numbers[index])
 
+    def random_access(self) -> GymRecords:
+        return self
+
     def select(self, numbers: np.ndarray) -> GymRecords:
         return GymRecords([self._records[number] for number in numbers], self.name, numbers.tolist())
 

@@ -119,12 +119,12 @@ def remote_errors(url: str) -> Iterator[None]:
             word in f"{type(problem).__name__} {text}".lower() for word in _CREDENTIALS
         ):
             fix = "give credentials as its library reads them (s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
-            fix += "~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS; hf: HF_TOKEN), with the right to read this"
+            fix += "~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS; hf: HF_TOKEN), with the rights that this needs"
             raise UserError(f"credentials are missing or not enough: {text}", where=url, fix=fix) from problem
         if isinstance(problem, ValueError) and "protocol" in text.lower():
             fix = "give s3://, gs://, hf:// or a path"
             raise UserError(f"no such kind of address: {text}", where=url, fix=fix) from problem
-        raise UserError(f"the address cannot be read: {text}", where=url, fix="check it, and the network") from problem
+        raise UserError(f"the address cannot be used: {text}", where=url, fix="check it, and the network") from problem
 
 
 def _missing_error(url: str) -> UserError:

@@ -194,19 +194,32 @@ def _view(descriptor: int, size: int, name: str) -> mmap.mmap:
 
 
 def line_spans(file: MappedFile) -> np.ndarray:
-    """[n, 2] int64: first byte and end, without the line break, of every line that is not blank."""
+    """[n, 2] uint32 or int64: first byte and end, without the line break, of every line that is not blank."""
     size = len(file.view)
-    breaks = [
-        begin + np.flatnonzero(np.frombuffer(file.view, np.uint8, min(CHUNK, size - begin), begin) == 10)
-        for begin in range(0, size, CHUNK)
-    ]
-    ends = np.append(np.concatenate(breaks), size)
-    begins = np.concatenate([[file.start], ends[:-1] + 1])
-    spans = np.stack([begins, ends], axis=1)[ends > begins]
-    # Only short lines are checked for being blank; a longer run of spaces is a record, and an error.
-    short = np.flatnonzero(spans[:, 1] - spans[:, 0] <= 64)
-    blank = [line for line in short if not file.view[spans[line, 0] : spans[line, 1]].strip()]
-    return np.delete(spans, blank, axis=0)
+    chunks = [np.frombuffer(file.view, np.uint8, min(CHUNK, size - begin), begin) for begin in range(0, size, CHUNK)]
+    lines = sum(int(np.count_nonzero(chunk == 10)) for chunk in chunks)
+    spans, count, next_begin = np.empty((lines + 1, 2), offset_type(size)), 0, file.start
+    for number, chunk in enumerate(chunks):
+        ends = number * CHUNK + np.flatnonzero(chunk == 10)
+        if number == len(chunks) - 1:
+            ends = np.append(ends, size)
+        if not len(ends):
+            continue
+        begins = np.concatenate([[next_begin], ends[:-1] + 1])
+        next_begin = int(ends[-1]) + 1
+        pairs = np.stack([begins, ends], axis=1)[ends > begins]
+        # Only short lines are checked for being blank; a longer run of spaces is a record, and an error.
+        short = np.flatnonzero(pairs[:, 1] - pairs[:, 0] <= 64)
+        blank = [line for line in short if not file.view[pairs[line, 0] : pairs[line, 1]].strip()]
+        pairs = np.delete(pairs, blank, axis=0)
+        spans[count : count + len(pairs)] = pairs
+        count += len(pairs)
+    return spans[:count]
+
+
+def offset_type(size: int) -> type[np.integer]:
+    """The smallest type of offsets in so many bytes."""
+    return np.uint32 if size < 1 << 32 else np.int64
 
 
 class Records(Protocol):
@@ -215,7 +228,8 @@ class Records(Protocol):
     `records[i]` raises UserError where the record is malformed. `where(i)` describes the origin for people, with the
     line number where the file has lines. `sweep()` is the fast way to read all records in order; it yields the
     UserError in place of a record that cannot be read, so that one bad line does not end the pass.
-    `check_unchanged()` raises UserError if the file has changed since it was opened. `select(numbers)` are the records
+    `check_unchanged()` raises UserError if the file has changed since it was opened. `random_access()` are the records
+    in a form that is read fast in any order. `select(numbers)` are the records
     of these numbers, int64 [n], in another process too; each keeps its origin. `files` maps each file that the records
     are read from to its status when it was opened.
     """
@@ -232,6 +246,8 @@ class Records(Protocol):
 
     def check_unchanged(self) -> None: ...
 
+    def random_access(self) -> Records: ...
+
     def select(self, numbers: np.ndarray, /) -> Records: ...
 
     @property
@@ -246,7 +262,7 @@ def line_origin(file: MappedFile, index: int, begin: int) -> str:
 class FileRecords:
     """The records of a text file, from an index of their bytes.
 
-    `spans` int64 [n, 2] are the first byte of each record and the one after its last. `decode(file, index, begin, end)`
+    `spans` [n, 2] are the first byte of each record and the one after its last. `decode(file, index, begin, end)`
     parses one record; it must be a module-level function or a partial of one, so that records can be pickled.
     `numbers` int64 [n] are those of the records in the file; None: 0, 1, ...
     """
@@ -275,6 +291,9 @@ class FileRecords:
 
     def where(self, index: int) -> str:
         return line_origin(self.file, self._number(index), int(self.spans[index, 0]))
+
+    def random_access(self) -> FileRecords:
+        return self
 
     def select(self, numbers: np.ndarray) -> FileRecords:
         return FileRecords(self.file, self.spans[numbers], self.decode, numbers)
@@ -327,6 +346,10 @@ class ConcatenatedRecords:
     def check_unchanged(self) -> None:
         for part in self.parts:
             part.check_unchanged()
+
+    def random_access(self) -> ConcatenatedRecords:
+        self.parts = [part.random_access() for part in self.parts]
+        return self
 
     def select(self, numbers: np.ndarray) -> ConcatenatedRecords:
         """The records of ascending `numbers`."""
@@ -463,7 +486,7 @@ def _looks_like_lines(file: MappedFile) -> bool:
 
 
 def _spans(file: MappedFile) -> np.ndarray:
-    """[n, 2] int64: first byte and end of each record of an array, or of objects one after another."""
+    """[n, 2] uint32 or int64: first byte and end of each record of an array, or of objects one after another."""
     spans = array.array("q")  # flat: begin, end, begin, end, ...; a list of pairs would take ten times the memory
     head = file.view[file.start : file.start + 4096].lstrip()[:1]
     in_array = head == b"["
@@ -494,7 +517,7 @@ def _spans(file: MappedFile) -> np.ndarray:
     if trailing < len(file.view):
         problem = "expected a list of records" if not spans else "expected nothing more"
         raise _first_mistake(file, spans, trailing, problem)
-    return np.array(spans, np.int64).reshape(-1, 2)
+    return np.frombuffer(spans, np.int64).reshape(-1, 2).astype(offset_type(len(file.view)))
 
 
 def _check_gap(

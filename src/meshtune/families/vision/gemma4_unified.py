@@ -19,8 +19,8 @@ MUTUAL = {"use_bidirectional_attention": "vision"}  # of Gemma4UnifiedTextConfig
 
 def vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> VisionSpec:
     """Gemma4UnifiedConfig -> VisionSpec. The tokens of a picture see each other in layers with a window, as in
-    transformers' generate and in google-deepmind/gemma; its forward without a mask lets them in all layers (issue
-    46711 of transformers)."""
+    google-deepmind/gemma and in transformers' generate with a static cache; its forward without a mask lets them in all
+    layers (issue 46711 of transformers)."""
     fields = ConfigFields(dict(config["vision_config"]), f"{where}, vision_config")
     text_fields = ConfigFields(MUTUAL | dict(config["text_config"]), f"{where}, text_config")
     width, side = fields.integer("mm_embed_dim", 3840), fields.integer("patch_size", 16)

@@ -21,6 +21,7 @@ import pathlib
 import platform
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -218,6 +219,7 @@ def versions() -> dict[str, str]:
 
 __all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
 
+POLL_SECONDS = 0.02
 MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
 TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
 # Orbax measures by the clock of the machine, which may jump by years: what was never set begins in 1970.
@@ -225,6 +227,16 @@ ORBAX_TIMEOUT = 100 * 365 * 86400
 METADATA, COMMITTED = "_CHECKPOINT_METADATA", b"Checkpoint commit was successful"  # Orbax's own
 LOSS_SCALE = "loss_scale/"  # in the names of arrays
 FIX = "delete this directory, or move it away, to continue from the checkpoint before it"
+
+
+def read_record(checkpoint: pathlib.Path) -> Record:
+    """Reads the record in the folder of a checkpoint. Raises: DamagedError for a damaged record."""
+    path = checkpoint / "record" / "metadata"
+    try:
+        return Record.from_json(read_json(path))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = "it is not what was written" if path.exists() else "it is missing"
+        raise damage_error(checkpoint, {"record/metadata": reason}, FIX) from error
 
 
 class Checkpoints:
@@ -235,11 +247,14 @@ class Checkpoints:
 
     With several processes each opens the same directory, on storage they share, and all make the same calls in the same
     order (`check`, `path`, `latest` and `steps` apart). A write that fails is raised on the process it fails on, which
-    `job` tells the others.
+    `job` tells the others. With `by_replica` one replica under dp reads for the others what is restored.
     """
 
-    def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = SINGLE_PROCESS):
+    def __init__(
+        self, directory: str | pathlib.Path, *, keep: int, job: Job = SINGLE_PROCESS, by_replica: bool = False
+    ):
         self.directory = pathlib.Path(directory).absolute()
+        self._by_replica = by_replica
         self._job = job
         self._hashing = self._hash_newest()
         import orbax.checkpoint as ocp  # late: importing it takes seconds
@@ -316,6 +331,17 @@ class Checkpoints:
         """Whether the last save is still being written, by any process."""
         return self._newest is not None and not self.path(self._newest).exists()
 
+    def wait_written(self, seconds: float) -> bool:
+        """Waits for the save under way, `seconds` at most; whether none is left. Raises as `check`.
+
+        Processes other than 0 do not wait: they may see the files much later than they are there, and 0 decides.
+        """
+        until = time.monotonic() + seconds
+        while self._job.is_main_process and self.writing and time.monotonic() < until:
+            self.check()
+            time.sleep(POLL_SECONDS)
+        return not self.writing
+
     def check_room(self, state: TrainState) -> None:
         """Raises: UserError, on all processes alike, where the disk has no room for a checkpoint of `state`."""
         with raise_collectively(self._job, "room for a checkpoint"), disk_errors(self.directory):
@@ -336,12 +362,7 @@ class Checkpoints:
 
     def record(self, step: int) -> Record:
         """The record of a step's checkpoint. Raises: DamagedError for a damaged record."""
-        path = self.path(step) / "record" / "metadata"
-        try:
-            return Record.from_json(read_json(path))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = "it is not what was written" if path.exists() else "it is missing"
-            raise damage_error(self.path(step), {"record/metadata": reason}, FIX) from error
+        return read_record(self.path(step))
 
     def verify(self, step: int) -> bool:
         """Compares every file of a checkpoint with its digest, each process a share of them; all processes call this.
@@ -395,31 +416,39 @@ class Checkpoints:
 
         Raises: DamagedError if the checkpoint is damaged, UserError if it is of another model, method or optimizer.
         """
-        import orbax.checkpoint as ocp
-
-        from meshtune.train.checkpoint.state_handler import StateRestore
-
         if step not in self._verified:
             self.verify(step)
         target = _by_name(jax.tree.map(_abstract, like))
         with self._reading(step):
             saved = self._check_same_arrays(step, target)
             target = {name: leaf for name, leaf in target.items() if name in saved}
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=StateRestore(  # pyright: ignore[reportCallIssue]
-                        item=target,  # pyright: ignore[reportCallIssue]
-                        restore_args=ocp.checkpoint_utils.construct_restore_args(target),  # pyright: ignore[reportCallIssue]
-                        partial_restore=True,  # pyright: ignore[reportCallIssue]
-                    )
-                ),
-            )
-        saved_step = int(restored["state"]["step"])
+            restored = self._restore(step, target)
+        saved_step = int(restored["step"])
         if saved_step != step:
             raise damage_error(self.path(step), {"state": f"it is of update {saved_step}"}, FIX)
-        leaves = [restored["state"].get(name, leaf) for name, leaf in named_leaves(like)]
+        leaves = [restored.get(name, leaf) for name, leaf in named_leaves(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def _restore(self, step: int, target: Leaves) -> Leaves:
+        import orbax.checkpoint as ocp
+
+        from meshtune.train.checkpoint.replica import replica_mesh, restore_by_replica
+        from meshtune.train.checkpoint.state_handler import StateRestore
+
+        mesh = replica_mesh(target) if self._by_replica and self._job.process_count > 1 else None
+        if mesh is not None:
+            return restore_by_replica(self.path(step) / "state", target, mesh, self._job)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=StateRestore(  # pyright: ignore[reportCallIssue]
+                    item=target,  # pyright: ignore[reportCallIssue]
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),  # pyright: ignore[reportCallIssue]
+                    partial_restore=True,  # pyright: ignore[reportCallIssue]
+                )
+            ),
+        )
+        return restored["state"]
 
     def close(self) -> None:
         """Waits for saves under way and gives up the directory. Raises as `wait` does."""

@@ -76,17 +76,22 @@ def read_goodput(output: pathlib.Path) -> Goodput:
 
 
 def goodput_of(rows: Sequence[Mapping[str, Any]]) -> Goodput:
-    """The goodput by the lines of AttemptsLog. An attempt's updates count up to the save that the next began from."""
+    """The goodput by the lines of AttemptsLog. An attempt's updates count up to the save that the next began from.
+
+    Attempts on hosts whose clocks differ are as long as they were; only the time between them can be wrong.
+    """
     useful_at = {0: 0.0}  # useful seconds up to each save
     before = 0.0
-    attempts = 0
+    attempts, wall, last = 0, 0.0, None
     for row in rows:
+        since = row["started"] if last is None else last
+        if row["kind"] == "start":  # its clock may be behind
+            wall, since = wall + max(0.0, row["started"] - since), row["started"]
+        wall, last = wall + max(0.0, row["time"] - since), row["time"]
         if row["kind"] == "start":
             attempts += 1
             useful_at = {step: seconds for step, seconds in useful_at.items() if step <= row["step"]}
             before = useful_at[max(useful_at)]
         else:
             useful_at[row["step"]] = before + row["useful"]
-    starts = [row["started"] for row in rows if row["kind"] == "start"]
-    wall = max((row["time"] for row in rows), default=0.0) - min(starts) if starts else 0.0
     return Goodput(useful_at[max(useful_at)], wall, attempts)

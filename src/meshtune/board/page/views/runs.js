@@ -144,7 +144,7 @@ function one(place, id) {
     jobs: ({ jobs }) => {
       const listed = jobs.find((candidate) => candidate.id === id);
       if (!job || !listed) return;
-      if (listed.state !== job.state || listed.attempt !== job.attempt || listed.exists !== job.exists) refresh();
+      if (listed.state !== job.state || listed.attempt !== job.attempt || listed.exists !== job.exists || listed.scheduler?.reason !== job.scheduler?.reason) refresh();
       else if (listed.progress?.step !== job.progress?.step || listed.stage?.done !== job.stage?.done || listed.stage?.stage !== job.stage?.stage) {
         Object.assign(job, { progress: listed.progress, stage: listed.stage });
         head.querySelector('.progress')?.replaceWith(progress(job));
@@ -176,7 +176,7 @@ function headline(job, existed) {
   const keys = job.devices.keys ?? [];
   const { goodput: share, attempts } = job.run?.goodput ?? {};
   const useful = attempts > 1 && t('runs.goodput', { share: number(Math.round(100 * share)), n: number(attempts) });
-  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [t(`kind.${job.kind}`), spent, useful, job.slurm && [t('runs.slurm', { id: job.slurm.id }), job.slurm.reason].filter(Boolean).join(': '),
+  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [t(`kind.${job.kind}`), spent, useful, job.scheduler && [t(`runs.${job.scheduler.name}`, { id: job.scheduler.id }), job.scheduler.reason].filter(Boolean).join(': '),
     keys.join(', '), job.output].filter(Boolean).join(' · '))),
   job.attached && !ENDED.includes(job.state) && h('p', { class: 'quiet' }, t('runs.attached')),
   missing && h('p', { class: 'warning' }, t('runs.missing', { folder: job.output })),

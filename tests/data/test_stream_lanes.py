@@ -1,11 +1,14 @@
-"""A stream of conversations, pairs and labelled answers: the samples of a loader, from anywhere, in every process."""
+"""A stream of conversations, pairs and labelled answers: the samples of a loader, from anywhere, by shares of rows."""
 
 from __future__ import annotations
 
 import collections
 import json
+import os
 import pathlib
 import random
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -13,13 +16,13 @@ import pytest
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
 from meshtune.data.prepare import prepare_data
-from meshtune.data.stream import JOURNAL_INTERVAL, UNIT_POSITIONS
+from meshtune.data.stream import JOURNAL_INTERVAL, UNIT_POSITIONS, BlockReader, LanePosition
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
-WINDOW = 48
-SAMPLES = 2 * WINDOW + 20  # an epoch is three windows
+SAMPLES = 116
+LANES = 4  # rows of an update
 VOCABULARY = ["Tom", "Lily", "the dog", "a tree", "went", "was happy", "saw a cake"]
 
 
@@ -29,8 +32,10 @@ def tokenizer():
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch):
-    monkeypatch.setattr("meshtune.data.stream.WINDOW", WINDOW)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr("meshtune.data.stream.LANE_SAMPLES", 16)
+    monkeypatch.setattr("meshtune.data.stream.BLOCK", 8)
+    monkeypatch.setattr("meshtune.data.stream.PACKED_ROWS", 3)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +52,14 @@ def files(tmp_path_factory):
         match kind:
             case "sft":
                 return {"instruction": prompt, "output": f"answer {number} {phrase(12)}"}
+            case "pt":
+                return {"text": f"{prompt} {phrase(30)}"}
             case "kto":
                 return {"prompt": prompt, "completion": f"answer {number} {phrase(8)}", "label": number % 3 == 0}
             case _:
                 return {"prompt": prompt, "chosen": f"good {number} {phrase(8)}", "rejected": f"bad {phrase(12)}"}
 
-    for kind in ("sft", "kto", "dpo"):
+    for kind in ("sft", "kto", "dpo", "pt"):
         lines = [json.dumps(record(kind, number)) for number in range(SAMPLES)]
         (folder / f"{kind}.jsonl").write_text("\n".join(lines))
     return folder
@@ -67,14 +74,14 @@ def prepare_stage(files, tokenizer):
         base.write_text("model: x\ndata: x\noutput: x\n")
         output = files / run
         output.mkdir(exist_ok=True)
-        name = stage if stage in ("sft", "kto") else "dpo"
+        name = stage if stage in ("sft", "kto", "pt") else "dpo"
         steps = ["data.streaming=true", "train.steps=60"] if streaming else ["train.epochs=1"]
         fields = [f"model.path={TOKENIZER}", f"data.train={files / name}.jsonl", f"output={output}", f"stage={stage}"]
-        fields += ["train.batch_size=4", "data.max_length=160", "seed=3", *steps]
+        fields += [f"train.batch_size={LANES}", "data.max_length=160", "seed=3", *steps]
         return prepare_data(load_recipe(str(base), [*fields, *overrides]), tokenizer, cache=files / "cache")
 
     yield prepare
-    for journal in files.glob("*/stream.jsonl"):
+    for journal in files.glob("*/stream*.jsonl"):
         journal.unlink()
 
 
@@ -103,11 +110,16 @@ def segments(batches, size=1):
     return units
 
 
-def epoch(stream, number):
-    """The rows of an epoch, each as a batch."""
-    before = sum(len(stream.rows.window(e, w).rows) for e in range(number) for w in range(stream.rows.windows))
-    count = sum(len(stream.rows.window(number, window).rows) for window in range(stream.rows.windows))
-    return arrays(stream.iterate(before, before + count))
+def epochs(stream):
+    """The rows of the first two epochs of a stream of one row, each as a batch."""
+    assert stream.rows.lanes == stream.batch_size == 1
+    reader = BlockReader(stream.rows, 1, 1)
+    lane = stream.rows.lane(0, reader, LanePosition())
+    rows = collections.defaultdict(list)
+    while lane.position.epoch < 2:
+        row = lane.row()
+        rows[lane.position.epoch].append(stream.rows.batch([row], 0, 0))
+    return arrays(rows[0]), arrays(rows[1])
 
 
 @pytest.mark.parametrize(
@@ -120,14 +132,14 @@ def test_every_epoch_of_a_stream_has_the_samples_of_the_loader(stage, packing, p
     expected = segments(arrays(loader.iterate(0, loader.steps_per_epoch(0))), size)
     assert sum(expected.values()) == SAMPLES
     stream = prepare_stage(stage, *overrides).train
-    first, second = epoch(stream, 0), epoch(stream, 1)
+    first, second = epochs(stream)
     assert segments(first, size) == segments(second, size) == expected
     assert not np.array_equal(first[0]["tokens"], second[0]["tokens"])
     if packing == "true":
         assert len(first) < 1.2 * loader.steps_per_epoch(0)
 
 
-def test_labelled_answers_are_those_of_the_loader_and_companions_have_answers_of_their_window(prepare_stage):
+def test_labelled_answers_are_those_of_the_loader_and_companions_have_answers_of_others(prepare_stage):
     def answers(batches):
         """(prompt, answer, label) of every answer, and (prompt, answer) of its companion."""
         for batch in batches:
@@ -142,16 +154,13 @@ def test_labelled_answers_are_those_of_the_loader_and_companions_have_answers_of
     loader = prepare_stage("kto", "train.batch_size=1", streaming=False).train
     expected = [(first, label) for first, _, label in answers(arrays(loader.iterate(0, loader.steps_per_epoch(0))))]
     stream = prepare_stage("kto", "train.batch_size=1").train
-    streamed = list(answers(epoch(stream, 0)))
+    streamed = list(answers(epochs(stream)[0]))
     assert collections.Counter((first, label) for first, _, label in streamed) == collections.Counter(expected)
-    for start in range(0, SAMPLES, WINDOW):
-        stop = start + WINDOW
-        window = streamed[start:stop]
-        of_others = collections.Counter(answer for (_, answer), _, _ in window)
-        assert collections.Counter(answer for _, (_, answer), _ in window) == of_others
-        for (prompt, answer), companion, _ in window:
-            assert companion[0] == prompt
-            assert companion[1] != answer
+    of_others = collections.Counter(answer for (_, answer), _, _ in streamed)
+    assert collections.Counter(answer for _, (_, answer), _ in streamed) == of_others
+    for (prompt, answer), companion, _ in streamed:
+        assert companion[0] == prompt
+        assert companion[1] != answer
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "orpo"])
@@ -163,29 +172,95 @@ def test_a_stream_continues_bit_for_bit_at_any_update(stage, prepare_stage):
         assert_same(arrays(without_journal.iterate(start, start + 3)), expected[start : start + 3])
 
 
-def test_a_resumed_stream_reads_only_the_window_that_it_stopped_in(prepare_stage, files):
-    list(prepare_stage("sft", "train.batch_size=16").train.iterate(0, 60))
+def count_reads(stream):
+    """The samples that a stream tokenises from now on, each an epoch and a record."""
+    read, tasks = collections.Counter(), type(stream.rows).block_task
+
+    class Counting(type(stream.rows)):
+        def block_task(self, place):
+            task = tasks(self, place)
+            read.update((place[1], record) for record in task.samples.record.tolist())
+            return task
+
+    object.__setattr__(stream.rows, "__class__", Counting)
+    return read
+
+
+def test_a_resumed_stream_reads_only_the_rows_that_it_stopped_in(prepare_stage, files):
+    list(prepare_stage("sft").train.iterate(0, 60))
     entries = [json.loads(line) for line in (files / "run/stream.jsonl").read_text().splitlines()]
     last = max(entries, key=lambda entry: entry["step"])
-    assert last["spot"][0] > 0, "the last entry was to be in a later epoch"
-    stream = prepare_stage("sft", "train.batch_size=16").train
-    read, window = [], stream.rows.window
-    stream.rows.window = lambda *place: (read.append(place), window(*place))[1]
+    assert all(position[0] > 0 for _, position in last["lanes"]), "the last entry was to be in a later epoch"
+    stream = prepare_stage("sft").train
+    read = count_reads(stream)
     stream.batch(last["step"])
-    assert set(read) <= {tuple(last["spot"][:2]), (last["spot"][0], last["spot"][1] + 1), (last["spot"][0] + 1, 0)}
+    assert sum(read.values()) < SAMPLES
 
 
-def test_all_processes_of_a_job_compute_the_same_global_batches(prepare_stage):
-    """Each process places its rows of the same global batch, whatever it read before."""
-    full = arrays(prepare_stage("dpo", "train.batch_size=8", "train.micro_batch=4").train.iterate(0, 24))
-    processes = [
-        prepare_stage("dpo", "train.batch_size=8", "train.micro_batch=4", run=f"process{n}").train for n in (0, 1)
-    ]
-    shares = [arrays(processes[0].iterate(0, 24))[20:], arrays(processes[1].iterate(20, 24))]
-    for expected, first, second in zip(full[20:], *shares, strict=True):
-        for name, array in expected.items():
-            assert np.array_equal(np.concatenate([first[name][:, :2], second[name][:, 2:]], axis=1), array)
-    assert processes[0].fingerprint == processes[1].fingerprint
+def shares(stream_of, count):
+    """The streams of `count` processes, each with its rows of every update."""
+    for process in range(count):
+        stream, rows = stream_of(process), range(process * LANES // count, (process + 1) * LANES // count)
+        stream.share(rows, rows)
+        yield stream, rows
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "pt"])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_read_their_rows_of_the_same_batches_and_no_others(processes, stage, prepare_stage):
+    full = list(prepare_stage(stage, run="alone").train.iterate(0, 12))
+    for start in (0, 5):  # 5 is in no journal of these processes
+        reads, tokens = list[set[int]](), np.zeros((12 - start, 2), np.int64)
+        for stream, rows in shares(lambda number: prepare_stage(stage, run=f"process{number}").train, processes):
+            read = count_reads(stream)
+            for index, batch in enumerate(stream.iterate(start, 12)):
+                for name, array in batch.arrays.items():
+                    chosen = array.reshape(LANES, -1)
+                    expected = full[start + index].arrays[name].reshape(LANES, -1)
+                    assert np.array_equal(chosen[rows], expected[rows])
+                    assert not np.delete(chosen, rows, 0).any()
+                tokens[index] += batch.counts or [
+                    np.count_nonzero(batch.arrays[name]) for name in ("segment_ids", "weights")
+                ]
+            reads.append(set(read))
+        assert sum(len(read) for read in reads) == len(set().union(*reads)), "a sample was read by two processes"
+        for counted, batch in zip(tokens, full[start:], strict=True):
+            assert counted.tolist() == [np.count_nonzero(batch.arrays[name]) for name in ("segment_ids", "weights")]
+
+
+def test_a_stream_goes_on_exactly_with_another_number_of_processes(prepare_stage):
+    expected = arrays(prepare_stage("sft", run="alone").train.iterate(0, 40))
+    for stream, _ in shares(lambda _: prepare_stage("sft").train, 4):
+        list(stream.iterate(0, 36))
+    stream = prepare_stage("sft").train
+    read = count_reads(stream)
+    assert_same(arrays(stream.iterate(35, 40)), expected[35:])
+    assert sum(read.values()) < 2 * SAMPLES, "it was to begin at the journals' entries of update 32"
+
+
+def test_batches_are_the_same_with_any_number_of_workers_and_a_worker_that_dies_is_named(prepare_stage):
+    expected = arrays(prepare_stage("dpo", run="alone").train.iterate(0, 40))
+    stream = prepare_stage("dpo").train
+    stream.workers = 2
+    assert_same(arrays(stream.iterate(0, 33)), expected[:33])
+    assert_same(arrays(stream.iterate(33, 40)), expected[33:])
+    stream.workers = 3
+    batches = stream.iterate(0, 60)
+    next(batches)
+    children = pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    for child in map(int, children):
+        if b"meshtune.data.tasks" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(child, signal.SIGKILL)
+    with pytest.raises(UserError, match="SIGKILL"):
+        list(batches)
+
+
+def test_the_weights_of_a_loss_over_all_rows_are_computed_from_all_rows(prepare_stage):
+    """Cross-entropy of chosen answers is divided by the tokens of the whole update."""
+    expected = arrays(prepare_stage("orpo", run="alone").train.iterate(0, 4))
+    for stream, _ in shares(lambda _: prepare_stage("orpo").train, 2):
+        assert stream.rows.units.nll_mean == "tokens"
+        assert_same(arrays(stream.iterate(0, 4)), expected)
 
 
 @pytest.mark.parametrize("mixing", ["concat", "interleave_over"])
@@ -210,14 +285,14 @@ def test_arrays_of_units_keep_their_shapes_and_weights_add_up(prepare_stage):
         np.testing.assert_allclose(batch["nll"].sum(), batch["units"].sum(), rtol=1e-5)
 
 
-def test_the_report_estimates_from_the_first_window(prepare_stage):
+def test_the_report_estimates_from_the_first_samples(prepare_stage):
     report = prepare_stage("dpo").report
     exact = prepare_stage("dpo", streaming=False).report
     assert report.samples == exact.samples == SAMPLES
     assert report.samples_left_out == 0
     assert report.efficiency == pytest.approx(exact.efficiency, abs=0.1)
     assert report.counts.tokens == pytest.approx(60 * 4 * 320 * exact.efficiency, rel=0.15)
-    assert f"{WINDOW:,}" in report.notes[0]
+    assert f"{SAMPLES:,}" in report.notes[0]
 
 
 def test_validation_of_a_stream_is_that_of_any_run(prepare_stage, files):
@@ -256,8 +331,7 @@ def test_data_with_nothing_to_train_on_are_refused(prepare_stage, files):
         prepare_stage("sft", "data.max_length=4")
 
 
-def test_the_first_examples_of_a_stream_are_those_of_its_first_window(prepare_stage):
-    rows = prepare_stage("dpo").train.rows
-    first = rows.window(0, 0).examples
-    assert all(a is b for a, b in zip(rows.first_examples(3), first[:3], strict=True))
-    assert len(rows.first_examples(10_000)) == len(first)
+def test_the_first_examples_of_a_stream_are_those_of_its_first_samples(prepare_stage):
+    rows = prepare_stage("dpo", "data.shuffle=false").train.rows
+    assert [example.origin.record for example in rows.first_examples(3)] == [0, 0, 1]
+    assert len(rows.first_examples(10_000)) == 2 * SAMPLES
