@@ -1,10 +1,12 @@
 """Records of a local teacher by `meshtune data generate` beside the same prompts sent to `meshtune serve` one by one.
 
-    python benchmarks/synth/run.py MODEL_DIR [--prompts 16] [--new 48] [--rounds 2] [--json FILE]
+    python benchmarks/synth/run.py MODEL_DIR [--kind qa] [--prompts 32] [--new 128] [--rounds 2] [--json FILE]
 
-Both get the same requests with the same seeds: summaries of made passages, `new` tokens at most. The engine has all at
-once, 16 rows; the server gets one, waits for its answer, and gets the next. A first round of other seeds warms both up
-and is not counted. Seconds are wall clock, and processor time of the process that computes.
+Both get the same requests with the same seeds, with answers of `new` tokens at most: questions and answers (JSON) of
+passages of docs/, other ones in every round, or summaries of made passages. The engine has 16 at once; the server gets
+one, waits for its answer, and gets the next. A first round warms both up and is not counted; rounds alternate. Seconds
+are wall clock, and processor time of the process that computes; `prompt_tokens_read` are those that the engine
+computed, of `prompt_tokens`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,17 @@ import psutil
 import meshtune
 from meshtune.config.data_recipe import DataRecipe, load_data_recipe
 from meshtune.evaluate.folder import Report
+from meshtune.generate.weights import BatchCaches
 from meshtune.synth.asking import run_tasks
 from meshtune.synth.maker import Maker
 from meshtune.synth.plan import make_plan
 from meshtune.synth.teachers import Teacher, open_teacher
 
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = (
+    "choosing data evaluate faq generate-data internals launch quantize rl scale serve starts tutorial vision".split()
+)  # of text, written by hand
+WARM_UP = {"engine": 16, "one by one": 4}  # prompts of the first round
 WORDS = (
     "mill ferry orchard bridge library tower river granite bell harvest sluice wheel spelt rye maps fog noon".split()
 )
@@ -46,13 +54,34 @@ def write_passages(folder: pathlib.Path, count: int) -> None:
         (folder / f"{number:03}.md").write_text(f"# Page {number}\n\nThe " + " of the ".join(words) + ".\n")
 
 
-def recipe_of(folder: pathlib.Path, path: str, at_once: int, seed: int, new: int) -> DataRecipe:
+def recipe_of(
+    folder: pathlib.Path, path: str, at_once: int, options: argparse.Namespace, seed: int = 0, limit: int | None = None
+) -> DataRecipe:
     """The recipe of one round."""
+    new = options.new
     teacher: dict[str, Any] = {"path": path, "at_once": at_once, "max_tokens": new}
     if path.startswith("http"):
         teacher["timeout"] = 600
-    raw = {"kinds": ["summary"], "documents": str(folder / "docs"), "output": str(folder / "out"), "seed": seed}
-    return load_data_recipe({**raw, "teacher": teacher, "passage_words": 400, "attempts": 1})
+    raw: dict[str, Any] = {"output": str(folder / "out"), "seed": seed, "limit": limit, "attempts": 1}
+    if options.kind == "qa":
+        kinds = [{"template": "qa", "options": {"count": options.count}}]
+        raw |= {"kinds": kinds, "documents": str(folder / "pages"), "passage_words": options.passage_words}
+    else:
+        raw |= {"kinds": ["summary"], "documents": str(folder / "docs"), "passage_words": 400}
+    return load_data_recipe({**raw, "teacher": teacher})
+
+
+class ReadTokens:
+    """Counts the tokens of prompts that the engine of this process computes."""
+
+    def __init__(self) -> None:
+        self.count, read = 0, BatchCaches.read
+
+        def counting_read(caches: BatchCaches, **arrays: Any) -> None:
+            self.count += int(arrays["count"].sum())
+            return read(caches, **arrays)
+
+        BatchCaches.read = counting_read
 
 
 def silent(done: int, total: int) -> None:
@@ -68,21 +97,30 @@ def measure(recipe: DataRecipe, teacher: Teacher, process: psutil.Process, folde
     outcome = run_tasks(plan, maker, [teacher], journals, report, deliver=lambda results: None)
     seconds, used = time.monotonic() - start, sum(process.cpu_times()[:2]) - before
     assert not outcome.failed, outcome.failed
-    return {"seconds": seconds, "processor_seconds": used, "answer_tokens": outcome.spent.answer}
+    spent = outcome.spent
+    counts = {"prompts": len(plan.tasks), "prompt_tokens": spent.prompt, "answer_tokens": spent.answer}
+    return {"seconds": seconds, "processor_seconds": used, **counts}
 
 
 def main() -> None:
     """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--kind", choices=["qa", "summary"], default="qa")
+    parser.add_argument("--count", type=int, default=3, help="questions of a passage")
+    parser.add_argument("--passage-words", type=int, default=80)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         folder = pathlib.Path(directory)
         write_passages(folder / "docs", arguments.prompts)
+        (folder / "pages").mkdir()
+        for page in PAGES:
+            (folder / "pages" / f"{page}.md").write_text((DOCS / f"{page}.md").read_text())
+        read_tokens = ReadTokens()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -91,15 +129,19 @@ def main() -> None:
         address = f"http://127.0.0.1:{port}/v1"
         try:
             rounds = {"engine": [], "one by one": []}
-            local = open_teacher(recipe_of(folder, arguments.model, 16, 0, arguments.new).teacher)
-            remote = wait_for(address, recipe_of(folder, address, 1, 0, arguments.new), server)
+            local = open_teacher(recipe_of(folder, arguments.model, 16, arguments).teacher)
+            remote = wait_for(address, recipe_of(folder, address, 1, arguments), server)
             processes = {"engine": psutil.Process(), "one by one": psutil.Process(server.pid)}
             for seed in range(arguments.rounds + 1):
                 for name, path, at_once, teacher in (
                     ("one by one", address, 1, remote), ("engine", arguments.model, 16, local),
                 ):  # fmt: skip
-                    recipe = recipe_of(folder, path, at_once, seed, arguments.new)
+                    limit = arguments.prompts if seed else WARM_UP[name]
+                    recipe = recipe_of(folder, path, at_once, arguments, seed, limit)
+                    before = read_tokens.count
                     result = measure(recipe, teacher, processes[name], folder)
+                    if name == "engine":
+                        result["prompt_tokens_read"] = read_tokens.count - before
                     print(seed, name, result, flush=True)
                     if seed:
                         rounds[name].append(result)
@@ -115,8 +157,8 @@ def main() -> None:
     summary = {
         "versions": {"meshtune": meshtune.__version__, "jax": jax.__version__, "python": platform.python_version()},
         "cores": os.cpu_count(),
-        "prompts": arguments.prompts,
-        "new": arguments.new,
+        "options": {name: value for name, value in vars(arguments).items() if name not in ("model", "json")},
+        "load_average": os.getloadavg(),
         "rounds": rounds,
         "tokens_per_second": rate,
         "tokens_per_processor_second": used,

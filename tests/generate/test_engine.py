@@ -65,7 +65,7 @@ def test_pieces_of_any_size_hold_the_same_tokens(stories, golden, steps):
 
 @pytest.mark.slow
 def test_a_cache_that_grows_changes_nothing(stories, golden, monkeypatch):
-    monkeypatch.setattr("meshtune.generate.scheduler.ROOM", 4)
+    monkeypatch.setattr("meshtune.generate.rows.ROOM", 4)
     monkeypatch.setattr("meshtune.model.model_cache.FEWEST_SLOTS", 32)
     (actual,) = stories.generate([golden[:1]], max_tokens=200)
     assert actual == golden[1:]

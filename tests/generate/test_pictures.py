@@ -125,8 +125,8 @@ def tokens_read(monkeypatch) -> list[int]:
 def test_answers_equal_transformers(case: VisionCase, budget: int, monkeypatch):
     """Requests of two pictures of different sizes, of one and of none share a batch; prompts are read whole, and in
     pieces that end inside of pictures."""
-    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS", budget)
-    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS_IDLE", budget)
+    monkeypatch.setattr("meshtune.generate.rows.READ_TOKENS", budget)
+    monkeypatch.setattr("meshtune.generate.rows.READ_TOKENS_IDLE", budget)
     # LLaVA-NeXT's pictures of a prompt have as many tiles in transformers' form: it pads the others.
     wide, tall = (
         case.read(picture(60, 30, 1)),

@@ -15,6 +15,7 @@ from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.engine import Engine
 from meshtune.generate.request import Generation, QueueFull, Sampling
+from meshtune.generate.rows import PADDING, piece_length
 from meshtune.generate.scheduler import Scheduler
 from meshtune.model.compute import Compute
 from meshtune.weights.load import load_params, load_spec
@@ -74,7 +75,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(stories, golden):
 def test_a_cache_that_grows_leaves_every_row_its_request(stories, golden, monkeypatch):
     """Requests that were let in at different times, while a row between them is free; one is still read as it grows."""
     monkeypatch.setattr("meshtune.model.model_cache.FEWEST_SLOTS", 32)
-    monkeypatch.setattr("meshtune.generate.scheduler.ROOM", 4)  # for answers, before the cache has to grow
+    monkeypatch.setattr("meshtune.generate.rows.ROOM", 4)  # for answers, before the cache has to grow
     samplings = [
         None,
         Sampling(temperature=0.9, seed=5),
@@ -132,9 +133,10 @@ def test_a_prompt_that_goes_on_is_read_from_where_it_ended(case: Case, monkeypat
 
 
 def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, monkeypatch):
-    """Rows that decode get tokens in every step; what comes after the pieces is what comes after the whole prompt."""
+    """Rows that decode get tokens in every step; what comes after the pieces is what comes after the whole prompt. Two
+    rows wait for pieces and one decodes, so that a step reads twice as many."""
     counts = tokens_read(monkeypatch)
-    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS", 32)
+    monkeypatch.setattr("meshtune.generate.rows.READ_TOKENS", 16)
     scheduler = stories.scheduler(rows=4)
     first = scheduler.submit(stories.request(golden[:5], max_tokens=60, stop_ids=[]))
     scheduler.step(4)
@@ -151,6 +153,21 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, mo
         expected = alone.submit(generation.request)
         run_to_end(alone)
         assert generation.ids == expected.ids
+
+
+def test_pieces_for_a_processor_fill_buckets():
+    """Every prompt is read in few pieces of few widths, each of which is computed with few tokens more."""
+    widths = set()
+    for length in range(1, 1500):
+        pieces, unread = [], length
+        while unread:
+            count, width = piece_length(unread, 256)
+            assert 0 < count <= width < count + PADDING
+            pieces.append(width)
+            unread -= count
+        assert len(pieces) <= length // 256 + 2
+        widths |= set(pieces)
+    assert widths == {32, 64, 128, 256}
 
 
 def test_prompts_that_begin_alike_are_read_together_and_once(stories, golden, monkeypatch):
@@ -173,7 +190,7 @@ def test_prompts_that_begin_alike_are_read_together_and_once(stories, golden, mo
     "case", [BY_NAME[kind] for kind in ("gemma2", "deepseek_v2", "qwen3_5", "phi3_longrope")], ids=lambda c: c.name
 )
 def test_pieces_of_a_prompt_leave_every_kind_of_memory_as_the_whole_does(case: Case, monkeypatch):
-    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS_IDLE", 16)
+    monkeypatch.setattr("meshtune.generate.rows.READ_TOKENS_IDLE", 16)
     spec, params = load_case(case)
     engine, model = Engine(params, spec, Compute()), torch_model(case)
     model.generation_config.eos_token_id = None

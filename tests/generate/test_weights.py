@@ -136,6 +136,39 @@ def test_a_resident_engine_decodes_from_the_copy_and_says_the_same(monkeypatch):
     assert not decodes_from_copy(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), Compute())
 
 
+# Keys and values, and slow: windows, latents, recurrent states.
+MEMORIES = ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "deepseek_v2", "qwen3_5"))]
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_caches_by_layer_hold_what_stacked_ones_do(kind: str, monkeypatch):
+    """Five requests over three rows: prompts that begin alike, are read in pieces, and a cache that grows."""
+    spec, params = load_case(BY_NAME[kind])
+    for name, value in {
+        "generate.weights.LEAST_COPIED": 0,
+        "generate.weights.CPU_TOKENS": 32,
+        "generate.rows.PADDING": 8,
+        "generate.rows.SHORTEST_PIECE": 8,
+        "generate.rows.ROOM": 4,
+        "model.model_cache.FEWEST_SLOTS": 32,
+    }.items():
+        monkeypatch.setattr(f"meshtune.{name}", value)
+    beginning = np.random.default_rng(4).integers(0, spec.vocab, 25).tolist()
+    prompts = [[*beginning[:length], n] for n, length in enumerate((25, 3, 20, 18, 25))]
+
+    def answers(*, resident: bool) -> list[list[int]]:
+        engine = Engine(params, spec, Compute(), resident=resident)
+        scheduler = engine.scheduler(rows=3)
+        generations = [scheduler.submit(engine.request(prompt, max_tokens=20, stop_ids=[])) for prompt in prompts]
+        while not scheduler.idle:
+            scheduler.step(7)
+        forms = {type(node) for node in scheduler._caches.layers.values()}
+        assert forms == ({tuple} if resident else {dict})
+        return [generation.ids for generation in generations]
+
+    assert answers(resident=True) == answers(resident=False)
+
+
 # Both layouts, and a head with a norm; slow: windows, latents, recurrent states, LongRoPE.
 KINDS = [("qwen3", True), ("mistral", False)]
 SLOW_KINDS = [(kind, False) for kind in ("gemma2", "deepseek_v2", "qwen3_5", "mamba2", "phi3_longrope")]

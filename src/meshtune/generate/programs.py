@@ -5,10 +5,6 @@ Order: grammar mask, logit bias, repetition, frequency and presence penalties, t
 (transformers' `_get_logits_processor`, with OpenAI's penalties where vLLM has them); then a draw with a key that
 depends on only the row's seed and the token's position, so the same seed gives the same text however the work is cut.
 
-All tokens of a text are rotated by one set of factors or by the other, so a text that becomes longer than the original
-context is read again from its first token, as transformers does, and no part of a long text is read by the short
-factors.
-
 The devices hold the caches of a batch of rows and nothing else that outlives a call: which token comes next, how long a
 row is, how it is sampled and which adapter it selects are small arrays from the host. Programs are shared by all
 engines of the same spec, for parameters are arguments; their shapes are bucketed (`rows_bucket`, `length_bucket`), so
@@ -39,8 +35,7 @@ from meshtune.model.cache import SLOTS, Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, logits
 from meshtune.model.inputs import Inputs
-from meshtune.model.model_cache import cache_specs, init_cache
-from meshtune.model.rope import LONGROPE_FACTORS, RopeSpec
+from meshtune.model.model_cache import cache_specs, init_cache, split_layers, stack_layers
 from meshtune.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -303,33 +298,6 @@ def _greatest(holds: Callable[[Array], Array], rows: int) -> UInt32[Array, "B"]:
     return jax.lax.fori_loop(0, 32, step, jnp.zeros(rows, jnp.uint32))
 
 
-def original_context(spec: ModelSpec) -> int | None:
-    """Tokens of a text up to which it is rotated by the short factors; None for a model without LongRoPE."""
-    return min((rope.original_length for rope in spec.ropes if rope.kind == "longrope"), default=None)
-
-
-@functools.cache
-def by_long_factors(spec: ModelSpec) -> ModelSpec:
-    """The same model with texts of all lengths rotated by the long factors: for the first tokens of a long text."""
-    return _by_long_factors(spec)
-
-
-def _by_long_factors(value: Any) -> Any:
-    if isinstance(value, RopeSpec):
-        short, long = LONGROPE_FACTORS
-        numbers = dict(value.parameters)
-        if value.kind != "longrope":
-            return value
-        return dataclasses.replace(value, parameters=tuple(sorted((numbers | {short: numbers[long]}).items())))
-    if type(value) is tuple:
-        return tuple(map(_by_long_factors, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = {name: new for name, old in fields.items() if (new := _by_long_factors(old)) != old}
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
-
-
 STEPS = 16  # decode steps of one call, at most
 
 
@@ -369,10 +337,12 @@ def length_bucket(n: int) -> int:
     return power * 3 // 4 if 32 < n <= power * 3 // 4 else power
 
 
-@partial(jax.jit, static_argnames=("spec", "compute", "rows", "slots"))
-def empty_layers(spec: ModelSpec, compute: Compute, rows: int, slots: int) -> dict[str, Tree]:
+@partial(jax.jit, static_argnames=("spec", "compute", "rows", "slots", "by_layer"))
+def empty_layers(
+    spec: ModelSpec, compute: Compute, rows: int, slots: int, *, by_layer: bool = False
+) -> dict[str, Tree]:
     """The empty caches of `rows` rows of `slots` tokens."""
-    return init_cache(spec, rows, slots, compute.dtype, compute.layout, compute.cache).layers
+    return init_cache(spec, rows, slots, compute.dtype, compute.layout, compute.cache, by_layer=by_layer).layers
 
 
 @functools.lru_cache(maxsize=64)
@@ -410,9 +380,13 @@ def read(
         before = init_cache(spec, rows, width, compute.dtype, compute.layout, compute.cache)
     else:
         assert length is not None
-        before = Cache(jax.tree.map(lambda array: array[:, source], layers), length)
+        before = Cache(stack_layers(_rows_of(layers, source)), length)
     _, after = read_tokens(select(params, adapters), spec, compute, before, tokens, count, pictures)
-    return _place_rows(layers, after, target)
+    return _place_rows(layers, split_layers(after, layers), target)
+
+
+def _rows_of(layers: dict[str, Tree], rows: Int[Array, "n"]) -> dict[str, Tree]:
+    return jax.tree.map(lambda array: array[:, rows], layers)
 
 
 def read_tokens(
@@ -449,7 +423,7 @@ def _place_rows(layers: dict[str, Tree], rows: dict[str, Tree], target: Int[Arra
 @partial(jax.jit, donate_argnames=("layers",))
 def copy_rows(layers: dict[str, Tree], source: Int[Array, "n"], target: Int[Array, "n"]) -> dict[str, Tree]:
     """The caches with rows `target` replaced by copies of rows `source` (rows beyond the end: nowhere)."""
-    return _place_rows(layers, jax.tree.map(lambda array: array[:, source], layers), target)
+    return _place_rows(layers, _rows_of(layers, source), target)
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "switches", "alternatives"), donate_argnames=("layers", "counts"))
@@ -543,7 +517,8 @@ def move_rows(
 
     No row may be longer than a cache whose slots become more.
     """
-    specs = cache_specs(spec, source.shape[0], slots, compute.dtype, compute.cache)
+    by_layer = any(isinstance(node, tuple) for node in layers.values())
+    specs = cache_specs(spec, source.shape[0], slots, compute.dtype, compute.cache, by_layer=by_layer)
 
     def move(array: Array, form: ArraySpec) -> Array:
         rows = array[:, source]

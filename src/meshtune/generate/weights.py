@@ -2,9 +2,10 @@
 on a CPU, and the caches of its batches.
 
 A decode step of few rows reads every weight once, so the memory's bandwidth bounds it. Two things keep XLA for CPUs
-away from that bound. A scan over stacked layers copies each layer's slice before it computes with it, so each layer's
-arrays are arrays of their own and the layers are unrolled. And a product with a large matrix reads short pieces of its
-rows, so matrices lie in tiles that are each read from end to end (model.tiled); see benchmarks/cpu_serving.
+away from that bound. A scan over stacked layers copies each layer's slice, of weights and of caches, before it computes
+with it, so each layer's arrays are arrays of their own and the layers are unrolled. And a product with a large matrix
+reads short pieces of its rows, so matrices lie in tiles that are each read from end to end (model.tiled); see
+benchmarks/cpu_serving.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.costs.decoding import COPIED_SHARE, LEAST_COPIED
 from meshtune.errors import UserError
 from meshtune.generate import programs
+from meshtune.generate.long_context import by_long_factors
 from meshtune.generate.pictures import PatchArrays
-from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, by_long_factors, head_scale
+from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, head_scale
 from meshtune.generate.visual import Pictures, encode
 from meshtune.model.compute import Compute
 from meshtune.model.linear import TiledWeight
@@ -40,6 +42,7 @@ from meshtune.quantize.weight import QuantisedWeight
 if TYPE_CHECKING:
     from meshtune.generate.driver import Driver
 
+CPU_TOKENS = 256  # of prompts that a CPU reads at once: the products take most of the time from there on
 PRODUCTS = (LoRA, MultiLoRA)  # adapters that add to the weight's product, and do not read the weight themselves
 
 
@@ -48,11 +51,11 @@ class Weights:
 
     `version` counts replacements: a cache that another version computed is of no use. Where `params` hold several
     adapters that share a batch (adapters.multi_lora), `adapters` is their number. With `resident`, decode steps may
-    read a second copy in the layout that suits them.
+    read a second copy in the layout that suits them: `by_layer`, as their caches then are.
     """
 
     def __init__(self, params: Tree, spec: ModelSpec, compute: Compute, *, resident: bool = False):
-        self._spec, self._resident = spec, resident and decodes_from_copy(params, compute)
+        self._spec, self.by_layer = spec, resident and decodes_from_copy(params, compute)
         self._changed = threading.Condition()
         self._users, self._replacing = 0, False
         self.version, self.adapters = 0, adapter_count(params)
@@ -70,7 +73,7 @@ class Weights:
     def decoding(self) -> Tree:
         """The parameters that decode steps read."""
         if self._decoding is None:
-            self._decoding = decode_layout(self.reading, self._spec) if self._resident else self.reading
+            self._decoding = decode_layout(self.reading, self._spec) if self.by_layer else self.reading
         return self._decoding
 
     def select(self, adapter: int | None) -> Tree:
@@ -274,10 +277,17 @@ class BatchCaches:
         self.counts: Counts | None = None
         self.features: dict[int, PictureFeatures] = {}
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of one row that a call of `read` computes at most; None: any number, of several rows. On a CPU more
+        of them save no time, and padding takes as long as tokens."""
+        return CPU_TOKENS if self.weights.by_layer else None
+
     @_announce_call
     def create(self, rows: int, slots: int) -> None:
         """Makes empty caches of `rows` rows of `slots` tokens."""
-        self.layers = programs.empty_layers(self._spec, self._compute, rows, slots)
+        options = {"by_layer": self.weights.by_layer}
+        self.layers = programs.empty_layers(self._spec, self._compute, rows, slots, **options)
 
     @_announce_call
     def move(self, source: Numbers, slots: int) -> None:

@@ -80,7 +80,11 @@ __all__ = ["SLOTS", "Cache", "LayerCache", "empty", "grown"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """`layers` holds the caches of every key of params["layers"], stacked; `lengths` the tokens each row has so far."""
+    """The caches of a model. `lengths` are the tokens that each row has so far.
+
+    `layers` holds the arrays of every key of params["layers"], stacked; or, where the layers are unrolled, a tuple of
+    each layer's, stacks of one: what reads a layer of a larger stack may have to copy it.
+    """
 
     layers: dict[str, Tree]
     lengths: Int[Array, "B"]
@@ -132,6 +136,12 @@ class LayerCache:
     arrays: Tree
     index: Array | int
     lengths: Int[Array, "B"]
+
+    @classmethod
+    def of_layer(cls, arrays: Tree, number: Array, lengths: Int[Array, "B"]) -> LayerCache:
+        """That of layer `number` of a stack, whose arrays may be those of this layer only."""
+        is_single = all(array.shape[0] == 1 for array in jax.tree.leaves(arrays))
+        return cls(arrays, 0 if is_single else number, lengths)
 
     def read(self, name: str) -> Array:
         """This layer's array, [B, ..]."""

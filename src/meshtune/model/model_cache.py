@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typing
 
+import jax
+import jax.numpy as jnp
+
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, map_leaves
 from meshtune.errors import UserError
@@ -29,18 +32,20 @@ def slots_bucket(length: int) -> int:
     return max(FEWEST_SLOTS, 1 << (length - 1).bit_length())
 
 
-def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str, cache: CacheName | None = None) -> dict[str, Tree]:
+def cache_specs(
+    spec: ModelSpec, batch: int, slots: int, dtype: str, cache: CacheName | None = None, *, by_layer: bool = False
+) -> dict[str, Tree]:
     """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens.
 
-    With `cache` "int8" keys and values are codes and scales (coded_cache), whatever the `dtype` of other arrays.
+    With `cache` "int8" keys and values are codes and scales (coded_cache), whatever the `dtype` of other arrays. With
+    `by_layer` a key has a tuple of each layer's arrays, stacks of one.
     """
-    return {
-        key: map_leaves(
-            lambda leaf, repeats=repeats: leaf.stacked(repeats),
-            _layer_specs(kind.mixer, batch, slots, dtype, cache),
-        )
-        for key, repeats, kind, _ in spec.positions()
-    }
+    tree: dict[str, Tree] = {}
+    for key, repeats, kind, _ in spec.positions():
+        layers, arrays = 1 if by_layer else repeats, _layer_specs(kind.mixer, batch, slots, dtype, cache)
+        node = map_leaves(lambda leaf, layers=layers: leaf.stacked(layers), arrays)
+        tree[key] = (node,) * repeats if by_layer else node
+    return tree
 
 
 def init_cache(
@@ -50,9 +55,30 @@ def init_cache(
     dtype: str,
     layout: Layout | None = None,
     cache: CacheName | None = None,
+    *,
+    by_layer: bool = False,
 ) -> Cache:
     """An empty cache for rows of up to `slots` tokens."""
-    return empty(cache_specs(spec, batch, slots, dtype, cache), batch, layout)
+    return empty(cache_specs(spec, batch, slots, dtype, cache, by_layer=by_layer), batch, layout)
+
+
+def stack_layers(layers: dict[str, Tree]) -> dict[str, Tree]:
+    """The caches with the arrays of all layers stacked; they may be by layer."""
+    return {
+        key: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *node) if isinstance(node, tuple) else node
+        for key, node in layers.items()
+    }
+
+
+def split_layers(layers: dict[str, Tree], like: dict[str, Tree]) -> dict[str, Tree]:
+    """The stacked caches in the form of `like`, which may be by layer."""
+
+    def split(node: Tree, form: Tree) -> Tree:
+        if not isinstance(form, tuple):
+            return node
+        return tuple(jax.tree.map(lambda array, n=n: array[n : n + 1], node) for n in range(len(form)))
+
+    return {key: split(node, like[key]) for key, node in layers.items()}
 
 
 def check_cache(spec: ModelSpec, cache: str | None) -> CacheName | None:

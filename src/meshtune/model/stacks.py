@@ -116,7 +116,7 @@ def through_layers(
         """Row `row` of the layers at `key`, the model's layer number `index`: (carry, memories that it stores)."""
         (x, caches), sums = checkpoint_name(carry[:2], RESIDUAL), carry[2]
         context = Context(compute, rows, side, index, fold(rng, index))
-        past = None if cache is None else LayerCache(caches[key], row, cache.lengths)
+        past = None if cache is None else LayerCache.of_layer(caches[key], row, cache.lengths)
         node = gather_layer_params(node, kind, embed, compute, shared)
         x, after, layer_sums, stored = apply(x, node, kind, context, past)
         return (x, caches if after is None else caches | {key: after.arrays}, add_sums(sums, layer_sums)), dict(stored)
@@ -171,8 +171,12 @@ def _unroll(
     memories: Tree = {}
     for row in range(repeats):
         row_nodes = {key: _node_of(node, row) for key, node in nodes.items()}
-        carry, stored = run_pattern(carry, (row_nodes, jnp.int32(row), _node_of(by_layer, row)))
-        memories |= stored
+        x, caches, sums = carry
+        by_row = {key: caches[key] for key in nodes if isinstance(caches.get(key), tuple)}
+        before = x, caches | {key: node[row] for key, node in by_row.items()}, sums
+        (x, caches, sums), stored = run_pattern(before, (row_nodes, jnp.int32(row), _node_of(by_layer, row)))
+        after = {key: (*node[:row], caches[key], *node[row + 1 :]) for key, node in by_row.items()}
+        carry, memories = (x, caches | after, sums), memories | stored
     return carry, memories
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from meshtune.kernels.attention.backend import (
     LOWEST,
@@ -49,6 +50,21 @@ def _add_sinks(
     return weights * jnp.exp(maximum - larger), total * jnp.exp(maximum - larger) + jnp.exp(sinks - larger)
 
 
+def _scores(
+    q: Float[Array, "B K r h"], k: Float[Array, "B K S h"], request: AttentionRequest
+) -> Float[Array, "B K r S"]:
+    """The products of queries and keys, in the dtype of the accumulator."""
+    options = {"precision": matmul_precision(q.dtype), "preferred_element_type": accumulator(q.dtype)}
+    if request.platform != "cpu" or request.q_length > 1:
+        return jnp.einsum("bkrh,bksh->bkrs", q, k, **options)
+    # XLA's product for CPUs copies its right factor into another order, so one token's queries are that factor, and
+    # not all keys of the past. The barriers keep XLA from exchanging the factors.
+    (B, K, S, h), r = k.shape, q.shape[2]
+    queries = jax.lax.optimization_barrier(q.reshape(B * K, r, h).swapaxes(1, 2))
+    by_key = jax.lax.dot_general(k.reshape(B * K, S, h), queries, (((2,), (1,)), ((0,), (0,))), **options)
+    return jax.lax.optimization_barrier(by_key).reshape(B, K, S, r).swapaxes(2, 3)
+
+
 def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     """Softmax attention with float32 scores, differentiated by JAX. [B,T,H,h] in q's dtype."""
     B, T, H, h = inputs.q.shape
@@ -57,8 +73,7 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     # Batch axes first, and the query heads of a key head as rows of one matmul, so that no matmul needs a transpose.
     q = inputs.q.reshape(B, T, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, h)
     k, v = inputs.k.transpose(0, 2, 1, 3), inputs.v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bkrh,bksh->bkrs", q, k, precision=matmul_precision(q.dtype), preferred_element_type=sum_dtype)
-    scores = scores * request.scale
+    scores = _scores(q, k, request) * request.scale
     if request.softcap is not None:
         scores = cap_scores(scores, request.softcap)
     positions, segments = jnp.tile(inputs.q_positions, G), jnp.tile(inputs.q_segments, G)
