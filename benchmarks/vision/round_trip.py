@@ -2,9 +2,10 @@
 
     python benchmarks/vision/round_trip.py RUN DATA EXPORT [--questions 50]
 
-RUN is a run of easy_vqa.py (LoRA and a projector), EXPORT a new folder for `meshtune export --merge` in float32. Both
-sides are given the same questions of easy-vqa's test split. Prints the largest difference of a log-probability of any
-token of question and answer, and how many greedy answers (of 6 tokens at most) are the same, as JSON.
+RUN is a run of easy_vqa.py (LoRA and a projector), EXPORT a folder for `meshtune export --merge` in float32, or one
+that has it already. Both sides are given the same questions of easy-vqa's test split. Prints the largest difference of
+a log-probability of any token of question and answer, those of each side from the export in float64 by transformers,
+and how many greedy answers (of 6 tokens at most) are the same, as JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=50)
     options = parser.parse_args()
     command = [sys.executable, "-m", "meshtune", "export", str(options.run), "--to", str(options.export)]
-    subprocess.run([*command, "--merge", "--dtype", "float32"], check=True)
+    if not options.export.exists():
+        subprocess.run([*command, "--merge", "--dtype", "float32"], check=True)
     lines = (options.data / "test.llamafactory.jsonl").read_text().splitlines()[: options.questions]
     records = [json.loads(line) for line in lines]
     paths = [options.data / record["images"][0] for record in records]
@@ -53,13 +55,16 @@ def main() -> None:
     ]
     messages = [[{"role": "user", "content": content}] for content in parts]
     answers = [str(answer).strip() for answer in here.generate(messages, max_tokens=TOKENS, temperature=0)]
-    there = transformers.AutoModelForImageTextToText.from_pretrained(options.export, dtype=torch.float32)
+    there, exact = (
+        transformers.AutoModelForImageTextToText.from_pretrained(options.export, dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.export)
     processor = GotOcr2ImageProcessorPil.from_pretrained(options.export)
     reader = here.picture_reader
     assert reader is not None
     torch.set_num_threads(1)
-    same, difference = 0, 0.0
+    same, differences, rounding = 0, list[float](), {"meshtune": list[np.ndarray](), "transformers": list[np.ndarray]()}
     for path, question, answer, right in zip(paths, questions, answers, expected, strict=True):
         text = f"<|im_start|>user\n<IMG_CONTEXT>\n{question}<|im_end|>\n<|im_start|>assistant\n"
         begun = insert_pictures(reader, tokenizer(text).input_ids, [load_picture(reader, str(path), "question")])
@@ -68,17 +73,30 @@ def main() -> None:
         image = Image.open(path).convert("RGB")
         pixels = torch.tensor(np.asarray(processor([image])["pixel_values"]))
         with torch.no_grad():
-            logits = there(input_ids=torch.tensor([ids]), pixel_values=pixels).logits[0, :-1]
-            theirs = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].numpy()
+            theirs, true = (
+                model(input_ids=torch.tensor([ids]), pixel_values=pixels.to(model.dtype))
+                .logits[0, :-1]
+                .log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+                .double()
+                .numpy()
+                for model in (there, exact)
+            )
             prompt = torch.tensor([begun.ids])
             mask = torch.ones_like(prompt)
             out = there.generate(
                 input_ids=prompt, attention_mask=mask, pixel_values=pixels, max_new_tokens=TOKENS, do_sample=False,
                 eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
             )  # fmt: skip
-        difference = max(difference, float(np.abs(ours.log_probabilities - theirs).max()))
+        differences.append(float(np.abs(ours.log_probabilities - theirs).max()))
+        rounding["meshtune"].append(np.abs(ours.log_probabilities - true))
+        rounding["transformers"].append(np.abs(theirs - true))
         same += tokenizer.decode(out[0, len(begun.ids) :], skip_special_tokens=True).strip() == answer
-    print(json.dumps({"questions": len(records), "largest_difference": difference, "same_answers": same}))
+    from_float64 = {
+        name: {"largest": float(every.max()), "mean": float(every.mean())}
+        for name, every in ((name, np.concatenate(parts)) for name, parts in rounding.items())
+    }
+    result = {"questions": len(records), "largest_difference": max(differences), "from_float64": from_float64}
+    print(json.dumps(result | {"same_answers": same}))
 
 
 if __name__ == "__main__":

@@ -120,6 +120,18 @@ def png_header(width: int, height: int) -> bytes:
     )
 
 
+def animation() -> bytes:
+    file = io.BytesIO()
+    picture(1).save(file, "PNG", save_all=True, append_images=[picture(2)])
+    return file.getvalue()
+
+
+def deep_samples() -> bytes:
+    file = io.BytesIO()
+    Image.new("I;16", (9, 9)).save(file, "PNG")
+    return file.getvalue()
+
+
 BAD = {
     "http": ("http://example.com/cat.png", "never fetched"),
     "file": ("file:///etc/passwd", "never fetched"),
@@ -129,6 +141,11 @@ BAD = {
     "bomb": (data_uri(png_header(50_000, 50_000)), "pixels"),
     "large": (data_uri(png_header(8_000, 8_000)), "pixels"),
     "truncated": (data_uri(png_header(64, 64)), "truncated or damaged"),
+    "svg": (data_uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "PNG, JPEG and WEBP"),
+    "empty": (data_uri(b""), "empty"),
+    "other-type": (f"data:text/html;base64,{base64.b64encode(b'x').decode()}", "not a data URI of a picture"),
+    "animation": (data_uri(animation()), "animation of 2 frames"),
+    "16-bit": (data_uri(deep_samples()), "more than 8 bits"),
 }
 
 
@@ -167,3 +184,23 @@ def test_a_placeholder_in_a_text_is_refused(client):
 def test_a_text_model_refuses_pictures(client):
     with pytest.raises(openai.BadRequestError, match="this model reads text"):
         client.chat.completions.create(model="reads", messages=question("What is it?", picture(1)))
+
+
+def test_pictures_of_odd_shapes_and_types_are_answered(client):
+    """One pixel, a line of pixels, a type that the content belies, and a picture that its file turns."""
+    image, turned = picture(7), Image.Exif()
+    turned[0x0112] = 6
+    file = io.BytesIO()
+    image.transpose(Image.Transpose.ROTATE_90).save(file, "PNG", exif=turned)
+    answers = [
+        ask(client, [{"role": "user", "content": [image_part(url), {"type": "text", "text": "?"}]}])
+        for url in (
+            uri(image),
+            data_uri(base64.b64decode(uri(image).partition(",")[2]), "jpeg"),
+            data_uri(file.getvalue()),
+            uri(picture(7, 1, 1)),
+            uri(picture(7, 10_000, 1)),
+        )
+    ]
+    texts = [answer.choices[0].message.content for answer in answers]
+    assert texts[0] == texts[1] == texts[2]
