@@ -274,7 +274,7 @@ def _join_digests(parts: Sequence[np.ndarray]) -> np.ndarray:
     try:
         with tempfile.TemporaryFile() as file:
             for part in parts:
-                file.write(part)
+                file.write(part.tobytes())
             file.flush()
             return np.memmap(file, np.uint8, "r", shape=(count, DIGEST_BYTES))
     except OSError:  # the disk is full: memory may do

@@ -489,10 +489,10 @@ class Stream:
         for file in () if self.journal is None else self.journal.parent.glob(f"{self.journal.stem}*.jsonl"):
             for entry in filter(None, map(_parse_entry, file.read_bytes().splitlines())):
                 if entry["data"] == self.fingerprint and entry["step"] <= step:
-                    for lane, (*place, carried) in entry["lanes"]:
+                    for lane, (epoch, block, item, used, carried) in entry["lanes"]:
                         if lane in lanes:
                             units = tuple((block, unit) for block, unit in carried)
-                            recorded[entry["step"]][lane] = LanePosition(*place, units)
+                            recorded[entry["step"]][lane] = LanePosition(epoch, block, item, used, units)
         latest = max(step for step, positions in recorded.items() if len(positions) == len(lanes))
         return latest, recorded[latest]
 

@@ -34,13 +34,13 @@ def slots_bucket(length: int) -> int:
 
 def cache_specs(
     spec: ModelSpec, batch: int, slots: int, dtype: str, cache: CacheName | None = None, *, by_layer: bool = False
-) -> dict[str, Tree]:
+) -> dict[str, typing.Any]:
     """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens.
 
     With `cache` "int8" keys and values are codes and scales (coded_cache), whatever the `dtype` of other arrays. With
     `by_layer` a key has a tuple of each layer's arrays, stacks of one.
     """
-    tree: dict[str, Tree] = {}
+    tree: dict[str, typing.Any] = {}
     for key, repeats, kind, _ in spec.positions():
         layers, arrays = 1 if by_layer else repeats, _layer_specs(kind.mixer, batch, slots, dtype, cache)
         node = map_leaves(lambda leaf, layers=layers: leaf.stacked(layers), arrays)
@@ -62,7 +62,7 @@ def init_cache(
     return empty(cache_specs(spec, batch, slots, dtype, cache, by_layer=by_layer), batch, layout)
 
 
-def stack_layers(layers: dict[str, Tree]) -> dict[str, Tree]:
+def stack_layers(layers: dict[str, typing.Any]) -> dict[str, typing.Any]:
     """The caches with the arrays of all layers stacked; they may be by layer."""
     return {
         key: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *node) if isinstance(node, tuple) else node
@@ -70,10 +70,10 @@ def stack_layers(layers: dict[str, Tree]) -> dict[str, Tree]:
     }
 
 
-def split_layers(layers: dict[str, Tree], like: dict[str, Tree]) -> dict[str, Tree]:
+def split_layers(layers: dict[str, typing.Any], like: dict[str, typing.Any]) -> dict[str, typing.Any]:
     """The stacked caches in the form of `like`, which may be by layer."""
 
-    def split(node: Tree, form: Tree) -> Tree:
+    def split(node: typing.Any, form: typing.Any) -> typing.Any:
         if not isinstance(form, tuple):
             return node
         return tuple(jax.tree.map(lambda array, n=n: array[n : n + 1], node) for n in range(len(form)))

@@ -171,6 +171,7 @@ def _unroll(
     memories: Tree = {}
     for row in range(repeats):
         row_nodes = {key: _node_of(node, row) for key, node in nodes.items()}
+        caches: Any
         x, caches, sums = carry
         by_row = {key: caches[key] for key in nodes if isinstance(caches.get(key), tuple)}
         before = x, caches | {key: node[row] for key, node in by_row.items()}, sums

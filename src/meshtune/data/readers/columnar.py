@@ -417,8 +417,8 @@ class _ParquetReader:
             self._piece = None
         while self._piece is None or number >= self._begin + len(self._piece):
             self._begin += 0 if self._piece is None else len(self._piece)
-            self._piece = next(self._pieces)
-            self._size += self._piece.nbytes
+            self._piece = piece = next(self._pieces)
+            self._size += piece.nbytes
             if self._size > self.limit:
                 self._group = -1
                 raise unpacked_error(self.path, name, self.limit, _PLAIN)
