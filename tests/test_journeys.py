@@ -34,7 +34,7 @@ class Journey(NamedTuple):
 
 LIMITS = {
     "forward": Journey(20, 90, 1035),
-    "lora_step": Journey(23, 108, 1075),
+    "lora_step": Journey(23, 110, 1090),
     "chat": Journey(15, 131, 1080),  # a step that sees that the client has gone adds three functions of 16 lines
     "data": Journey(28, 225, 2090),  # with a manifest of sources, and shards with columns and checksums
 }

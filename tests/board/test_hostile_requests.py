@@ -34,6 +34,7 @@ PATHS = (
 )
 OTHER_TEXTS = (
     *("checkpoint.every", "checkpoint.mtbf", "mesh.dcn"),
+    *("checkpoint.copy_to", "data.prepared"),  # addresses, tried below
     *("model.revision", "model.new_tokens[]", "model.new_special_tokens[]", "data.system", "method.targets"),
     *("method.targets[]", "method.train_modules[]", "method.modules[]", "optimizer.no_decay[]", "evaluate.metrics[]"),
     *(
@@ -253,6 +254,16 @@ def test_servers_of_rewards_and_teachers_are_named_by_http_addresses_only(worksp
             text = json.dumps(content).replace("http:", f"{scheme}:")
             with pytest.raises(UserError, match=r"it is an address|is no address"):
                 checked_recipe(workspace, text)
+
+
+@pytest.mark.parametrize("key", ["checkpoint.copy_to", "data.prepared"])
+def test_addresses_are_written_to_only_with_leave(tmp_path, key):
+    for address in ("file:///etc/x", "s3://bucket/x"):
+        text = json.dumps(with_value(key, address))
+        with pytest.raises(UserError, match="without leave to") as caught:
+            checked_recipe(workspace_at(tmp_path / "closed", READABLE), text)
+        assert caught.value.where == key
+        checked_recipe(workspace_at(tmp_path / "open", READABLE, runs_code=True), text)
 
 
 def test_an_environment_runs_code_only_with_leave_and_inside(tmp_path):

@@ -94,7 +94,7 @@ def test_a_prompt_that_a_row_holds_is_not_read_again_and_the_answer_is_the_same(
     prompts = golden[:40], golden[80:110]
     first, _ = run(shared, *(stories.request(prompt, max_tokens=9, stop_ids=[]) for prompt in prompts))
     turn = stories.request([*golden[:40], *first, 5, 6, 7], max_tokens=12, stop_ids=[])
-    assert counts == [39, 29]
+    assert sorted(counts) == [29, 39]
     counts.clear()
     (continued,) = run(shared, turn)
     assert counts == [3]  # the answer's last token and the new ones, less the last

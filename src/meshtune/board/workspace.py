@@ -197,6 +197,10 @@ def check_paths(workspace: Workspace, recipe: Recipe) -> None:
     for prompt in recipe.sample.prompts:
         for picture in [] if isinstance(prompt, str) else picture_paths(prompt):
             workspace.to_read(os.path.join(folder, picture), "sample.prompts")
+    for where, address in (("checkpoint.copy_to", recipe.checkpoint.copy_to), ("data.prepared", recipe.data.prepared)):
+        if address is not None and not workspace.runs_code:
+            problem = "this writes with the rights of the board, which was started without leave to"
+            raise UserError(problem, where=where, fix="start it as meshtune board --run-code, or leave it out")
     environment = None if recipe.rollout is None else recipe.rollout.environment
     for place in [environment] if isinstance(environment, str) else (environment or {}).values():
         _check_code(workspace, place, "rollout.environment", "an environment")

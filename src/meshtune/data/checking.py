@@ -308,7 +308,7 @@ def _nothing_usable_error(checked: CheckedSource, skipped: list[SkippedRecord]) 
 def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:
     """The source with only those usable records that can be converted; it has digests of these."""
     readable: list[int] = []
-    digests = np.zeros((int(checked.usable.max(initial=-1)) + 1, DIGEST_BYTES), np.uint8)
+    digests = np.zeros((int(checked.usable.max(initial=0)) + 1, DIGEST_BYTES), np.uint8)
     for index in checked.usable.tolist():
         try:
             digests[index] = np.frombuffer(sample_digest(checked.sample(index)), np.uint8)
