@@ -84,9 +84,9 @@ def test_a_bucket_or_file_that_is_not_there_is_named(url):
 
 
 def test_a_protocol_whose_library_is_missing_names_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
-    with pytest.raises(UserError, match="pip install s3fs"):
-        run("s3://bucket/a.jsonl")
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    with pytest.raises(UserError, match="pip install gcsfs"):
+        run("gs://bucket/a.jsonl")
     with pytest.raises(UserError, match="no such kind of address"):
         run("nonsense://bucket/a.jsonl")
 
