@@ -12,21 +12,34 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 from meshtune.board.app import create_app
 from meshtune.board.job import JobRequest
+from meshtune.board.routes import all_routes
+from meshtune.board.state import BoardState
 from meshtune.board.workspace import Workspace
 from meshtune.quickstart import DIRECTORY, LESSON, MODEL
+from meshtune.serve.guard import Gate
 
 TOKEN = "a token of these tests"
 ADDRESS = "http://127.0.0.1:7860"
+DATA_RECIPE = {"teacher": str(MODEL), "documents": "inside", "kinds": ["qa"], "output": "made/x"}
 
 
 def client(workspace: Workspace, **options: Any) -> TestClient:
     """A client of a board over `workspace`."""
     app = create_app(workspace, hosts={"127.0.0.1"}, **options)
     return TestClient(app, base_url=ADDRESS, raise_server_exceptions=False)
+
+
+def routes_of(workspace: Workspace) -> list[Route]:
+    """The routes of a board over `workspace`."""
+    state = BoardState(workspace, Gate(), None, "cookie")
+    routes = all_routes(state)
+    assert [type(route) for route in routes if not isinstance(route, Route)] == [Mount]
+    return [route for route in routes if isinstance(route, Route)]
 
 
 def recipe(output: str = "runs/first", *, steps: int = 6, extra: str = "") -> str:
