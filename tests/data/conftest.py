@@ -1,4 +1,4 @@
-"""The models of families that see, with their processors and without weights."""
+"""The models of families that see, with their processors and without weights; and a cache of `datasets` of its test."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def model(tmp_path_factory):
         return models[family]
 
     return of
+
+
+@pytest.fixture
+def hf_home(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    return tmp_path / "hf"
