@@ -32,8 +32,8 @@ def recipe_of(directory, file, **vision):
     options = {"max_length": vision.pop("max_length", 256), "overlong": vision.pop("overlong", "truncate")}
     sections = {"model": str(directory), "data": {"train": str(file), **options, **vision.pop("data", {})}}
     online = {name: vision.pop(name) for name in ("rollout", "rewards") if name in vision}
-    rest = {"stage": vision.pop("stage", "sft"), "train": {} if online else {"batch_size": 2}} | online
-    return Recipe.model_validate({**sections, **rest, "output": str(file.parent / "out"), "vision": vision})
+    fields = {"stage": vision.pop("stage", "sft"), "train": {} if online else {"batch_size": 2}} | online
+    return Recipe.model_validate({**sections, **fields, "output": str(file.parent / "out"), "vision": vision})
 
 
 def prepare(directory, records, folder, **vision):
@@ -78,10 +78,10 @@ def test_a_row_has_the_pictures_of_its_documents(model, folder, family):
     places = np.flatnonzero(visual != 0)
     for size in names.values():
         layout = reader.layout(*size)
-        seen = layout.visual[layout.visual != 0]
-        chosen = visual[places[number : number + len(seen)]]
-        assert chosen.tolist() == np.where(seen > 0, seen + first, seen).tolist()
-        number, first = number + len(seen), first + layout.features
+        features = layout.visual[layout.visual != 0]
+        chosen = visual[places[number : number + len(features)]]
+        assert chosen.tolist() == np.where(features > 0, features + first, features).tolist()
+        number, first = number + len(features), first + layout.features
     assert number == len(places)
     assert not arrays["weights"][places].any()  # what follows a feature, or is one, is not trained on
     trained = arrays["targets"][arrays["weights"] > 0]
@@ -157,8 +157,8 @@ def test_fewer_patches_are_another_shape_where_that_saves_a_tenth(model, folder,
     loader = prepare(directory, records, folder, data={"shuffle": False, "packing": False}).train
     assert loader.pictures.sizes == tuple(tile * size for size in sizes)
     shapes = [loader.batch(step).arrays for step in range(len(pictures))]
-    found = [arrays["patches"].shape[2] // tile if "patches" in arrays else 0 for arrays in shapes]
-    assert found == [min(size for size in sizes if size >= count) for count in pictures]
+    compiled = [arrays["patches"].shape[2] // tile if "patches" in arrays else 0 for arrays in shapes]
+    assert compiled == [min(size for size in sizes if size >= count) for count in pictures]
     kinds = [
         arrays.get("patches", np.zeros((1, 1, 0))).shape[2] // tile for arrays in loader.pictures.batches(shapes[0])
     ]
@@ -213,9 +213,9 @@ def test_completions_have_the_positions_of_their_prompt_with_pictures(model, fol
         assert not arrays["visual"][span.row, own].any()
         theirs, size = alone["visual"][0, : len(record.ids) - 1], reader.merge**2
         assert np.array_equal(visual != 0, theirs != 0)
-        for mine, other in zip(visual[theirs > 0], theirs[theirs > 0], strict=True):
-            mine, other = (slice((n - 1) * size, n * size) for n in (mine, other))
-            assert np.array_equal(patches[mine], alone["patches"][0, other])
+        for target, source in zip(visual[theirs > 0], theirs[theirs > 0], strict=True):
+            target, source = (slice((n - 1) * size, n * size) for n in (target, source))
+            assert np.array_equal(patches[target], alone["patches"][0, source])
         for name in ("mrope_positions", "reach"):
             if name in arrays:
                 assert np.array_equal(arrays[name][span.row, own], alone[name][0, place])
@@ -244,12 +244,12 @@ def test_a_picture_is_cut_as_a_whole(model, folder):
             directory, [record], folder / str(length), media_dir=str(folder), max_length=length, overlong="turns"
         )
         example = data.train.store[0]
-        kept, pads = read_pictures(example.extra), int((example.ids == reader.placeholder_id).sum())
-        assert pads == sum(len(reader.layout(*item.picture.size).ids) for item in kept)
-        for item in kept:
+        items, pads = read_pictures(example.extra), int((example.ids == reader.placeholder_id).sum())
+        assert pads == sum(len(reader.layout(*item.picture.size).ids) for item in items)
+        for item in items:
             assert example.ids[item.start - 1] == tokenizer.convert_tokens_to_ids("<|vision_start|>")
-        assert data.report.counts.pictures_cut == 2 - len(kept)
-        assert (example.ids == tokenizer.convert_tokens_to_ids("<|vision_end|>")).sum() == len(kept)
+        assert data.report.counts.pictures_cut == 2 - len(items)
+        assert (example.ids == tokenizer.convert_tokens_to_ids("<|vision_end|>")).sum() == len(items)
 
 
 def test_parts_marks_and_bytes_are_the_same_data(model, folder):
@@ -345,9 +345,9 @@ def test_prepared_pictures_are_opened_by_the_manifest_until_a_file_changes(model
     assert len(reads) == 1
     assert again.fingerprint == first.fingerprint
     assert again.report == first.report
-    one, other = first.train.batch(0).arrays, again.train.batch(0).arrays
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    before, after = first.train.batch(0).arrays, again.train.batch(0).arrays
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
     (folder / "b.png").write_bytes(file_of(picture(150, 60, seed=1)))
     changed = prepare(directory, records, folder)
     assert len(reads) == 2

@@ -3,7 +3,7 @@ are.
 
 The samples of an epoch are in a seeded order and are dealt in turn to lanes, one for each row of an update (fewer where
 that would leave a lane less than LANE_SAMPLES). A lane fills its rows of all updates by itself, epoch after epoch, and
-every sample is once in each of its epochs. So a row is a function of the data, their order and its place alone, and a
+every sample is once in each of its epochs. So a row depends only on the data, their order and its place, and a
 process reads and tokenises only the samples of those rows that it trains on.
 
 The samples of a lane are tokenised in blocks, here or in worker processes. A journal records the positions of lanes
@@ -121,7 +121,7 @@ class StreamRows:
 
     @property
     def lanes(self) -> int:
-        """The most lanes that divide the rows of an update, none of which has less than LANE_SAMPLES samples."""
+        """The most lanes that divide the rows of an update and have at least LANE_SAMPLES samples each."""
         fitting = (lanes for lanes in range(2, self.batch_size + 1) if self.batch_size % lanes == 0)
         return max((lanes for lanes in fitting if lanes * LANE_SAMPLES <= len(self.documents)), default=1)
 
@@ -365,7 +365,7 @@ class PackedLane:
 
 class Stream:
     """Batches like those of data.loader.Loader, for a run of `steps` updates. `journal` is a file, or None; a process
-    with a share of the rows has its own beside it.
+    with a share of the rows has one for itself next to it.
 
     `fingerprint` is a hash of what the batches depend on: entries of the journal with another one are ignored.
     `workers` are the processes that tokenise for `iterate` (1: this one).
@@ -443,7 +443,7 @@ class Stream:
                     future.cancel()
 
     def _lanes(self) -> dict[int, list[int]]:
-        """The lanes that are read, and the rows of each, of which some may be other processes'."""
+        """The lanes that are read, and the rows of each; some rows may be other processes'."""
         size = self.batch_size // self.rows.lanes
         return {
             lane: list(range(lane * size, (lane + 1) * size)) for lane in sorted({row // size for row in self._rows})
