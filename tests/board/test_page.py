@@ -10,6 +10,8 @@ import pytest
 
 import meshtune.board
 from meshtune.board.kinds import KINDS
+from meshtune.config.fields import json_schema
+from meshtune.costs.estimate import ROLES
 
 PAGE = pathlib.Path(meshtune.board.__file__).parent / "page"
 LANGUAGES = ("en", "zh", "ru", "ko", "ja")
@@ -60,6 +62,16 @@ def test_there_is_a_file_for_every_language_and_no_other():
 
 def test_every_kind_of_job_has_a_name():
     assert set(texts("en")["kind"]) == set(KINDS)  # pyright: ignore[reportArgumentType]
+
+
+def test_everything_of_a_recipe_that_the_form_shows_has_a_name():
+    properties, english = json_schema()["properties"], set(flat(texts("en")))
+    sections = {name for name, field in properties.items() if "$defs" in json.dumps(field)} - {"rewards"}  # of rollout
+    assert {"model", "teacher", "vision"} <= sections
+    kinds = {kind for name in ("stage", "method") for kind in properties[name]["discriminator"]["mapping"]}
+    assert {f"recipe.section.{name}" for name in sections} <= english
+    assert {f"recipe.kind.{kind}" for kind in kinds} <= english
+    assert {f"plan.role.{role}" for role in ROLES} <= english
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
