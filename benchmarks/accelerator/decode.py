@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--length", type=int, required=True, help="tokens of a prompt")
     parser.add_argument("--decode", type=int, required=True, help="new tokens")
+    parser.add_argument("--stacked", action="store_true", help="as where no memory is free for layers by themselves")
     print_result(measure(parser.parse_args()))
 
 
@@ -42,7 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.quantize != "none":
         leaves |= quantised_leaves(leaves, QuantizeConfig(args.quantize), spec)
     described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), unflatten(leaves))
-    engine = Engine(random_like(described), spec, Compute(dtype=dtype))
+    engine = Engine(random_like(described), spec, Compute(dtype=dtype), resident=not args.stacked)
     prompts = np.random.default_rng(0).integers(3, spec.vocab, (args.rows, args.length)).tolist()
 
     def timed() -> tuple[float, float]:

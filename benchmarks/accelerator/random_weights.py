@@ -59,12 +59,17 @@ def _size(leaf: Any) -> int:
 
 
 def _numbers(key: jax.Array, path: str, leaf: Any) -> jax.Array:
-    def make(key: jax.Array) -> jax.Array:
+    def make(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if "norm" in path:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(STD, leaf.dtype)
+            return jnp.ones(shape, leaf.dtype)
+        return jax.random.normal(key, shape, leaf.dtype) * jnp.asarray(STD, leaf.dtype)
 
-    return _placed(jax.jit(make)(key), leaf)
+    where = concrete_sharding(getattr(leaf, "sharding", None))
+    if where is None or where.memory_kind == "device" or len(leaf.shape) < 3:
+        return _placed(jax.jit(make, static_argnums=1)(key, leaf.shape), leaf)
+    # In the host's memory: every layer the same, so that the whole stack is never on the device.
+    layer = np.asarray(jax.jit(make, static_argnums=1)(key, leaf.shape[1:]))
+    return jax.device_put(np.broadcast_to(layer, leaf.shape), where)
 
 
 def _codes(key: jax.Array, path: str, weight: QuantisedWeight) -> QuantisedWeight:

@@ -1,7 +1,7 @@
 """Tunes a model that sees on easy-vqa, and measures whether it looks: with right, blank and exchanged pictures.
 
     ../shared/tools/make-vlm MODEL; ../shared/tools/make-easy-vqa DATA
-    python benchmarks/vision/easy_vqa.py MODEL DATA OUTPUT [--pictures right|blank|exchanged] [KEY=VALUE ...]
+    python benchmarks/vision/easy_vqa.py MODEL DATA OUTPUT [--pictures right|blank|exchanged] [--mix M] [KEY=VALUE ...]
 
 The tower is frozen; the projector, which is new, is trained in full and the language model through LoRA. Answers to
 `--test` questions of the test split are greedy. Prints accuracies by kind of question as JSON, with 95 % intervals
@@ -43,16 +43,35 @@ def read_records(data: pathlib.Path, split: str, pictures: str) -> list[dict[str
     return [record | {"images": [path]} for record, path in zip(records, paths, strict=True)]
 
 
-def choose(records: list[dict[str, object]], count: int, seed: int, balanced: bool) -> list[dict[str, object]]:
-    """`count` records at random, the same number of each kind of question if `balanced`."""
+def choose(records: list[dict[str, object]], count: int, seed: int, mix: str) -> list[dict[str, object]]:
+    """`count` records at random: as they are distributed (`natural`), a third of each kind of question (`thirds`), or
+    half of them yes/no, each question as often with yes as with no, and a quarter each of colour and shape (`even`)."""
     records = random.Random(seed).sample(records, len(records))
-    if not balanced:
+    if mix == "natural":
         return records[:count]
     kinds: dict[str, list[dict[str, object]]] = {}
     for record in records:
         kinds.setdefault(kind_of(record["messages"][1]["content"]), []).append(record)
-    chosen = [record for same in kinds.values() for record in same[: count // 3]]
+    if mix == "thirds":
+        chosen = [record for same in kinds.values() for record in same[: count // 3]]
+    else:
+        shares = {"colour": count // 4, "shape": count // 4, "yes/no": count // 2}
+        kinds["yes/no"] = as_often(kinds["yes/no"])
+        chosen = [record for kind, share in shares.items() for record in kinds[kind][:share]]
     return random.Random(seed).sample(chosen, len(chosen))
+
+
+def as_often(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Pairs of records that ask the same question and have different answers, in the order of the later one."""
+    waiting: dict[tuple[str, str], list[dict[str, object]]] = {}
+    paired = []
+    for record in records:
+        question, answer = (message["content"] for message in record["messages"])
+        if others := waiting.get((question, "no" if answer == "yes" else "yes")):
+            paired += [others.pop(), record]
+        else:
+            waiting.setdefault((question, answer), []).append(record)
+    return paired
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -90,14 +109,14 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--pictures", choices=["right", "blank", "exchanged"], default="right")
     parser.add_argument("--train", type=int, default=6000, help="questions to learn from")
-    parser.add_argument("--natural", action="store_true", help="as they are distributed, not a third of each kind")
+    parser.add_argument("--mix", choices=["natural", "thirds", "even"], default="even", help="see choose()")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test", type=int, default=600)
     options = parser.parse_intermixed_args()
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "train.jsonl"
     records = read_records(options.data, "train", options.pictures)
-    records = choose(records, options.train, options.seed, not options.natural)
+    records = choose(records, options.train, options.seed, options.mix)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     recipe = {
         "model": options.model,
@@ -117,7 +136,7 @@ def main() -> None:
     tested = read_records(options.data, "test", options.pictures)[: options.test]
     scores = measure(meshtune.load(options.output / "run"), tested)
     result = {"pictures": options.pictures, "seed": options.seed, "questions": len(records)}
-    result |= {"natural": options.natural, "changes": options.changes}
+    result |= {"mix": options.mix, "changes": options.changes}
     print(json.dumps(result | {"processor_seconds": round(seconds), "test": scores}, indent=1))
 
 

@@ -27,6 +27,7 @@ from families.cases import BY_NAME
 from generate.replacement_cases import answers, scale_params
 from meshtune.adapters.lora import LoRA
 from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.costs.decoding import fits_copy
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.api import load, load_variants
@@ -38,6 +39,8 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
 from meshtune.model.linear import TiledWeight
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.sources import find
 
 PROMPT = np.random.default_rng(0).integers(1, 90, 24).tolist()
@@ -134,6 +137,47 @@ def test_a_resident_engine_decodes_from_the_copy_and_says_the_same(monkeypatch):
     nodes = engine.weights.decoding["layers"].values()
     assert all(isinstance(node, tuple) for node in nodes)
     assert not decodes_from_copy(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), Compute())
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_layers_apart_compute_the_same_bits(quantised, monkeypatch):
+    """As a GPU with room for them decodes: the same arrays, of a LoRA and of codes too, over stacked caches."""
+    spec, params = load_case(BY_NAME["qwen3"])
+    if quantised:
+        leaves = flatten(params)
+        matrices = [path for path in leaves if path.startswith("layers/") and leaves[path].ndim == 3]
+        config = QuantizeConfig("nf4", 8)
+        params = unflatten(leaves | {path: QuantisedWeight.quantise(leaves[path], config) for path in matrices})
+    monkeypatch.setattr("meshtune.generate.weights._platform", lambda compute: "cuda")
+    monkeypatch.setattr("meshtune.costs.decoding.LEAST_COPIED", 0)
+    assert isinstance(Engine(params, spec, Compute(), resident=True).weights.decoding["layers"]["0.0"], dict), "unknown"
+    monkeypatch.setattr("meshtune.generate.weights.free_bytes", lambda: 1 << 30)
+    engine, plain = Engine(params, spec, Compute(), resident=True), Engine(params, spec, Compute())
+    assert not engine.weights.by_layer
+    assert all(isinstance(node, tuple) for node in engine.weights.decoding["layers"].values())
+    for node, stacked in zip(engine.weights.decoding["layers"].values(), params["layers"].values(), strict=True):
+        for number, layer in enumerate(node):
+            jax.tree.map(lambda ours, all, n=number: np.testing.assert_array_equal(ours, all[n]), layer, stacked)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    assert engine.generate(prompts, max_tokens=12) == plain.generate(prompts, max_tokens=12)
+
+
+def test_a_copy_is_made_where_it_leaves_room_and_gives_way_to_caches(monkeypatch):
+    assert fits_copy(14e9, 40e9)
+    assert not fits_copy(14e9, 27e9)
+    assert not fits_copy(1e6, 80e9), "small weights stay as they are"
+    spec, params = load_case(BY_NAME["qwen3"])
+    monkeypatch.setattr("meshtune.generate.weights._platform", lambda compute: "cuda")
+    monkeypatch.setattr("meshtune.costs.decoding.LEAST_COPIED", 0)
+    free = 1 << 30
+    monkeypatch.setattr("meshtune.generate.weights.free_bytes", lambda: free)
+    engine, plain = Engine(params, spec, Compute(), resident=True), Engine(params, spec, Compute())
+    prompts, apart = [[1, 2, 3], [4, 5]], list[bool]()
+    for size in (1 << 30, 1 << 10):
+        free = size
+        assert engine.generate(prompts, max_tokens=12) == plain.generate(prompts, max_tokens=12)
+        apart.append(isinstance(engine.weights.decoding["layers"]["0.0"], tuple))
+    assert apart == [True, False]
 
 
 # Keys and values, and slow: windows, latents, recurrent states.

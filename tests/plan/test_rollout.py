@@ -167,6 +167,16 @@ def test_the_peak_is_that_of_the_update_or_of_the_rollout():
     assert few.device_bytes == few.estimate.device_bytes < many.device_bytes == many.rollout.device_bytes
 
 
+def test_a_step_is_shorter_where_the_layers_fit_by_themselves():
+    """14 GiB of an 8B's layers: they have room in an H100's memory, and not in 24 GB; no plan counts them."""
+    recipe = grpo_8b("rollout.rows=8")
+    large, small = (predict(recipe, find_target(name, env={})).rollout for name in ("H100", "RTX4090"))
+    assert large is not None
+    assert small is not None
+    assert large.device_bytes == small.device_bytes
+    assert large.decoding / small.decoding < find_target("RTX4090").device.bandwidth / H100.device.bandwidth / 2
+
+
 @pytest.mark.parametrize(("target", "all_fit"), [("H100", True), ("RTX4090", False)])
 def test_open_rows_are_the_most_that_fit(target, all_fit):
     machine = find_target(target, env={})

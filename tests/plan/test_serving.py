@@ -51,6 +51,15 @@ def test_8b_on_an_h100_reads_its_weights_and_caches():
     ]
 
 
+def test_layers_are_written_out_where_their_copy_does_not_fit():
+    """14 GiB of layers: beside 15 GiB of weights in 80 GB with few rows, and not in 24 GB."""
+    large, small = plan_serving("H100", rows=[1, 256]), plan_serving("RTX4090", rows=[1])
+    layers = 2 * LAYERS
+    assert [step.again_bytes for step in large.steps] == [0, pytest.approx(2 * layers, rel=0.01)]
+    assert small.steps[0].again_bytes == pytest.approx(2 * layers, rel=0.01)
+    assert small.steps[0].expected < 0.4 * small.steps[0].bound
+
+
 def test_devices_split_weights_and_caches_as_tp_does():
     single, eight = plan_serving("H100"), plan_serving("8xH100")
     assert eight.cache_row == single.cache_row / 8

@@ -22,9 +22,16 @@ from meshtune.objectives.config import TEACHER
 # for stacked caches (kernels.attention.triton_decode) does not serve.
 LAYER_COPIES = 4
 LOGITS_COPIES = 3  # float32 arrays [rows, vocab] at once: scores, their processed form, a temporary one
+COPYING = 3  # times that a layer's weights pass the memory where a step writes them out before their products
 READ_COPIES = 2  # of the caches of rows that read their prompts, before they are in their place
-LEAST_COPIED = 64 << 20  # bytes of weights that decode steps on a CPU read from a copy: fewer stay in its own caches
-COPIED_SHARE = 0.25  # of the machine's memory, which that copy may take
+LEAST_COPIED = 64 << 20  # bytes of weights that decode steps read from a copy: fewer stay in a CPU's own caches
+COPIED_SHARE = 0.25  # of the machine's memory, which that copy may take on a CPU
+
+
+def fits_copy(size: float, free: float) -> bool:
+    """Whether decode steps on a GPU read the layers' weights, `size` bytes, from a copy by layer (generate.weights):
+    where as much stays free as it takes. It gives way to caches, so that no plan needs memory for it."""
+    return LEAST_COPIED <= size <= free / 2
 
 
 def cache_bytes(
@@ -196,8 +203,21 @@ def _copy_bytes(candidate: Candidate) -> float:
     device, spec = candidate.target.device, candidate.workload.spec
     if device.platform != "cpu" or candidate.mesh.devices > 1 or candidate.workload.precision.compute != "float32":
         return 0.0
-    size = _stored_bytes(candidate, "frozen") + _stored_bytes(candidate, "full") + 4 * spec.vocab * spec.embed
+    size = _layer_bytes(candidate) + 4 * spec.vocab * spec.embed
     return size if not _converts(candidate) and LEAST_COPIED <= size <= COPIED_SHARE * device.memory else 0.0
+
+
+def _layer_bytes(candidate: Candidate) -> float:
+    """Bytes on one device of the layers' weights."""
+    return _stored_bytes(candidate, "frozen") + _stored_bytes(candidate, "full")
+
+
+def _slices(candidate: Candidate, caches: float) -> bool:
+    """Whether a decode step on a GPU writes out each layer's weights, having no copy of them by layer."""
+    if candidate.target.device.backend != "gpu":
+        return False
+    free = candidate.target.device.memory - _resident_bytes(candidate) - caches
+    return candidate.mesh.devices > 1 or "weights" in candidate.offload or not fits_copy(_layer_bytes(candidate), free)
 
 
 def _resident_bytes(candidate: Candidate) -> float:
@@ -212,7 +232,7 @@ def _resident_bytes(candidate: Candidate) -> float:
 def _converts(candidate: Candidate) -> bool:
     """Whether a layer's weights are written out before a product reads them: gathered from a mesh, decoded from a
     quantised base, or cast from another dtype."""
-    stored = _stored_bytes(candidate, "frozen") + _stored_bytes(candidate, "full")
+    stored = _layer_bytes(candidate)
     in_place = _layer_weights(candidate, math.inf) * candidate.activation_itemsize
     return candidate.weight_shards > 1 or not math.isclose(stored, in_place, rel_tol=0.05)
 
@@ -255,13 +275,14 @@ def _layer_weights(candidate: Candidate, rows: float) -> float:
 
 def _decode_step(candidate: Candidate, rows: int, slots: int) -> Roofline:
     """The time of a decode step: every weight is read once, and all slots of every row's cache, as the attention
-    backend `direct` does."""
+    backend `direct` does. Layers' weights that are written out before their products pass the memory three times."""
     spec, mesh, itemsize = candidate.workload.spec, candidate.mesh, candidate.activation_itemsize
     layout, dtype = candidate.layout, candidate.workload.precision.compute
     on_device = local_rows(layout, rows)
     layers = _layer_weights(candidate, rows) * itemsize
-    read = layers * (3 if _converts(candidate) else 1) + spec.vocab * spec.embed * itemsize / mesh.tp
-    read += cache_bytes(spec, layout, rows, slots, dtype)
+    caches = cache_bytes(spec, layout, rows, slots, dtype)
+    written = _converts(candidate) or _slices(candidate, caches)
+    read = layers * (COPYING if written else 1) + spec.vocab * spec.embed * itemsize / mesh.tp + caches
     work = Work(
         flops=on_device * decode_operations(candidate.workload, slots) / mesh.tp,
         recompute_flops=0.0,

@@ -1,17 +1,18 @@
-"""What the devices hold: the parameters that an engine computes with, replaced in one place and laid out for decoding
-on a CPU, and the caches of its batches.
+"""What the devices hold: the parameters that an engine computes with, replaced in one place and laid out for decoding,
+and the caches of its batches.
 
-A decode step of few rows reads every weight once, so the memory's bandwidth bounds it. Two things keep XLA for CPUs
-away from that bound. A scan over stacked layers copies each layer's slice, of weights and of caches, before it computes
-with it, so each layer's arrays are arrays of their own and the layers are unrolled. And a product with a large matrix
-reads short pieces of its rows, so matrices lie in tiles that are each read from end to end (model.tiled); see
-benchmarks/cpu_serving.
+A decode step of few rows reads every weight once, so the memory's bandwidth bounds it. Two things keep XLA away from
+that bound. A scan over stacked layers copies each layer's slice before it computes with it, so each layer's weights are
+arrays of their own and the layers are unrolled; see benchmarks/gpu_decode. On a CPU the same goes for caches, and a
+product with a large matrix reads short pieces of its rows, so matrices lie in tiles that are each read from end to end
+(model.linear); see benchmarks/cpu_serving.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from meshtune.adapters.adapter_set import MultiLoRA, adapter_count, select
 from meshtune.adapters.lora import LoRA
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
-from meshtune.costs.decoding import COPIED_SHARE, LEAST_COPIED
+from meshtune.costs.decoding import COPIED_SHARE, LEAST_COPIED, fits_copy
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.long_context import by_long_factors
@@ -34,7 +35,9 @@ from meshtune.generate.pictures import PatchArrays
 from meshtune.generate.programs import Counts, Decoded, Feed, Knobs, head_scale
 from meshtune.generate.visual import Pictures, encode
 from meshtune.model.compute import Compute
+from meshtune.model.gather import is_any_offloaded
 from meshtune.model.linear import TiledWeight
+from meshtune.model.model_cache import cache_specs
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.vision import PictureFeatures
 from meshtune.quantize.weight import QuantisedWeight
@@ -56,6 +59,7 @@ class Weights:
 
     def __init__(self, params: Tree, spec: ModelSpec, compute: Compute, *, resident: bool = False):
         self._spec, self.by_layer = spec, resident and decodes_from_copy(params, compute)
+        self._on_gpu = resident and compute.layout is None and _platform(compute) in ("gpu", "cuda", "rocm")
         self._changed = threading.Condition()
         self._users, self._replacing = 0, False
         self.version, self.adapters = 0, adapter_count(params)
@@ -73,8 +77,17 @@ class Weights:
     def decoding(self) -> Tree:
         """The parameters that decode steps read."""
         if self._decoding is None:
-            self._decoding = decode_layout(self.reading, self._spec) if self.by_layer else self.reading
+            if self.by_layer:
+                self._decoding = decode_layout(self.reading, self._spec)
+            else:
+                copied = self._on_gpu and fits_copy(_size(self.params["layers"]), free_bytes())
+                self._decoding = layers_apart(self.reading) if copied else self.reading
         return self._decoding
+
+    def make_room(self, size: int) -> None:
+        """Frees a GPU's copy of the weights, for good, where caches of `size` bytes might not fit beside it."""
+        if self._on_gpu and self._decoding is not None and 2 * size > free_bytes():
+            self._decoding = self.reading
 
     def select(self, adapter: int | None) -> Tree:
         """The parameters with one of the adapters for all rows of a batch (None: the base only)."""
@@ -149,17 +162,40 @@ def _placed_like(old: Any, new: Any) -> Any:
 
 
 def decodes_from_copy(params: Tree, compute: Compute) -> bool:
-    """Whether decoding is worth a second copy of these weights: float32 ones of some size on a CPU device."""
+    """Whether decoding on a CPU is worth a second copy of these weights: float32 ones of some size."""
     leaves = jax.tree.leaves(params)
-    if compute.layout is not None or (compute.platform or jax.default_backend()) != "cpu":
+    if compute.layout is not None or _platform(compute) != "cpu":
         return False
     if any(leaf.dtype != jnp.float32 for leaf in flatten(params).values() if isinstance(leaf, jax.Array)):
         return False
     if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(params).values()):
         return False
-    size = sum(leaf.nbytes for leaf in leaves)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return LEAST_COPIED <= size <= COPIED_SHARE * memory
+    return LEAST_COPIED <= sum(leaf.nbytes for leaf in leaves) <= COPIED_SHARE * memory
+
+
+def free_bytes() -> int:
+    """Bytes that the allocator of the first device has left; 0 where it does not tell."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+
+
+def _platform(compute: Compute) -> str:
+    return compute.platform or jax.default_backend()
+
+
+def _size(tree: Tree) -> int:
+    """Bytes of a tree's arrays; of one with arrays in the host's memory, more than any device has."""
+    return 1 << 62 if is_any_offloaded(tree) else sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def layers_apart(params: Tree) -> Tree:
+    """The parameters with every stacked node of layers as a tuple of each layer's node."""
+    layers = {
+        key: tuple(_row(node, number) for number in range(jax.tree.leaves(node)[0].shape[0]))
+        for key, node in params["layers"].items()
+    }
+    return params | {"layers": layers}
 
 
 def decode_layout(params: Tree, spec: ModelSpec) -> Tree:
@@ -286,13 +322,19 @@ class BatchCaches:
     @_announce_call
     def create(self, rows: int, slots: int) -> None:
         """Makes empty caches of `rows` rows of `slots` tokens."""
+        self._make_room(rows, slots)
         options = {"by_layer": self.weights.by_layer}
         self.layers = programs.empty_layers(self._spec, self._compute, rows, slots, **options)
 
     @_announce_call
     def move(self, source: Numbers, slots: int) -> None:
         """Keeps the caches of the rows `source` only, in this order, with room for `slots` tokens."""
+        self._make_room(len(source), slots)
         self.layers = programs.move_rows(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
+
+    def _make_room(self, rows: int, slots: int) -> None:
+        specs = cache_specs(self._spec, rows, slots, self._compute.dtype, self._compute.cache)
+        self.weights.make_room(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in flatten(specs).values()))
 
     @_announce_call
     def copy(self, source: Numbers, target: Numbers) -> None:

@@ -2,7 +2,8 @@
 
 Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
 cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
-the data sheet allow. The expected speed assumes the shares of both that costs.roofline assumes. Messages between
+the data sheet allow. The expected speed assumes the shares of both that costs.roofline assumes, and that a GPU with no
+room for a copy of the layers' weights (generate.weights) writes each layer out before it reads it. Messages between
 devices are not counted.
 """
 
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from meshtune import terminal
 from meshtune.config.recipe import Recipe
-from meshtune.costs.decoding import cache_bytes, decode_bytes, decode_operations
+from meshtune.costs.decoding import COPYING, cache_bytes, decode_bytes, decode_operations, fits_copy
 from meshtune.costs.hardware import Target
 from meshtune.costs.roofline import EFFICIENCY
 from meshtune.costs.workload import PersistentArray, Workload, bytes_per_element, layout_on
@@ -36,13 +37,14 @@ DTYPE = "bfloat16"  # of the cache, and of weights that training holds wider
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """A decode step of `rows` rows that hold `length` tokens each: bytes that it reads on each device, its operations
-    there, and its time in seconds by either limit."""
+    """A decode step of `rows` rows that hold `length` tokens each: bytes that it must read on each device, bytes of
+    weights that it also writes out and reads again, its operations there, and its time in seconds by either limit."""
 
     rows: int
     length: int
     weight_bytes: float
     cache_bytes: float
+    again_bytes: float
     operations: float
     memory_seconds: float
     compute_seconds: float
@@ -56,8 +58,9 @@ class DecodeStep:
     @property
     def expected(self) -> float:
         """Tokens a second of all rows at the shares of the rates that programs reach."""
-        memory, compute = self.memory_seconds / EFFICIENCY["memory"], self.compute_seconds / EFFICIENCY["compute"]
-        return self.rows / max(memory, compute)
+        passes = 1 + self.again_bytes / (self.weight_bytes + self.cache_bytes)
+        memory = passes * self.memory_seconds / EFFICIENCY["memory"]
+        return self.rows / max(memory, self.compute_seconds / EFFICIENCY["compute"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +105,14 @@ def serve_plan(
     weights = sum(_bytes(array, layout) for array in workload.persistent if array.role in ROLES)
     row = cache_bytes(spec, layout, 1, length, DTYPE, codes)
     working = decode_bytes(spec, layout, 1, length, DTYPE, codes)
-    room = device.memory * (1 - reserve) - weights
+    memory, on_gpu = device.memory * (1 - reserve), device.backend == "gpu"
+    layers = sum(_bytes(array, layout) for array in workload.persistent if array.role in ROLES and array.is_stacked)
+    room = memory - weights
     steps = []
     for count in rows:
         read, caches = _weights_read(workload, layout, count), count * row
+        apart = target.devices == 1 and fits_copy(layers, room - caches)
+        again = (COPYING - 1) * layers if on_gpu and not apart else 0.0
         operations = count * decode_operations(workload, length) / target.devices
         steps.append(
             DecodeStep(
@@ -113,6 +120,7 @@ def serve_plan(
                 length,
                 read,
                 caches,
+                again,
                 operations,
                 (read + caches) / device.bandwidth,
                 operations / device.flops_bf16,
@@ -157,8 +165,8 @@ def print_serve_plan(plan: ServePlan, console: Console | None = None) -> None:
     split = "" if plan.tp == 1 else f" on each of {plan.tp} devices"
     row, working = size_in_words(plan.cache_row), size_in_words(plan.step_row)
     memory = Text(
-        f"weights {size_in_words(plan.weights)}, cache of a row of {plan.length:,} tokens {row}, and {working} for its "
-        f"step{split}; {plan.most_rows:,} rows fit"
+        f"weights {size_in_words(plan.weights)}, cache of a row of {plan.length:,} tokens {row}, and {working} "
+        f"for its step{split}; {plan.most_rows:,} rows fit"
     )
     table = Table("rows", "fits", "read a step", "tokens/s at most", "expected", "limited by", box=None)
     for step in plan.steps:
