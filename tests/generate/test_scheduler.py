@@ -137,7 +137,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, mo
     rows wait for pieces and one decodes, so that a step reads twice as many."""
     counts = tokens_read(monkeypatch)
     monkeypatch.setattr("meshtune.generate.rows.READ_TOKENS", 16)
-    scheduler = stories.scheduler(rows=4)
+    scheduler = stories.scheduler(rows=4, interactive=True)
     first = scheduler.submit(stories.request(golden[:5], max_tokens=60, stop_ids=[]))
     scheduler.step(4)
     prompt = (golden * 2)[:250]
@@ -184,6 +184,22 @@ def test_prompts_that_begin_alike_are_read_together_and_once(stories, golden, mo
         expected = alone.submit(generation.request)
         run_to_end(alone)
         assert generation.ids == expected.ids
+
+
+def test_prompts_are_read_before_anything_is_decoded_where_nobody_waits(stories, golden, monkeypatch):
+    """100 tokens at once: every step then decodes all rows, and a batch ends after as few steps as its longest."""
+    monkeypatch.setattr("meshtune.generate.rows.READ_TOKENS_IDLE", 100)
+    counts, decoded = tokens_read(monkeypatch), list[int]()
+    scheduler = stories.scheduler(rows=5)
+    prompts = [[n, *golden[:89]] for n in range(3, 8)]
+    generations = [scheduler.submit(stories.request(prompt, max_tokens=20, stop_ids=[])) for prompt in prompts]
+    while not scheduler.idle:
+        decoded.append(len(scheduler.step(10)))
+    assert decoded == [5, 5]
+    assert sum(counts) == 5 * 89
+    assert max(counts) <= 100
+    alone = stories.generate(prompts[2:3], max_tokens=20, stop_ids=[])
+    assert generations[2].ids == alone[0]
 
 
 @pytest.mark.parametrize(

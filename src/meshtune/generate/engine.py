@@ -77,9 +77,11 @@ class Engine:
         with self.weights.use(), announce(self.driver, self.model, call, **arguments):
             yield
 
-    def scheduler(self, *, rows: int = 8, queue: int | None = None) -> Scheduler:
-        """A queue for requests: `rows` are computed at once and `queue` may wait (None: any number)."""
-        return Scheduler(self.weights, self.batch_caches(self.driver), self.spec, rows=rows, queue=queue)
+    def scheduler(self, *, rows: int = 8, queue: int | None = None, interactive: bool = False) -> Scheduler:
+        """A queue for requests: `rows` are computed at once and `queue` may wait (None: any number). `interactive`:
+        somebody waits for each request's next token."""
+        caches, options = self.batch_caches(self.driver), {"queue": queue, "interactive": interactive}
+        return Scheduler(self.weights, caches, self.spec, rows=rows, **options)
 
     def batch_caches(self, driver: Driver | None = None) -> BatchCaches:
         """The caches of a new batch, whose calls a `driver` announces."""

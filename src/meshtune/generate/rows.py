@@ -21,8 +21,8 @@ from meshtune.generate.weights import BatchCaches
 from meshtune.model.model_cache import READ_ROWS, ROOM, rows_bucket, slots_bucket
 
 SHORTEST_SHARED = 16  # tokens at least that are not read again where another row has them
-READ_TOKENS = 512  # of prompts, that a step reads at most while rows decode, so that they soon decode again
-READ_TOKENS_IDLE = 4096  # and while none does, so that requests that come meanwhile soon begin
+# Tokens of prompts that are read at once: by a CPU that serves while rows decode, so that they soon go on, and else.
+READ_TOKENS, READ_TOKENS_IDLE = 512, 4096
 PADDING = 64  # tokens that filling up a piece on a CPU may cost rather than another call
 SHORTEST_PIECE = 32  # tokens of a call on a CPU
 
@@ -122,11 +122,11 @@ class Rows:
     """The rows, whose `caches` have `slots` tokens a row.
 
     `adapters` is the number of those that requests select among, and `original` the original context of a model with
-    LongRoPE (generate.long_context).
+    LongRoPE (generate.long_context). With `interactive`, somebody waits for each row's next token.
     """
 
-    def __init__(self, caches: BatchCaches, adapters: int, original: int | None):
-        self._caches, self._original = caches, original
+    def __init__(self, caches: BatchCaches, adapters: int, original: int | None, interactive: bool):
+        self._caches, self._original, self._interactive = caches, original, interactive
         self.adapters = adapters
         self.rows: list[Row] = []
         self.slots = 0
@@ -140,9 +140,9 @@ class Rows:
 
     @property
     def budget(self) -> int:
-        """Tokens of prompts that a step reads: the more rows wait for them, beside those that decode, the more."""
+        """Tokens of prompts that are read at once: the more rows wait for them, beside those that decode, the more."""
         decoding = sum(row.decodes for row in self.rows)
-        if not decoding:
+        if not decoding or not self._interactive or not self._caches.on_cpu:
             return READ_TOKENS_IDLE
         return min(READ_TOKENS_IDLE, READ_TOKENS * max(1, (self.running - decoding) // decoding))
 
@@ -224,12 +224,23 @@ class Rows:
         return CachedText(generation.text[:-1], request.adapter, long)
 
     def read(self) -> None:
-        """Reads tokens of texts, as many as the budget allows, the oldest request's first."""
-        budget = self.budget
+        """Reads tokens of texts: as many as the budget allows, or where nobody waits for a next token all of them, as a
+        row whose text is not read decodes nothing."""
         if self._original is not None:
             self._restart_long(self._original)
+        while (reading := self._reading()) and self._read(reading, self.budget) and not self._interactive:
+            pass
+        if self._caches.features:
+            self._forget_features()
+
+    def _reading(self) -> list[Row]:
+        """The rows whose texts are not read yet, the oldest request's first."""
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
-        reading.sort(key=lambda row: row.number)
+        return sorted(reading, key=lambda row: row.number)
+
+    def _read(self, reading: list[Row], budget: int) -> bool:
+        """Reads `budget` tokens of these rows' texts; whether any was left to read."""
+        anything = False
         while reading:
             pieces: list[_Piece] = []
             for row in reading:
@@ -244,9 +255,8 @@ class Rows:
             if not pieces:
                 break
             self._compute_all(pieces)
-            reading = [row for row in reading if not row.decodes]
-        if self._caches.features:
-            self._forget_features()
+            reading, anything = [row for row in reading if not row.decodes], True
+        return anything
 
     def _restart_long(self, original: int) -> None:
         """Lets texts that have become longer than the original context be read again, by the long factors."""

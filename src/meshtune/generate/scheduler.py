@@ -50,12 +50,21 @@ def packed_masks(constraints: Sequence[Constraint | None], vocab: int) -> UInt32
 class Scheduler:
     """A queue and the rows of one batch. `submit` and `cancel` may be called from any thread, `step` from one.
 
-    `rows` requests are computed at once, at most; `queue` more may wait (None: any number). Once the `weights` are
-    replaced, nothing that its `caches` hold is used again: the texts of requests under way are read again.
+    `rows` requests are computed at once, at most; `queue` more may wait (None: any number). With `interactive` a step
+    reads a part of long prompts, and rows that decode go on meanwhile; else it reads all of them first.
+    Once the `weights` are replaced, nothing that its `caches` hold is used again: the texts of requests under way are
+    read again.
     """
 
     def __init__(
-        self, weights: Weights, caches: BatchCaches, spec: ModelSpec, *, rows: int = 8, queue: int | None = None
+        self,
+        weights: Weights,
+        caches: BatchCaches,
+        spec: ModelSpec,
+        *,
+        rows: int = 8,
+        queue: int | None = None,
+        interactive: bool = False,
     ):
         self._weights, self._version = weights, weights.version
         self._spec = spec
@@ -65,7 +74,7 @@ class Scheduler:
         self._waiting: deque[Generation] = deque()
         self._cancelled: list[Generation] = []
         self._caches = caches
-        self._rows = Rows(caches, weights.adapters, original_context(spec))
+        self._rows = Rows(caches, weights.adapters, original_context(spec), interactive)
         self._current: list[Generation] = []  # the requests of the step under way, or the last one
         self._clock = 0
 

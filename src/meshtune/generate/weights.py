@@ -314,6 +314,10 @@ class BatchCaches:
         self.features: dict[int, PictureFeatures] = {}
 
     @property
+    def on_cpu(self) -> bool:
+        return _platform(self._compute) == "cpu"
+
+    @property
     def most_tokens(self) -> int | None:
         """Tokens of one row that a call of `read` computes at most; None: any number, of several rows. On a CPU more
         of them save no time, and padding takes as long as tokens."""

@@ -280,7 +280,7 @@ class Models:
         for name, model in models.items():
             weights = model.engine.weights
             if weights not in worker_of:
-                worker_of[weights] = Worker(model.engine.scheduler(rows=rows, queue=queue), name)
+                worker_of[weights] = Worker(model.engine.scheduler(rows=rows, queue=queue, interactive=True), name)
                 self.workers.append(worker_of[weights])
             self._served[name] = Served(name, model, worker_of[weights])
 
