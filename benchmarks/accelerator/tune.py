@@ -56,6 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         compiled = program.step.lower(state, frozen, rows, np.int32(0)).compile()  # as train does, with arrays
         compile_seconds = time.perf_counter() - start
         prediction = predict(compiled, program.run.recipe, local_target(this_machine()), program.layout, args.length)
+    making = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     seconds, losses = [], []
     for _ in range(args.updates):
         start = time.perf_counter()
@@ -71,6 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "flops": tokens * flops_per_token(args.model, args.length),
         "losses": [losses[0], losses[-1]],
         "peak_bytes": stats.get("peak_bytes_in_use"),
+        "peak_bytes_before": making,  # of making the arrays: of a step with a lower peak nothing is known
         "compile_seconds": compile_seconds,
         "predicted": dataclasses.asdict(prediction),
         "decisions": {item.name: f"{item.value} ({item.reason})" for item in program.decisions},

@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--pictures", choices=["right", "blank", "exchanged"], default="right")
     parser.add_argument("--train", type=int, default=6000, help="questions to learn from")
-    parser.add_argument("--mix", choices=["natural", "thirds", "even"], default="even", help="see choose()")
+    parser.add_argument("--mix", choices=["natural", "thirds", "even"], default="thirds", help="see choose()")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test", type=int, default=600)
     options = parser.parse_intermixed_args()

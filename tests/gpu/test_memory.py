@@ -35,5 +35,7 @@ def test_a_step_takes_the_memory_that_was_predicted(platform, name):
     result = json.loads(process.stdout.splitlines()[-1])
     predicted, peak = result["predicted"]["device_bytes"], result["peak_bytes"]
     assert predicted > 0
-    if platform == "gpu":
+    if platform == "gpu" and peak > result["peak_bytes_before"]:
         assert peak == pytest.approx(predicted, rel=ALLOWED)
+    elif platform == "gpu":  # no step took more than making its arrays did
+        assert predicted <= peak * (1 + ALLOWED)
