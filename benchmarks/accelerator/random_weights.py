@@ -13,6 +13,7 @@ from meshtune.mesh.placement import concrete_sharding
 from meshtune.quantize.weight import QuantisedWeight
 
 STD, SCALE = 0.02, 0.05  # of weights; the largest number of a quantised block
+LARGEST_DRAW = 1 << 25  # numbers
 DOCUMENT = 512  # tokens of a document in a packed row
 
 
@@ -59,17 +60,19 @@ def _size(leaf: Any) -> int:
 
 
 def _numbers(key: jax.Array, path: str, leaf: Any) -> jax.Array:
-    def make(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        if "norm" in path:
-            return jnp.ones(shape, leaf.dtype)
-        return jax.random.normal(key, shape, leaf.dtype) * jnp.asarray(STD, leaf.dtype)
+    # A generator's scratch memory is several times what it makes, and would be the peak: large arrays repeat blocks.
+    parts = 1
+    while math.prod(leaf.shape) // parts > LARGEST_DRAW and leaf.shape[0] % (2 * parts) == 0:
+        parts *= 2
 
-    where = concrete_sharding(getattr(leaf, "sharding", None))
-    if where is None or where.memory_kind == "device" or len(leaf.shape) < 3:
-        return _placed(jax.jit(make, static_argnums=1)(key, leaf.shape), leaf)
-    # In the host's memory: every layer the same, so that the whole stack is never on the device.
-    layer = np.asarray(jax.jit(make, static_argnums=1)(key, leaf.shape[1:]))
-    return jax.device_put(np.broadcast_to(layer, leaf.shape), where)
+    def make(key: jax.Array) -> jax.Array:
+        if "norm" in path:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        block = (leaf.shape[0] // parts, *leaf.shape[1:])
+        numbers = jax.random.normal(key, block, leaf.dtype) * jnp.asarray(STD, leaf.dtype)
+        return jnp.broadcast_to(numbers, (parts, *block)).reshape(leaf.shape)
+
+    return _placed(jax.jit(make)(key), leaf)
 
 
 def _codes(key: jax.Array, path: str, weight: QuantisedWeight) -> QuantisedWeight:
