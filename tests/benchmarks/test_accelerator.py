@@ -26,7 +26,7 @@ def scripts(monkeypatch):
 
 def arguments(**changes) -> argparse.Namespace:
     small = {"model": "tiny", "quantize": "nf4", "rows": 2, "length": 32, "updates": 3, "decode": 20}
-    return argparse.Namespace(**small | {"set": [], "liger": False} | changes)
+    return argparse.Namespace(**small | {"set": [], "liger": False, "stacked": False} | changes)
 
 
 @pytest.mark.slow
