@@ -199,7 +199,7 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     sights = [part for part in document if isinstance(part, Sight)]
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids_of(document)])}
     for name in sights[0].inputs if sights else ():
-        inputs[name] = torch.cat(_of_one_size([sight.inputs[name] for sight in sights]))
+        inputs[name] = torch.cat(fill_up([sight.inputs[name] for sight in sights]))
     kinds = (inputs["input_ids"] == IMAGE).int()
     if sights and sights[0].kinds is not None:
         inputs[sights[0].kinds] = kinds
@@ -208,7 +208,7 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     return inputs
 
 
-def _of_one_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def fill_up(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Filled up with zeros, as processors fill up pictures that are smaller or have fewer tiles."""
     filled = []
     for tensor in tensors:
@@ -222,7 +222,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     """(logits [T, V] of each document in a row by itself, the mean loss of all targets that are words)."""
     total, weight, every = torch.zeros(()), 0, []
     for document in documents:
-        out = model(**_with_mask(model, torch_inputs(document))).logits[0]
+        out = model(**mask_of_unified(model, torch_inputs(document))).logits[0]
         every.append(out.detach().numpy())
         batch = batch_of([[document]], len(out), sum(len(p.patches) for p in document if isinstance(p, Sight)))
         mask = torch.tensor(np.asarray(batch["weights"][0]) > 0)
@@ -232,7 +232,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     return every, total / weight
 
 
-def _with_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def mask_of_unified(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of Gemma 4 12B with the mask of generation over a static cache; its forward makes another one."""
     if model.config.model_type != "gemma4_unified":
         return inputs
