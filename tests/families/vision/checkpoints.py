@@ -109,7 +109,9 @@ def torch_inputs(
     kind, parts = model.config.model_type, list[dict[str, torch.Tensor]]()
     for image in images:
         output = processed_by(reader)(images=[image], return_tensors="np")
-        arrays: dict[str, Any] = {name: np.asarray(array) for name, array in output.items()} if kind != "lfm2_vl" else {}
+        arrays: dict[str, Any] = (
+            {name: np.asarray(array) for name, array in output.items()} if kind != "lfm2_vl" else {}
+        )
         if kind in ("lfm2_vl", "gemma4_unified"):  # whose processors need torchvision
             arrays = cut_for(kind, reader.family.patch, reader.family.pixels(output))
         if kind in ("smolvlm", "idefics3"):
