@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches
+from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches, pad_along_first_dim
 
 from data.pictures import make_model, processed_by
 from families.case import torch_model
@@ -73,8 +73,17 @@ def write_checkpoint(case: VisionCase, folder: pathlib.Path) -> pathlib.Path:
     if "vocab_size_per_layer_input" in case.case.config:
         fields["vocab_size_per_layer_input"] = fields["vocab_size"]
     model = dataclasses.replace(case.case.changed(**fields), outside={**case.case.outside, name: image})
-    torch_model(model).save_pretrained(folder)
+    written = torch_model(model)
+    with torch.no_grad():
+        for table in tables_with_padding(written):  # a row of zeros has no finite gradient behind a norm
+            table.weight[table.padding_idx].normal_(std=0.2)
+    written.save_pretrained(folder)
     return folder
+
+
+def tables_with_padding(model: torch.nn.Module) -> list[torch.nn.Embedding]:
+    """The embeddings whose row of the padding token is not trained: here that token begins every text."""
+    return [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.padding_idx is not None]
 
 
 def open_in_torch(folder: pathlib.Path) -> transformers.PreTrainedModel:
@@ -125,8 +134,9 @@ def cut_for(kind: str, side: int, tiles: Sequence[np.ndarray]) -> dict[str, np.n
     patches = [convert_image_to_patches(tile, side) for tile in tiles]
     sizes = np.array([(tile.shape[1] // side, tile.shape[2] // side) for tile in tiles])
     if kind == "gemma4_unified":
-        places = np.stack(np.meshgrid(np.arange(sizes[0, 1]), np.arange(sizes[0, 0])), -1).reshape(1, -1, 2)
-        return {"pixel_values": patches[0][None], "image_position_ids": places}
+        places = np.stack(np.meshgrid(np.arange(sizes[0, 1]), np.arange(sizes[0, 0])), -1).reshape(-1, 2)
+        padded, places = pad_along_first_dim(patches[0], places, GEMMA4["max_soft_tokens"])
+        return {"pixel_values": padded[None], "image_position_ids": places[None]}
     room = max(map(len, patches))
     masks = [np.arange(room) < len(part) for part in patches]
     filled = [np.pad(part, ((0, room - len(part)), (0, 0))) for part in patches]

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from PIL import Image
 
 from families.case import Case, directory, torch_model, write_model
+from meshtune.adapters.targets import modules
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
@@ -258,3 +259,12 @@ def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Docum
 def words(count: int, seed: int, most: int = 90) -> list[int]:
     """Random token ids, none of which stands for a picture."""
     return np.random.default_rng(seed).integers(1, most, count).tolist()
+
+
+def tower_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Patterns for every linear layer of the tower, one of the projector if it has any, and the queries of the language
+    model."""
+    linear = [module for module in modules(spec).values() if module.linear]
+    tower = {(m.name.split(".")[1], m.name.rpartition(".")[2]) for m in linear if m.part == "tower"}
+    projector = [m.name for m in linear if m.part == "projector"][:1]
+    return ("self_attn.q_proj", *projector, *(f"{root}.*.{name}" for root, name in sorted(tower)))
