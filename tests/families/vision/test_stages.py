@@ -47,8 +47,8 @@ pytestmark = pytest.mark.slow  # half a minute each
 every_case = pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES if not c.case.variant])
 EVERYTHING = ("method=full", 'vision.train=["projector","tower"]')
 REWARD = """
-def letters(completions, **columns):
-    return [completion[0]["content"].count("e") + len(completion[0]["content"]) / 40 for completion in completions]
+def order(completions, **columns):
+    return [float(number) for number, _ in enumerate(completions)]
 """
 
 
@@ -124,7 +124,7 @@ def test_an_update_of_grpo_is_that_of_trl(case: VisionCase, tmp_path, monkeypatc
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "reward.py").write_text(REWARD)
     stage = ('stage={"kind":"grpo","loss":"grpo","beta":0.1}', 'rollout={"prompts":2,"samples":2,"max_tokens":4}')
-    changes = (*stage, f"rewards={json.dumps([f'{tmp_path}/reward.py:letters'])}", "train={steps: 1}", *EVERYTHING)
+    changes = (*stage, f"rewards={json.dumps([f'{tmp_path}/reward.py:order'])}", "train={steps: 1}", *EVERYTHING)
     run, state = load(recipe_of(case, tmp_path, *changes, records=4))
     place = functools.partial(place_batch, layout=None, order=None)
     source = rollout_source(run, place, None, start=0)
