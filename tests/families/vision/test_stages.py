@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -78,7 +77,7 @@ def check_update(
     @jax.jit
     def both(params):
         def mean(params):
-            score = objective(params, run.model.spec, run.compute, batch, None)
+            score = objective(params, run.model.spec, run.compute, batch, None)  # pyright: ignore
             return score.loss / score.weight
 
         return jax.value_and_grad(mean)(params)
@@ -136,7 +135,7 @@ def test_an_update_of_grpo_is_that_of_trl(case: VisionCase, tmp_path, monkeypatc
     assert rollout is not None
     records = [source.loader.record(number) for number in rollout.prompts for _ in range(2)]
     assert source.loader.pictures is not None
-    reader: Callable = source.loader.pictures.reader
+    reader = source.loader.pictures.reader
     log_probs = [
         answer_log_probs(theirs, reader, [*r.ids, *c.ids], r.columns["images"], len(r.ids))
         for r, c in zip(records, rollout.completions, strict=True)
