@@ -22,12 +22,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--decode", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     engine = meshtune.load(options.model).engine
     draw = np.random.default_rng(0)
     seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     answers = {}
-    for number in range(4):
+    for number in range(options.rounds + 1):
         prompts = draw.integers(3, engine.spec.vocab, (options.rows, options.length)).tolist()
         for interactive in (True, False):
             scheduler = engine.scheduler(rows=options.rows, interactive=interactive)

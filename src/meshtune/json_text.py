@@ -21,7 +21,8 @@ def read_json(file: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """
     value = parse_json(read_bytes(file, max_bytes=max_bytes), str(file))
     if not isinstance(value, dict):
-        raise UserError(f"expected a JSON object, found {type(value).__name__}", where=str(file))
+        fix = "download the file again, or write an object: {...}"
+        raise UserError(f"expected a JSON object, found {type(value).__name__}", where=str(file), fix=fix)
     return value
 
 

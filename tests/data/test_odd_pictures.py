@@ -131,3 +131,21 @@ def test_a_model_without_its_picture_tokens_or_processor_is_named(tmp_path):
     (directory / "preprocessor_config.json").unlink()
     with pytest.raises(UserError, match=r"no preprocessor_config\.json"):
         reader_of(directory)
+
+
+@every_family
+@pytest.mark.parametrize(
+    "settings",
+    [{"size": "large", "crop_size": "large", "tile_size": "large"}, {"image_mean": "grey", "do_normalize": True}],
+    ids=["size", "mean"],
+)
+def test_settings_that_no_processor_can_follow_are_named(tmp_path, family, settings):
+    directory = make_model(tmp_path / "model", family)
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    if family.startswith("gemma4"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_soft_tokens": "many"}))
+    with pytest.raises(UserError) as caught:
+        reader_of(directory)
+    assert caught.value.where == str(file)
+    assert caught.value.fix

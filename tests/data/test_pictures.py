@@ -6,6 +6,8 @@ import base64
 import io
 import json
 import re
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -440,6 +442,16 @@ def test_a_bad_file_is_named_with_its_record(model, folder, name):
     skipped = prepare(model("internvl"), [chat("a.png"), chat(name)], folder, data={"on_bad": "skip"})
     assert skipped.report.counts.pictures == 1
     assert len(skipped.report.skipped) == 1
+
+
+def test_a_picture_that_is_too_large_is_refused_without_a_warning_of_pillow(tmp_path):
+    (tmp_path / "bomb.png").write_bytes(bomb())
+    program = "import pathlib, sys; from meshtune.data.pictures.files import read_size\n"
+    program += "read_size(pathlib.Path(sys.argv[1]).read_bytes(), 'here')"
+    command = [sys.executable, "-c", program, str(tmp_path / "bomb.png")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "UserError: the picture has 20,000 x 6,000 pixels" in done.stderr
+    assert "Warning" not in done.stderr
 
 
 BAD_RECORDS = [

@@ -82,7 +82,7 @@ def expected(case: VisionCase, document: Document) -> list[int]:
     if case.prefix:
         inputs["token_type_ids"] = torch.zeros_like(mask)
     model.generation_config.eos_token_id = None
-    # Over another cache Gemma 4 12B makes the mask of its forward (see sights._with_mask).
+    # Over another cache Gemma 4 12B makes the mask of its forward (see sights.mask_of_unified).
     cache = "static" if case.name == "gemma4_unified" else None
     out = model.generate(**inputs, attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation=cache)
     return out[0, inputs["input_ids"].shape[1] :].tolist()

@@ -248,7 +248,7 @@ def test_a_teacher_that_reads_other_patches_is_refused(sections, tmp_path):
     settings = json.loads((teacher / "preprocessor_config.json").read_text())
     (teacher / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.4] * 3}))
     changes = {"stage": "distill", "teacher": str(teacher), "rollout": None, "rewards": []}
-    with pytest.raises(UserError, match="in another way than the student"):
+    with pytest.raises(UserError, match="the teacher scales or cuts pictures in another way"):
         meshtune.train(sections | changes | {"output": str(tmp_path / "run")})
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 import command
 import meshtune
+from meshtune.errors import UserError
 from meshtune.generate.pictures import insert_pictures, load_picture
 from meshtune.generate.target_log_probs import TargetText
 from meshtune.train.report.metrics_log import read
@@ -189,6 +191,20 @@ def test_pairs_with_pictures_are_learned(seeing, tmp_path):
     assert values[-1] < 0.9 * np.log(2)
     console = (tmp_path / "run" / "console.log").read_text()
     assert "cached (auto: vision.train changes the projector" in " ".join(console.split())
+
+
+def test_another_model_that_sees_is_the_reference_of_pairs(seeing, tmp_path):
+    """A copy of the model is no reference to be above or below; one that scales pictures otherwise is refused."""
+    data = write_records(tmp_path / "pairs", pairs=True)
+    other = pathlib.Path(shutil.copytree(seeing["model"], tmp_path / "other"))
+    sections = {"data": {"train": str(data), "max_length": 64}, "stage": {"kind": "dpo", "reference": str(other)}}
+    sections |= {"train": {"steps": 1, "batch_size": 4}, "checkpoint": {}, "output": str(tmp_path / "run")}
+    meshtune.train(seeing | sections)
+    assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), abs=1e-5)
+    file = other / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.4] * 3}))
+    with pytest.raises(UserError, match="the reference scales or cuts pictures in another way"):
+        meshtune.train(seeing | sections | {"output": str(tmp_path / "again")})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from meshtune.errors import UserError
 from meshtune.generate.request import Sampling
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from rich.console import Console
 
     from meshtune.generate.api import Model
@@ -58,19 +59,19 @@ def generate(
     use_model(answer, model, loading, caching, mesh)
 
 
-def _read_picture(path: str) -> bytes:
-    """The file of a picture. Raises UserError where it cannot be read: before a model is loaded."""
-    from meshtune.data.pictures.files import read_size
+def _read_picture(path: str) -> Image:
+    """The picture of a file. Raises UserError where it cannot be read: before a model is loaded."""
+    from meshtune.data.pictures.files import decode_picture, read_size
     from meshtune.generate.pictures import picture_file
 
     where = f"--image {path}"
     content = picture_file(path, where)
     read_size(content, where)
-    return content
+    return decode_picture(content, where)
 
 
 def _answer(
-    loaded: Model, prompts: list[str], chat: bool | None, system: str | None, pictures: list[bytes], **options: Any
+    loaded: Model, prompts: list[str], chat: bool | None, system: str | None, pictures: list[Image], **options: Any
 ) -> None:
     is_message = bool(system or pictures) or (_has_chat_template(loaded) if chat is None else chat)
     if is_message and chat is None and not system and not pictures:
@@ -86,7 +87,7 @@ def _has_chat_template(model: Model) -> bool:
     return bool(model.tokenizer.chat_template)
 
 
-def _conversation(text: str, system: str | None, pictures: list[bytes]) -> list[dict[str, Any]]:
+def _conversation(text: str, system: str | None, pictures: list[Image]) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": system}] if system else []
     parts = [{"type": "image", "image": picture} for picture in pictures]
     return [*messages, {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]

@@ -85,7 +85,7 @@ def _own_name(composite: Composite, name: str) -> str:
 
 def passed_through(spec: ModelSpec, name: str) -> str | None:
     """The part of the checkpoint that a tensor belongs to, where it is not tuned but passed through; None elsewhere."""
-    if spec.vision is not None and name in _tower_names(spec):
+    if spec.vision is not None and name in tower_names(spec):
         return None
     if re.match(r"(model\.)?mtp\.", name):
         return MTP
@@ -98,7 +98,7 @@ def passed_through(spec: ModelSpec, name: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=16)
-def _tower_names(spec: ModelSpec) -> frozenset[str]:
+def tower_names(spec: ModelSpec) -> frozenset[str]:
     """The tensors of the tower and the projector that the spec reads."""
     return frozenset(tensor_name(spec, entry.name) for entry in tower_tensors(spec))
 

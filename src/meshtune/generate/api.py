@@ -305,7 +305,9 @@ class Model:
         from meshtune.config.sections import VisionSection
         from meshtune.data.pictures.families import picture_reader
 
-        return picture_reader(self.directory, self.picture_limits or VisionSection(), self.tokenizer)
+        reader = picture_reader(self.directory, self.picture_limits or VisionSection(), self.tokenizer)
+        reader.check_tower(self.spec.vision, str(self.directory))
+        return reader
 
     def replace_params(self, params: Tree) -> None:
         """Replaces the parameters that everything here computes with; see `Engine.replace_params`."""

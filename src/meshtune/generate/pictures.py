@@ -192,7 +192,7 @@ def split_pictures(messages: Messages) -> tuple[list[dict[str, object]], list[ob
 def text_only() -> UserError:
     """The error for a picture where the model has no tower for it."""
     fix = "leave the picture out, or give a model that sees (`meshtune families` lists them)"
-    return UserError("there is a picture, and this model reads text only", fix=fix)
+    return UserError("there is a picture, and this model reads text only", where="messages", fix=fix)
 
 
 def _source(part: Mapping[str, object]) -> object:
@@ -231,7 +231,8 @@ def load_picture(reader: PictureReader, source: Any, where: str) -> LoadedPictur
     if isinstance(source, LoadedPicture):
         return source
     if isinstance(source, str | os.PathLike):
-        source = picture_file(source, where)
+        name, source = str(source), picture_file(source, where)
+        where = where if name[:5].lower() == "data:" else f"{where}, {name}"
     if isinstance(source, bytes):
         image, digest = files.decode_picture(source, where), files.picture_digest(source)
     elif isinstance(source, files.pillow().Image.Image):

@@ -4,6 +4,7 @@ in the step, and reward models."""
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -61,17 +62,9 @@ class Teacher:
         return resume_adapter(self.source.adapter, self.arrays, self.spec, params, layout).parameters
 
     def check_pictures(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Raises UserError if the teacher reads other patches of a picture than the student: both get the same."""
-        if recipe.vision is None:
-            return
-        student, teacher = open_reader(recipe, tokenizer), picture_reader(self.source.base, recipe.vision, tokenizer)
-        if student.key() != teacher.key():
-            raise UserError(
-                "the teacher scales or cuts pictures in another way than the student, and both read the same patches",
-                where="teacher.path, model.path",
-                fix="use a teacher of the student's family with the same preprocessor_config.json; or generate answers "
-                "with this one (meshtune predict) and learn them by stage: sft",
-            )
+        """Raises UserError as the function `check_pictures`."""
+        fix = "or generate answers with this one (meshtune predict) and learn them by stage: sft"
+        check_pictures(recipe, tokenizer, self.source.base, "teacher", "teacher.path, model.path", fix)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises UserError if the teacher has another tokenizer than the student."""
@@ -86,6 +79,21 @@ class Teacher:
             where="teacher.path, model.path",
             fix="use a teacher of the student's family and vocabulary; or generate answers with this one (meshtune "
             "predict) and learn them by stage: sft",
+        )
+
+
+def check_pictures(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, other: pathlib.Path, name: str, where: str, fix: str
+) -> None:
+    """Raises UserError if the model in `other`, called `name`, reads other patches of a picture than the one that is
+    trained: both get the same."""
+    if recipe.vision is None:
+        return
+    if open_reader(recipe, tokenizer).key() != picture_reader(other, recipe.vision, tokenizer).key():
+        raise UserError(
+            f"the {name} scales or cuts pictures in another way than the model, and both read the same patches",
+            where=where,
+            fix=f"use a {name} of the model's family with the same preprocessor_config.json; {fix}",
         )
 
 

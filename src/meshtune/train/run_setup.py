@@ -22,7 +22,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.costs.hardware import Target
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.prepare import PreparedData, prepare_data
+from meshtune.data.prepare import PreparedData, open_reader, prepare_data
 from meshtune.data.progress import ProgressClock
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError, amount
@@ -167,6 +167,8 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     check_source(run.source, job)
     reference = reference_of(recipe, run.method)
     tokenizer, _ = tokenizer_of(recipe.model, run.source)
+    if run.spec.vision is not None:
+        open_reader(recipe, tokenizer).check_tower(run.spec.vision, recipe.model.path)
     if run.teacher is not None:
         run.teacher.check_tokenizer(tokenizer)
         run.teacher.check_pictures(recipe, tokenizer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from meshtune.errors import UserError, nearest
 from meshtune.families import tensors
-from meshtune.families.composite import HEAD, passed_through, tensor_name
+from meshtune.families.composite import HEAD, passed_through, tensor_name, tower_names
 from meshtune.families.tensors import TensorMap
 from meshtune.lazy import LazyFunction
 from meshtune.model.spec import ModelSpec
@@ -44,6 +45,7 @@ def check(directory: Path, spec: ModelSpec, infos: dict[str, TensorInfo], *, num
     expected = {entry.name: entry for entry in tensors(spec)}
     missing = [name for name, entry in expected.items() if name not in infos and not starts_anew(entry)]
     extra = [name for name in infos if name not in expected and not _harmless(name, spec)]
+    extra += _beside_tower(spec, infos)
     problems = _missing_lines(missing, expected, infos) + _extra_lines(extra, infos)
     problems += [] if spec.composite is None else incomplete_parts(spec, infos)
     for name, entry in expected.items():
@@ -59,6 +61,28 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
     if HARMLESS.search(name) or passed_through(spec, name) is not None:
         return True
     return (spec.tied or spec.scored) and name == tensor_name(spec, HEAD)
+
+
+def _beside_tower(spec: ModelSpec, names: Collection[str]) -> list[str]:
+    """Tensors of a tower that the spec does not read, of modules that it reads or of one more layer like those: without
+    them the tower computes something else."""
+    if spec.vision is None:
+        return []
+    read = tower_names(spec)
+    modules = {name.rpartition(".")[0] for name in read}
+    layers = set[str]() if spec.vision.partial else {_any_layer(name) for name in read}
+    return [
+        name
+        for name in names
+        if name not in read
+        and passed_through(spec, name) is not None
+        and name.endswith((".weight", ".bias"))
+        and (name.rpartition(".")[0] in modules or _any_layer(name) in layers)
+    ]
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".#.", name)
 
 
 def starts_anew(entry: TensorMap) -> bool:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
-from data.pictures import make_model
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches, pad_along_first_dim
+
+from data.pictures import make_model, processed_by
 from families.case import torch_model
 from families.vision.cases import PINPOINTS
-from families.vision.sights import VisionCase
+from families.vision.sights import VisionCase, fill_up, mask_of_unified
+from meshtune.data.pictures.reader import PictureReader
 from meshtune.data.tokenizer import load_tokenizer
 
 # The settings of the processors that the cases use.
@@ -64,5 +73,71 @@ def write_checkpoint(case: VisionCase, folder: pathlib.Path) -> pathlib.Path:
     if "vocab_size_per_layer_input" in case.case.config:
         fields["vocab_size_per_layer_input"] = fields["vocab_size"]
     model = dataclasses.replace(case.case.changed(**fields), outside={**case.case.outside, name: image})
-    torch_model(model).save_pretrained(folder)
+    written = torch_model(model)
+    with torch.no_grad():
+        for table in tables_with_padding(written):  # a row of zeros has no finite gradient behind a norm
+            table.weight[table.padding_idx].normal_(std=0.2)
+    written.save_pretrained(folder)
     return folder
+
+
+def tables_with_padding(model: torch.nn.Module) -> list[torch.nn.Embedding]:
+    """The embeddings whose row of the padding token is not trained: here that token begins every text."""
+    return [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.padding_idx is not None]
+
+
+def open_in_torch(folder: pathlib.Path) -> transformers.PreTrainedModel:
+    """The model of a checkpoint in transformers, with the plain forms of its blocks."""
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def answer_log_probs(
+    model: transformers.PreTrainedModel, reader: PictureReader, ids: Sequence[int], files: Sequence[str], start: int
+) -> torch.Tensor:
+    """transformers' log-probabilities of the tokens of a text from position `start`, a row by itself with the pictures
+    in `files`, each by the image processor of the model."""
+    inputs = torch_inputs(model, reader, [Image.open(file).convert("RGB") for file in files])
+    tokens = torch.tensor([list(ids)])
+    images = (tokens == model.config.image_token_id).int()
+    forward = inspect.signature(model.forward).parameters
+    if model.config.model_type == "paligemma":
+        inputs["token_type_ids"] = (torch.arange(len(ids)) >= start).int()[None]
+    elif files:
+        inputs |= {name: images for name in ("mm_token_type_ids", "token_type_ids") if name in forward}
+    inputs = mask_of_unified(model, {"input_ids": tokens} | {k: v for k, v in inputs.items() if k in forward})
+    logits = model(**inputs).logits[0, start - 1 : -1].log_softmax(-1)
+    return logits.gather(1, tokens[0, start:, None])[:, 0]
+
+
+def torch_inputs(
+    model: transformers.PreTrainedModel, reader: PictureReader, images: Sequence[Image.Image]
+) -> dict[str, torch.Tensor]:
+    """Pictures as transformers' processor gives them to its model: all of a text in arrays of the largest."""
+    kind, parts = model.config.model_type, list[dict[str, torch.Tensor]]()
+    for image in images:
+        output = processed_by(reader)(images=[image], return_tensors="np")
+        arrays: dict[str, Any] = (
+            {name: np.asarray(array) for name, array in output.items()} if kind != "lfm2_vl" else {}
+        )
+        if kind in ("lfm2_vl", "gemma4_unified"):  # whose processors need torchvision
+            arrays = cut_for(kind, reader.family.patch, reader.family.pixels(output))
+        if kind in ("smolvlm", "idefics3"):
+            arrays = {"pixel_values": np.swapaxes(arrays["pixel_values"], 0, 1)}
+        parts.append({name: torch.tensor(array) for name, array in arrays.items()})
+    return {name: torch.cat(fill_up([part[name] for part in parts])) for name in (parts[0] if parts else ())}
+
+
+def cut_for(kind: str, side: int, tiles: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Tiles [C, H, W] in patches, row by row, as LFM2-VL and Gemma 4 12B read them."""
+    patches = [convert_image_to_patches(tile, side) for tile in tiles]
+    sizes = np.array([(tile.shape[1] // side, tile.shape[2] // side) for tile in tiles])
+    if kind == "gemma4_unified":
+        places = np.stack(np.meshgrid(np.arange(sizes[0, 1]), np.arange(sizes[0, 0])), -1).reshape(-1, 2)
+        padded, places = pad_along_first_dim(patches[0], places, GEMMA4["max_soft_tokens"])
+        return {"pixel_values": padded[None], "image_position_ids": places[None]}
+    room = max(map(len, patches))
+    masks = [np.arange(room) < len(part) for part in patches]
+    filled = [np.pad(part, ((0, room - len(part)), (0, 0))) for part in patches]
+    return {"pixel_values": np.stack(filled), "pixel_attention_mask": np.stack(masks), "spatial_shapes": sizes}

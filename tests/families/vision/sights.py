@@ -15,6 +15,7 @@ from jaxtyping import Array
 from PIL import Image
 
 from families.case import Case, directory, torch_model, write_model
+from meshtune.adapters.targets import modules
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
@@ -199,7 +200,7 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     sights = [part for part in document if isinstance(part, Sight)]
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids_of(document)])}
     for name in sights[0].inputs if sights else ():
-        inputs[name] = torch.cat(_of_one_size([sight.inputs[name] for sight in sights]))
+        inputs[name] = torch.cat(fill_up([sight.inputs[name] for sight in sights]))
     kinds = (inputs["input_ids"] == IMAGE).int()
     if sights and sights[0].kinds is not None:
         inputs[sights[0].kinds] = kinds
@@ -208,7 +209,7 @@ def torch_inputs(document: Document) -> dict[str, Any]:
     return inputs
 
 
-def _of_one_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def fill_up(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Filled up with zeros, as processors fill up pictures that are smaller or have fewer tiles."""
     filled = []
     for tensor in tensors:
@@ -222,7 +223,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     """(logits [T, V] of each document in a row by itself, the mean loss of all targets that are words)."""
     total, weight, every = torch.zeros(()), 0, []
     for document in documents:
-        out = model(**_with_mask(model, torch_inputs(document))).logits[0]
+        out = model(**mask_of_unified(model, torch_inputs(document))).logits[0]
         every.append(out.detach().numpy())
         batch = batch_of([[document]], len(out), sum(len(p.patches) for p in document if isinstance(p, Sight)))
         mask = torch.tensor(np.asarray(batch["weights"][0]) > 0)
@@ -232,7 +233,7 @@ def torch_run(model: torch.nn.Module, documents: Sequence[Document]) -> tuple[li
     return every, total / weight
 
 
-def _with_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def mask_of_unified(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of Gemma 4 12B with the mask of generation over a static cache; its forward makes another one."""
     if model.config.model_type != "gemma4_unified":
         return inputs
@@ -258,3 +259,12 @@ def torch_gradients(case: VisionCase, spec: ModelSpec, documents: Sequence[Docum
 def words(count: int, seed: int, most: int = 90) -> list[int]:
     """Random token ids, none of which stands for a picture."""
     return np.random.default_rng(seed).integers(1, most, count).tolist()
+
+
+def tower_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Patterns for every linear layer of the tower, one of the projector if it has any, and the queries of the language
+    model."""
+    linear = [module for module in modules(spec).values() if module.linear]
+    tower = {(m.name.split(".")[1], m.name.rpartition(".")[2]) for m in linear if m.part == "tower"}
+    projector = [m.name for m in linear if m.part == "projector"][:1]
+    return ("self_attn.q_proj", *projector, *(f"{root}.*.{name}" for root, name in sorted(tower)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from families.case import directory
 from families.vision.cases import (
+    CASES,
     GEMMA3,
     GEMMA4_UNIFIED,
     INTERNVL,
@@ -32,6 +34,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.data.pictures.families import FAMILIES
 from meshtune.errors import UserError
 from meshtune.families import module_names
+from meshtune.families.composite import tower_names
 from meshtune.families.vision import TOWERS
 from meshtune.json_text import read_json
 from meshtune.weights.export import export_model
@@ -220,3 +223,25 @@ def test_a_name_means_modules_of_the_language_model_where_it_has_them():
         for name in ("q_proj", "vision_tower.*.q_proj", "projection_layer", "multi_modal_projector")
     ]
     assert roots == [{"layers"}, {"vision"}, {"vision"}, {"projector"}]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if not case.case.variant])
+def test_files_with_more_of_a_tower_than_the_config_says_are_refused(case: VisionCase, tmp_path: pathlib.Path):
+    """One more layer, but after the one whose features are read; and a bias of a module that has none in the config."""
+    spec, _ = load(case)
+    assert spec.vision is not None
+    read, model = tower_names(spec), copy_model(case, tmp_path)
+    tensors = load_file(model / WEIGHTS)
+    numbered = re.compile(r"(layers?|blocks)\.(\d+)\.")
+    last = max((int(found[2]) for name in read if (found := numbered.search(name))), default=0)
+    after = [numbered.sub(rf"\1.{last + 1}.", name) for name in sorted(read) if numbered.search(name)]
+    modules = [name.removesuffix(".weight") for name in sorted(read) if name.endswith(".weight")]
+    more = [] if spec.vision.partial else after[:1]
+    more += [f"{module}.bias" for module in modules if f"{module}.bias" not in read][:1]
+    assert more
+    for name in more:
+        save_file(tensors | {name: np.ones(3, np.float32)}, model / WEIGHTS)
+        with pytest.raises(UserError, match="belongs to nothing in the config") as caught:
+            load_params(model, spec)
+        assert name in caught.value.what
+        assert caught.value.fix

@@ -31,11 +31,13 @@ from meshtune.train.run_setup import set_up_run
 FAST = ("internvl", "qwen2_vl", "gemma3", "paligemma2")  # tiles; M-RoPE; pictures, and prompts, that see themselves
 
 
-def recipe_of(case: VisionCase, folder: pathlib.Path, *overrides: str, pairs: bool = False) -> Recipe:
-    """Twelve questions about one or two pictures of several sizes."""
+def recipe_of(
+    case: VisionCase, folder: pathlib.Path, *overrides: str, pairs: bool = False, records: int = 12
+) -> Recipe:
+    """Questions about one or two pictures of several sizes."""
     write_checkpoint(case, folder / "model")
     rows = []
-    for number in range(12):
+    for number in range(records):
         names = [f"{number}-{n}.png" for n in range(1 + number % 2)]
         for n, name in enumerate(names):
             (folder / name).write_bytes(file_of(picture(30 + 5 * number, 40 + 20 * n)))

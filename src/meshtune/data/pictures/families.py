@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtune.data.pictures.lfm2 import read_lfm2
 from meshtune.data.pictures.model_files import Layout, ModelFiles, refuse_crops
-from meshtune.data.pictures.reader import NEWLINE, PictureReader
+from meshtune.data.pictures.reader import NEWLINE, PUBLISHED, PictureReader
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 
@@ -76,14 +76,24 @@ def picture_reader(directory: pathlib.Path, vision: VisionSection, tokenizer: Pr
         )
     options = {key: value for key, value in settings.items() if key not in _NOT_OPTIONS}
     files = ModelFiles(directory, config, config.get("vision_config") or {}, options, processor, tokenizer)
-    reader = make(files, vision)
-    reader = dataclasses.replace(
-        reader,
-        processor=processors[name] if ":" in processors[name] else f"{processors[name]}:{name}Pil",
-        settings=json.dumps(files.settings, sort_keys=True),
-        channels=int(next((files.vision[key] for key in _CHANNELS if files.vision.get(key)), 3)),
-        areas=(vision.max_pixels, vision.min_pixels),
-    )
+    try:
+        reader = make(files, vision)
+        reader = dataclasses.replace(
+            reader,
+            processor=processors[name] if ":" in processors[name] else f"{processors[name]}:{name}Pil",
+            settings=json.dumps(files.settings, sort_keys=True),
+            channels=int(next((files.vision[key] for key in _CHANNELS if files.vision.get(key)), 3)),
+        )
+        reader.check_pixels()
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise UserError(
+            f"no picture can be read with these settings ({type(problem).__name__}: {problem})",
+            where=str(directory / "preprocessor_config.json"),
+            fix=PUBLISHED,
+        ) from problem
+    reader = dataclasses.replace(reader, areas=(vision.max_pixels, vision.min_pixels))
     minimum = (reader.family.patch * reader.merge) ** 2
     if vision.max_pixels is not None and vision.max_pixels < minimum:
         side = reader.family.patch * reader.merge

@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 import tempfile
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data.conversation import Conversation, Document, Picture, PlacedPicture, Sample, map_documents
@@ -35,8 +36,10 @@ _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that exchange width and h
 _DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 
 
+@functools.cache
 def pillow() -> Any:
-    """The module PIL.Image. Raises UserError where Pillow is missing."""
+    """The package Pillow, without its warning of large pictures, which are refused. Raises UserError where it is
+    missing."""
     try:
         import PIL.Image
         import PIL.ImageOps
@@ -44,6 +47,7 @@ def pillow() -> Any:
         raise UserError(
             "pictures are read with the package Pillow, which is missing", fix=pip_install("images")
         ) from problem
+    warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
     return PIL
 
 

@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from meshtune.data.pictures.files import pillow
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from meshtune.model.vision import VisionSpec
+
+PUBLISHED = "give the preprocessor_config.json that was published with the model"
 NEWLINE = -1  # in `visual`: the place of the model's own vector after a row of features
 
 
@@ -148,6 +152,27 @@ class PictureReader:
         Raises UserError for one that the model cannot take, such as one 200 times as wide as high.
         """
         return _layout(self, width, height)
+
+    def check_pixels(self) -> None:
+        """Reads a small picture. Raises an error where the image processor cannot, or gives other patches than `layout`
+        says."""
+        size = 64, 48
+        patches = self.patches(pillow().Image.new("RGB", size))[0]
+        if patches.shape != (expected := (self.layout(*size).patches, self.pixels)):
+            raise ValueError(f"patches and values of each are {patches.shape}, and config.json says {expected}")
+
+    def check_tower(self, tower: VisionSpec, where: str) -> None:
+        """Raises UserError, naming the model `where`, if its tower takes other patches."""
+        given, taken = (
+            f"{f'tiles of {tile} ' if tile else ''}patches of {values} values, {merge} x {merge} a feature"
+            for tile, values, merge in (
+                (self.tile_patches, self.pixels, self.merge),
+                (tower.tile, tower.pixels, tower.merge),
+            )
+        )
+        if given != taken:
+            problem = f"preprocessor_config.json makes {given}, and the tower of config.json takes {taken}"
+            raise UserError(problem, where=where, fix=PUBLISHED)
 
     def patches(self, image: Image) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The patches of an RGB picture, float32 [n, K], their tiles int32 [n] counted from 1, and int32 [n, 4]: row

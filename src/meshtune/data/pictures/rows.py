@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +25,14 @@ if TYPE_CHECKING:
     from meshtune.data.packing import PackedRows
     from meshtune.data.tokens import Example
 
+# Pictures that a process decodes at once, each in the memory of all its pixels. Pillow frees the interpreter meanwhile.
+DECODERS = min(8, os.cpu_count() or 1)
 SAVING = 0.1  # the share of an epoch's patches that one more compiled program must save
+
+
+@functools.cache
+def _decoders() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(DECODERS, "pictures")
 
 
 def patch_counts(reader: PictureReader, store: Store | AnsweredPrompts) -> np.ndarray:
@@ -105,14 +115,11 @@ class RowPictures:
         arrays = self.empty_arrays(len(rows), length, min(size for size in self.sizes if size >= needed))
         if not arrays:
             return {}
-        reader, decoded = self.reader, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        reader, decoded = self.reader, self._decode(placed)
         for row, pictures in enumerate(placed):
             patch = tile = 0
             for document, begin, item in pictures:
-                digest = item.picture.digest
-                if digest not in decoded:
-                    decoded[digest] = reader.patches(load_picture(item.picture, str(document.origin)))
-                patches, segments, grid = decoded[digest]
+                patches, segments, grid = decoded[item.picture.digest]
                 layout = reader.layout(*item.picture.size)
                 assert len(patches) == layout.patches, f"{item.picture}: {len(patches)} patches, not {layout.patches}"
                 span = slice(patch, patch + len(patches))
@@ -127,6 +134,14 @@ class RowPictures:
                 patch, tile = patch + len(patches), tile + int(segments[-1])
         self._fill_positions(arrays, rows)
         return arrays
+
+    def _decode(
+        self, rows: Sequence[Sequence[tuple[Segment, int, DocumentPicture]]]
+    ) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """What the reader makes of every picture, by its digest: several at once, once each."""
+        files = {item.picture.digest: (item.picture, str(doc.origin)) for row in rows for doc, _, item in row}
+        patches = _decoders().map(lambda file: self.reader.patches(load_picture(*file)), files.values())
+        return dict(zip(files, patches, strict=True))
 
     def count(self, pictures: Sequence[DocumentPicture]) -> int:
         """The number of patches of these pictures."""

@@ -18,6 +18,7 @@ from meshtune.model.block import Mixer
 from meshtune.model.spec import ModelSpec, stacks_of
 from meshtune.model.vision import VisionSpec, deepstack
 
+PUBLISHED = "give the config.json that was published with the model"
 # model_type of a composite -> the module of its tower.
 TOWERS: dict[str, str] = {
     "gemma3": "gemma3",
@@ -65,13 +66,13 @@ def with_tower(spec: ModelSpec, config: Mapping[str, Any], where: str) -> ModelS
     fields that do not fit together."""
     try:
         vision = _vision_spec(config, where, spec)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(error.what, where=error.where, fix=error.fix or PUBLISHED) from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"the fields of vision_config do not fit together ({type(error).__name__}: {error})",
             where=where,
-            fix="give the config.json that was published with the model",
+            fix=PUBLISHED,
         ) from error
     layers = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
     for number in range(len(vision.taps)):
@@ -96,7 +97,7 @@ def _vision_spec(config: Mapping[str, Any], where: str, text: ModelSpec) -> Visi
         raise UserError(
             f"vision_config of this {kind} is {config.get('vision_config')!r}, not a mapping",
             where=f"{where}, field vision_config",
-            fix="give the config.json that was published with the model",
+            fix=PUBLISHED,
         )
     return _module(kind).vision_spec(config, where, text)
 

@@ -30,6 +30,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
 from meshtune.runs.output import weights_digests
 from meshtune.setup.stage import BASE, CACHED, reference_of
+from meshtune.setup.teacher import check_pictures
 from meshtune.train.run_setup import PreparedRun
 from meshtune.weights.hub import MODEL, locate
 from meshtune.weights.inspect import base_hash
@@ -115,8 +116,10 @@ class Reference:
         if self.chosen in (BASE, CACHED):
             return
         directory = locate(self.chosen, None, allow=MODEL)
-        spec, _ = load_spec(directory, self.run.precision.frozen)
+        spec, _ = load_spec(directory, self.run.precision.frozen, vision=self.run.recipe.vision is not None)
         _same_tokens(directory, self.chosen, self.run.tokenizer, spec, self.run.spec)
+        where, fix = f"stage.reference, {self.chosen}", "or reference: auto"
+        check_pictures(self.run.recipe, self.run.tokenizer, directory, "reference", where, fix)
         layout = self.run.layout and layout_for(self.run.layout.mesh, spec)[0]
         compute = dataclasses.replace(self.run.compute, layout=layout)
         loaded: list[Tree] = []
