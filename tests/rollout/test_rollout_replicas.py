@@ -146,6 +146,16 @@ def test_two_processes_that_were_stopped_while_they_waited_have_the_bits_of_one_
     assert adapter(tmp_path / "one") == adapter(tmp_path / "two")
 
 
+@pytest.mark.slow
+def test_a_replica_needs_no_memory_for_updates(stories260k, tmp_path):
+    file = recipe(tmp_path, stories260k, "large", 1, replicas=True, rows=6, samples=10**6)
+    done = run("train", file, "train.micro_batch=4000000")
+    assert (done.returncode, "of memory on each device" in done.stderr) == (2, True), done.stderr
+    with started("serve-rollouts", file, "train.micro_batch=4000000") as replica:
+        assert replica.stdout is not None
+        assert any(line.startswith("replica 1/1 generates") for line in replica.stdout)
+
+
 TREE = {"layers": {"0.0": {"q": {"weight": np.zeros((2, 3), np.float32), "adapter": np.ones(2, np.float32)}}}}
 CHANGING = frozenset({"layers/0.0/q/adapter"})
 
