@@ -4,8 +4,8 @@
 
 STORIES260K is a model directory whose tokenizer is used. Full tuning of a random Llama, once with `model.load: direct`
 and once with `replica`. The figures are the kernel's, `rchar` of /proc/PID/io: all bytes of read(2) and its relatives,
-Python's own modules included, those of pages that were in the cache too. The last look at a process is at most a
-hundredth of a second before its end.
+Python's own modules included, those of pages that were in the cache too. The last look at a process is some
+hundredths of a second before its end.
 """
 
 from __future__ import annotations
