@@ -1,4 +1,5 @@
-"""UserError: a mistake that the user can correct, with where it is and what to do; and words of messages."""
+"""UserError: a mistake that the user can correct, with where it is and what to do; StopRequested; and words of
+messages."""
 
 from __future__ import annotations
 
@@ -44,6 +45,14 @@ class UserError(ValueError):
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.where, self.fix)
+
+
+class StopRequested(Exception):
+    """The run, which waits for others, is to save and stop, by the signal of this number."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
 
 
 def path_error(error: OSError) -> UserError | None:

@@ -1,5 +1,5 @@
 """Commands that share their work between replicas, on a real Ray and a real Slurm of two nodes, also after kill -9: the
-results are the bytes of one process."""
+results are the bytes of one process. And replicas that generate for a run of GRPO."""
 
 from __future__ import annotations
 
@@ -204,3 +204,33 @@ def test_jobs_of_slurm_write_the_bytes_of_one_process_also_when_one_is_killed(
     logs = [f"\n--- {log}\n{log.read_text()[-2000:]}" for log in tmp_path.rglob("*.log")]
     assert set(states(match[1], slurm)) == {"COMPLETED"}, "".join(logs)
     assert results(name, output) == results(name, work.one(name))
+
+
+@pytest.mark.parametrize("executor", ["ray", "slurm"])
+def test_replicas_generate_for_a_run_and_end_with_it(work: Work, tmp_path: pathlib.Path, executor, request):
+    variables = request.getfixturevalue("slurm") if executor == "slurm" else {}
+    namespace = loopback_only() if executor == "ray" and pytest.importorskip("ray") else []
+    (tmp_path / "reward.py").write_text(
+        "def short(completions, **columns):\n    return [-len(c) for c in completions]\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} dogs"}) + "\n" for n in range(4)))
+    recipe, output = tmp_path / "recipe.json", tmp_path / "run"
+    fields = {
+        "model": str(work.model),
+        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_length": 32},
+        "stage": "grpo",
+        "rollout": {"prompts": 4, "samples": 2, "rows": 2, "max_tokens": 8, "replicas": True},
+        "rewards": [f"{tmp_path}/reward.py:short"],
+        "train": {"steps": 3},
+        "output": str(output),
+    }
+    recipe.write_text(json.dumps(fields))
+    serve = ["serve-rollouts", str(recipe), "--replicas", "2", "--executor", executor]
+    launcher = start([*namespace, *MESHTUNE, *serve], tmp_path / "replicas", **variables)
+    trainer = start([*MESHTUNE, "train", str(recipe)], tmp_path / "train")
+    finish(trainer, tmp_path / "train")
+    text = finish(launcher, tmp_path / "replicas")
+    if match := re.search(r"job (\d+) submitted", text):
+        wait(lambda: set(states(match[1], variables)) == {"COMPLETED"})
+    for number in (1, 2):
+        assert f"replica {number}/2 generates for {output}" in (output / f"logs/replica-{number}.log").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -17,9 +18,10 @@ import psutil
 import pytest
 
 from command import run
+from compiling import FASTER
 from meshtune.arrays.tree import flatten, unflatten
 from meshtune.config.sections import RolloutSection
-from meshtune.errors import UserError
+from meshtune.errors import StopRequested, UserError
 from meshtune.mesh.processes import SINGLE_PROCESS
 from meshtune.rollout.generate import Completion
 from meshtune.rollout.replicas import (
@@ -61,8 +63,8 @@ def recipe(folder: pathlib.Path, model: pathlib.Path, name: str, steps: int, **r
 
 
 @contextlib.contextmanager
-def started(*command: object) -> Iterator[subprocess.Popen[str]]:
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+def started(*command: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FASTER} | variables
     line = [*MESHTUNE, *map(str, command)]
     process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -83,6 +85,14 @@ def adapter(output: pathlib.Path) -> bytes:
     return (output / "adapter/adapter_model.safetensors").read_bytes()
 
 
+def wait_for(file: pathlib.Path, *processes: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while not file.exists():
+        assert {process.poll() for process in processes} == {None}
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_has_the_same_bits_with_one_replica_and_with_two_of_which_one_is_killed(stories260k, tmp_path):
@@ -92,11 +102,7 @@ def test_a_run_has_the_same_bits_with_one_replica_and_with_two_of_which_one_is_k
         finish(replica)
     two = recipe(tmp_path, stories260k, "two", 30, replicas=True, rows=3)
     with started("train", two) as trainer, started("serve-rollouts", two, "--replicas", 2) as launcher:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "two/rollouts/00000002.npz").exists():
-            assert (trainer.poll(), launcher.poll()) == (None, None)
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(tmp_path / "two/rollouts/00000002.npz", trainer, launcher)
         (victim,) = [child for child in psutil.Process(launcher.pid).children() if "2/2" in child.cmdline()]
         victim.send_signal(signal.SIGKILL)
         finish(trainer)
@@ -115,6 +121,39 @@ def test_a_replica_with_one_block_has_the_bits_of_a_run_that_generates_by_itself
         finish(trainer)
         finish(replica)
     assert adapter(tmp_path / "own") == adapter(tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_that_were_stopped_while_they_waited_have_the_bits_of_one_with_two_devices(stories260k, tmp_path):
+    """The replica is killed, so that the run waits for its next one when SIGTERM comes."""
+    one, two = (recipe(tmp_path, stories260k, name, 8, replicas=True, rows=6) for name in ("one", "two"))
+    devices = f"{FASTER} --xla_force_host_platform_device_count=2"
+    with started("serve-rollouts", one) as replica, started("train", one, "mesh.fsdp=2", XLA_FLAGS=devices) as trainer:
+        finish(trainer)
+        finish(replica)
+    launch = ("launch", "local", "-n", 2, "-d", 1, two, "mesh.fsdp=2")
+    with started("serve-rollouts", two) as replica, started(*launch) as trainer:
+        wait_for(tmp_path / "two/rollouts/00000002.npz", trainer, replica)
+        replica.kill()
+        time.sleep(3)
+        trainer.terminate()
+        output, _ = trainer.communicate(timeout=120)
+        assert (trainer.returncode, "saved after update" in output) == (143, True), output
+    with started("serve-rollouts", two) as replica, started(*launch, "resume=true") as trainer:
+        assert "resuming after update" in finish(trainer)
+        finish(replica)
+    assert adapter(tmp_path / "one") == adapter(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_a_replica_needs_no_memory_for_updates(stories260k, tmp_path):
+    file = recipe(tmp_path, stories260k, "large", 1, replicas=True, rows=6, samples=10**6)
+    done = run("train", file, "train.micro_batch=4000000")
+    assert (done.returncode, "of memory on each device" in done.stderr) == (2, True), done.stderr
+    with started("serve-rollouts", file, "train.micro_batch=4000000") as replica:
+        assert replica.stdout is not None
+        assert any(line.startswith("replica 1/1 generates") for line in replica.stdout)
 
 
 TREE = {"layers": {"0.0": {"q": {"weight": np.zeros((2, 3), np.float32), "adapter": np.ones(2, np.float32)}}}}
@@ -160,7 +199,20 @@ def test_blocks_do_not_depend_on_the_replicas_and_are_joined_in_order(tmp_path):
         [[n, 10 * n], [n, 10 * n + 1]] for n in range(5)
     ]
     assert list((tmp_path / "r").glob("0*")) == []
+    compute_blocks(tmp_path / "r", next(requests(tmp_path / "r")), 0, compute)  # it is complete
+    assert list((tmp_path / "r").glob("0*")) == []
     replicas.close()
+
+
+def test_a_run_that_waits_stops_by_a_signal_and_its_replicas_end_unless_a_scheduler_sent_it(tmp_path):
+    replicas = RolloutReplicas(tmp_path, RolloutSection(), CHANGING, None, SINGLE_PROCESS, print, {})
+    draw = functools.partial(replicas.draw, TREE, [[1]], 1, frozenset(), lambda *place: 0, [""])
+    for number, continues in ((signal.SIGTERM, True), (signal.SIGINT, False)):
+        with pytest.raises(StopRequested) as stop:
+            draw(stop_signal=lambda number=number: number)
+        assert stop.value.number == number
+        replicas.close(number)
+        assert ("end" not in json.loads((tmp_path / "request.json").read_text())) == continues
 
 
 def test_an_error_of_a_replica_is_the_runs(tmp_path):

@@ -45,11 +45,13 @@ def adapter(base: Path, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def launch_server(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def launch_server(
+    model: Path, *arguments: str, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """(the process that launched a server in two processes, the lines that it printed by their first words)."""
     command = [sys.executable, "-m", "meshtune", "launch", "local", "-n", "2", "--"]
     command += ["serve", str(model), "mesh.tp=2", "--name", "base", "--port", "0", "--rows", "2", *arguments]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FASTER}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FASTER} | variables
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         assert process.stdout is not None
@@ -144,3 +146,34 @@ def test_a_server_ends_where_its_other_process_is_lost_while_nobody_asks(stories
         if number == signal.SIGSTOP:
             with contextlib.suppress(httpx.TransportError):
                 assert httpx.post(url, json=body("base", PROMPTS[0]), timeout=100).status_code >= 500
+
+
+# Imported by each process as it starts; only process 0 has a scheduler, which calls what is replaced here.
+FAILURE = """
+from meshtune.generate import scheduler
+
+original = scheduler.compiled_form
+
+def compiled_form(samplings, masks):
+    if any(sampling.seed == 666 for sampling in samplings):
+        raise IndexError("a sampler failed")
+    return original(samplings, masks)
+
+scheduler.compiled_form = compiled_form
+"""
+
+
+@pytest.mark.slow
+def test_a_server_ends_where_a_step_fails_in_process_0_alone(stories260k: Path, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(FAILURE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with launch_server(stories260k, PYTHONPATH=path) as (process, printed):
+        workers, url = psutil.Process(process.pid).children(), f"{printed['address']}/completions"
+        assert httpx.post(url, json=body("base", PROMPTS[0]), timeout=300).status_code == 200
+        answer = httpx.post(url, json=body("base", PROMPTS[0], seed=666), timeout=100)
+        assert (answer.status_code, "IndexError" in answer.text) == (500, True)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1, output
+        assert "a step failed in process 0" in output
+        assert "IndexError: a sampler failed" in output
+        assert not any(worker.is_running() for worker in workers)

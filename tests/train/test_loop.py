@@ -112,7 +112,7 @@ def test_a_source_of_batches_sees_the_state_that_its_batch_updates(tmp_path):
     calls = []
 
     class FromState:
-        uses_state, progress, kl_coef = True, None, None
+        uses_state, progress, stop_signal, kl_coef = True, None, None, None
 
         def next(self, step, state):
             calls.append((step, float(state.trainable["w"])))

@@ -123,7 +123,7 @@ def serve(
 def _answer_requests(
     served: dict[str, Model], options: ServerOptions, token: str | None, listener: socket.socket
 ) -> None:
-    """Answers requests at `listener` until the server is stopped."""
+    """Answers requests at `listener` until the server is stopped. Raises the error of a step that ends the server."""
     import uvicorn
 
     from meshtune.serve.app import create_app
@@ -151,8 +151,13 @@ def _answer_requests(
         access_log=options.log_requests,
     )
     limits = Limits(connections=max(Limits.connections, options.queue + options.rows + 100))
-    server = Server(config, gate, ready, limits)
+    server = Server(config, gate, ready, limits, lambda: models.ended is not None)
     server.run(sockets=[listener])
+    if models.ended is not None:
+        typer.echo(
+            "a step failed in process 0, and the other processes cannot go on without it: the server ends", err=True
+        )
+        raise models.ended
     if server.unanswered:
         typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
 

@@ -90,6 +90,7 @@ def run_executor(name: str, arguments: Arguments, workers: int, options: Mapping
         "skip_completed": False,  # a complete share ends at once, and sources may have changed
     }
     if name == "ray":
+        os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: else 15
         module.RayPipelineExecutor(**common, ray_remote_kwargs={key: _number(options[key]) for key in options}).run()
         return None
     missing = [key for key in ("partition", "time") if key not in options]

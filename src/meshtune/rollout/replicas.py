@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from meshtune.arrays.tree import Tree, flatten, split
 from meshtune.config.sections import RolloutSection
-from meshtune.errors import UserError
+from meshtune.errors import StopRequested, UserError
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.rollout.generate import Completion
@@ -70,11 +71,15 @@ class RolloutReplicas:
         seed_of: Callable[[int, int], int],
         where: Sequence[str],
         progress: Callable[[int, int], None] | None = None,
+        stop_signal: Callable[[], int | None] | None = None,
     ) -> list[list[Completion]]:
-        """Returns `samples` completions of every prompt, as rollout.generate does. Raises: UserError of a replica."""
+        """Returns `samples` completions of every prompt, as rollout.generate does.
+
+        Raises: UserError of a replica; StopRequested once process 0 has a `stop_signal`, on all processes.
+        """
         self._count += 1
         arrays = changing_arrays(params, self._changing, self._layout)
-        blocks: list[Any] | None = None
+        blocks: list[Any] | int | None = None
         if self._job.is_main_process:
             name = f"{self._count:06}-{os.getpid()}-{time.time_ns()}"
             weights = f"{name}.safetensors"
@@ -92,10 +97,13 @@ class RolloutReplicas:
                 "where": list(where),
             }
             _write(self._folder / REQUEST, request)
-            blocks = self._wait(request, progress)
-            for file in self._folder.glob(f"{name}*"):
+            blocks = self._wait(request, progress, stop_signal)
+            (self._folder / weights).unlink()  # first: without them no replica computes a block again
+            for file in self._folder.glob("[0-9]*"):
                 file.unlink(missing_ok=True)
         blocks = self._job.broadcast(f"completions of replicas {self._count}", blocks, timeout=DAY)
+        if isinstance(blocks, int):
+            raise StopRequested(blocks)
         groups: list[list[Completion]] = []
         for block in blocks or ():
             if isinstance(block, dict):
@@ -103,8 +111,13 @@ class RolloutReplicas:
             groups += [[Completion(ids, log_probs, reason) for ids, log_probs, reason in group] for group in block]
         return groups
 
-    def _wait(self, request: Request, progress: Callable[[int, int], None] | None) -> list[Any]:
-        """The results of all blocks, in their order."""
+    def _wait(
+        self,
+        request: Request,
+        progress: Callable[[int, int], None] | None,
+        stop_signal: Callable[[], int | None] | None,
+    ) -> list[Any] | int:
+        """The results of all blocks, in their order, or the signal that came before."""
         missing, results = dict.fromkeys(range(len(block_spans(request)))), dict[int, Any]()
         since = time.monotonic()
         while missing:
@@ -120,12 +133,14 @@ class RolloutReplicas:
                 since = time.monotonic()
                 self._notify("waiting for replicas that generate: meshtune serve-rollouts RECIPE, with this recipe")
             if missing:
+                if stop_signal is not None and (received := stop_signal()) is not None:
+                    return received
                 time.sleep(PAUSE)
         return [results[number] for number in sorted(results)]
 
-    def close(self) -> None:
-        """Lets the replicas end."""
-        if self._job.is_main_process and self._folder.is_dir():
+    def close(self, stopped_by: int | None = None) -> None:
+        """Lets the replicas end, unless SIGTERM has stopped the run: a scheduler that sends it starts the run again."""
+        if self._job.is_main_process and self._folder.is_dir() and stopped_by != signal.SIGTERM:
             _write(self._folder / REQUEST, {"name": f"end-{time.time_ns()}", "end": True})
 
 
@@ -194,14 +209,15 @@ def requests(folder: pathlib.Path) -> Iterator[Request]:
 
 
 def compute_blocks(folder: pathlib.Path, request: Request, first: int, compute: Block) -> None:
-    """Computes the blocks of a request that no replica computes or has computed, from number `first` on."""
+    """Computes the blocks of a request that no replica computes or has computed, from number `first` on; none of a
+    request that is complete."""
     count = len(block_spans(request))
     for number in ((first + n) % count for n in range(count)):
-        file = result_file(folder, request, number)
-        if file.exists():
+        file, weights = result_file(folder, request, number), folder / request["weights"]
+        if file.exists() or not weights.exists():
             continue
         with _lock(file.with_suffix(".lock")) as is_free:
-            if not is_free or file.exists():
+            if not is_free or file.exists() or not weights.exists():  # in this order: weights are removed first
                 continue
             try:
                 groups = compute(request, number)

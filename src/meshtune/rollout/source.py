@@ -97,8 +97,9 @@ class RolloutSource:
     `params_of(state)` is the whole tree of parameters. `rewards` are those of process 0, None on the others. `notify`
     gets messages; `progress(done, all)`, if it is set, is called while completions are generated. With `environments`,
     completions have turns that call tools of theirs. `teacher` is that of a distillation, behind an address. With
-    `replicas`, other processes generate. `kl_coef` is the weight of the KL divergence in the next rollout's rewards,
-    where it is steered to a target.
+    `replicas`, other processes generate, and `stop_signal()`, if it is set, gives the signal by which a run that waits
+    for them is to stop. `kl_coef` is the weight of the KL divergence in the next rollout's rewards, where it is steered
+    to a target.
     """
 
     uses_state = True
@@ -126,6 +127,7 @@ class RolloutSource:
         self._notify, self._shared, self._environments = notify, model.compute.shared_prompts, environments
         self.teacher, self._replicas = teacher, replicas
         self.progress: Callable[[int, int], None] | None = None
+        self.stop_signal: Callable[[], int | None] | None = None
         self.kl_coef = start_kl_coef(recipe.stage)
         self._said_equal = False
         # A completion with its prompt has at least as many positions as the prompt, which an environment may change;
@@ -168,7 +170,7 @@ class RolloutSource:
         if self._rewards is not None:
             self._rewards.close()
         if self._replicas is not None:
-            self._replicas.close()
+            self._replicas.close(None if self.stop_signal is None else self.stop_signal())
 
     # Rollouts
 
@@ -276,7 +278,8 @@ class RolloutSource:
     ) -> list[list[Completion]]:
         model, where = self.model, [str(record.origin) for record in records]
         if self._replicas is not None:
-            return self._replicas.draw(params, prompts, samples, model.stop_ids, seed_of, where, self.progress)
+            hooks = self.progress, self.stop_signal
+            return self._replicas.draw(params, prompts, samples, model.stop_ids, seed_of, where, *hooks)
         return generate(
             params,
             model.spec,

@@ -159,7 +159,7 @@ def create_app(models: Models, *, max_body: int = MAX_BODY, **checks: Any) -> St
         for worker in models.workers:
             worker.start()
         yield
-        for worker in models.workers:
+        for worker in models.workers if models.ended is None else ():  # else one may wait for other processes
             await run_in_threadpool(worker.stop)
         api.stop()
 

@@ -309,6 +309,11 @@ class Models:
         return ApiError(404, message, param="model", code="model_not_found")
 
     @property
+    def ended(self) -> Exception | None:
+        """The error of a step after which the processes of this server compute nothing together any more."""
+        return next((worker.ended for worker in self.workers if worker.ended is not None), None)
+
+    @property
     def capacity(self) -> int:
         """Requests that are taken at once, at most."""
         return sum(worker.scheduler.capacity or 0 for worker in self.workers)

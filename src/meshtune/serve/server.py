@@ -123,17 +123,22 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Answers until SIGTERM or Ctrl-C, and then until the requests under way have their answers; later ones get 503.
 
-    A second signal ends it at once. `ready` is called when it answers; `unanswered` requests were
-    under way when it ended. Connections are those of serve.connection, whatever the `config` says.
+    A second signal ends it at once, and so does `has_ended`. `ready` is called when it answers; `unanswered` requests
+    were under way when it ended. Connections are those of serve.connection, whatever the `config` says.
     """
 
     def __init__(
-        self, config: uvicorn.Config, gate: Gate, ready: Callable[[], None] = lambda: None, limits: Limits | None = None
+        self,
+        config: uvicorn.Config,
+        gate: Gate,
+        ready: Callable[[], None] = lambda: None,
+        limits: Limits | None = None,
+        has_ended: Callable[[], bool] = lambda: False,
     ):
         protocol: Any = functools.partial(Connection, limits=limits or Limits())
         config.http, config.ws = protocol, "none"
         super().__init__(config)
-        self._gate, self._ready = gate, ready
+        self._gate, self._ready, self._has_ended = gate, ready, has_ended
         self._checked = time.monotonic()
         self.unanswered = 0
 
@@ -149,7 +154,7 @@ class Server(uvicorn.Server):
             connections: list[Any] = list(self.server_state.connections)
             for connection in connections:
                 connection.expire(self._checked, self._checked - before)
-        ends = await super().on_tick(counter) or self._gate.drained
+        ends = await super().on_tick(counter) or self._gate.drained or self._has_ended()
         self.unanswered = self._gate.under_way if ends else 0
         return ends
 

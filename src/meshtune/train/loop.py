@@ -22,7 +22,7 @@ import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, named_leaves
-from meshtune.errors import UserError, amount
+from meshtune.errors import StopRequested, UserError, amount
 from meshtune.mesh.agreement import StopFlag
 from meshtune.model.gather import to_device
 from meshtune.setup.memory import memory_in_use
@@ -193,13 +193,15 @@ class BatchSource(Protocol):
     """Provides the batch of every update. It sees the state, from which an online stage generates its rows.
 
     Where it `uses_state`, the update before is reported, and is known to be finite, when the next batch is asked for;
-    it may call `progress(done, total)`, which the loop sets, while it makes one. `kl_coef` is state that is saved with
-    checkpoints: the weight of a KL divergence that is steered to a target.
+    it may call `progress(done, total)` while it makes one, and raise StopRequested if `stop_signal()` gives a signal;
+    the loop sets both. `kl_coef` is state that is saved with checkpoints: the weight of a KL divergence that is steered
+    to a target.
     """
 
     uses_state: bool
     kl_coef: float | None
     progress: Callable[[int, int], None] | None
+    stop_signal: Callable[[], int | None] | None
 
     def next(self, step: int, state: TrainState) -> TrainBatch:
         """The batch of update `step`, counted from 0. Steps come in order; `state` is the one to be updated."""
@@ -217,6 +219,7 @@ class LoadedBatches:
     uses_state = False
     kl_coef: float | None = None
     progress: Callable[[int, int], None] | None = None
+    stop_signal: Callable[[], int | None] | None = None
 
     def __init__(self, iterate: Callable[[int, int], Iterable[TrainBatch]], start: int, stop: int):
         self._iterate, self._start, self._stop = iterate, start, stop
@@ -309,12 +312,14 @@ class _Loop:
         self.clock = time.perf_counter()
         if task.batches.uses_state:
             task.batches.progress = lambda done, total: self._emit(Generating(done, total))
+            task.batches.stop_signal = lambda: interrupt.received
 
     def run(self) -> Ended:
         done, total = self.task.record.step, self.task.cadence.total
         self.events.emit(Started(done, total))
         if done == 0:
-            self._at_start()
+            with contextlib.suppress(StopRequested):  # the first batch raises it again
+                self._at_start()
         self.clock = time.perf_counter()
         if not self.early_stopping.stop:
             with self.task.watchdog:
@@ -357,6 +362,8 @@ class _Loop:
                     with self.task.watchdog.pause():
                         self._whatever_is_due(done)
                     self.clock = time.perf_counter()
+        except StopRequested as request:
+            self.stop = request.number
         finally:
             self.task.batches.close()
         if pending is not None:

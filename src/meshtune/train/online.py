@@ -142,13 +142,15 @@ def serve_rollouts(recipe: Recipe, shard: Shard = Shard(), *, console: Console |
     console = console or terminal.console()
     output = pathlib.Path(recipe.output).expanduser()
     folder = output / FOLDER / REPLICAS
+    compute = recipe.compute.model_copy(update={"memory_check": False})  # it is of a run that trains
+    recipe = recipe.model_copy(update={"resume": False, "overwrite": True, "compute": compute})
     with log_console(console) as log:
-        run = set_up_run(recipe.model_copy(update={"resume": False, "overwrite": True}), output, console, log, JOB)
+        run = set_up_run(recipe, output, console, log, JOB)
         model = load_model(run, console, compute=run.compute, loader=run.data.train)
     changing, params = _changing(model), without_critic(model.parameters)
     current: str | None = None
 
-    def compute(request: Request, block: int) -> list[list[Completion]]:
+    def generate_block(request: Request, block: int) -> list[list[Completion]]:
         nonlocal params, current
         if request["weights"] != current:
             params = with_arrays(params, changing, read_weights(folder, request))
@@ -173,7 +175,7 @@ def serve_rollouts(recipe: Recipe, shard: Shard = Shard(), *, console: Console |
             fix = "give serve-rollouts the recipe and the overrides of the run"
             raise UserError("the run has another model or method", where="model, method", fix=fix)
         with contextlib.suppress(FileNotFoundError):  # it is complete, and its files are gone
-            compute_blocks(folder, request, shard.index - 1, compute)
+            compute_blocks(folder, request, shard.index - 1, generate_block)
 
 
 def _rewards(run: LoadedRun, start: int | None, environments: Environments | None) -> Rewards:
