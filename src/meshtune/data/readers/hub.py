@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, quiet_datasets, root_cause
-from meshtune.data.readers.remote import list_files, open_in_place
+from meshtune.data.readers.remote import open_in_place
 from meshtune.data.readers.textfiles import ConcatenatedRecords, Records
 from meshtune.errors import UserError
 from meshtune.weights.hub import PREFIX, download_data
@@ -97,9 +97,7 @@ def _parquet_files(builder: DatasetBuilder, split: str, where: str) -> list[str]
 def _open_files(name: str, files: list[str]) -> Records:
     """The records of parquet files of a hub data set, where they are."""
     root = files[0][: files[0].index("/", files[0].index("@"))]  # hf://datasets/owner/name@commit
-    _, listed = list_files(root)
-    described = {file: (name + file.removeprefix(root), listed[file.removeprefix("hf://")]) for file in files}
-    return ConcatenatedRecords(list(open_in_place(described).values()))
+    return ConcatenatedRecords([*open_in_place({file: name + file.removeprefix(root) for file in files}).values()])
 
 
 def is_reachable(endpoint: str, seconds: float = CONNECT_SECONDS) -> bool:

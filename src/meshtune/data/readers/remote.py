@@ -49,26 +49,26 @@ def open_url(url: str, split: str, *, streaming: bool = False) -> Records:
     """
     from meshtune.data.sources import open_path
 
-    system, listed = list_files(url)
+    system, listed = _list(url)
     kinds = {name: pathlib.PurePosixPath(name).suffix.lower() for name in listed}
     names = [name for name in listed if len(listed) == 1 or kinds[name] not in ("", ".md")]  # not README.md
     places = {name: system.unstrip_protocol(name) for name in names}
-    in_place = [name for name in names if streaming and kinds[name] == ".parquet"]
-    parts = open_in_place({places[name]: (places[name], listed[name]) for name in in_place})
+    in_place = {places[name]: places[name] for name in names if streaming and kinds[name] == ".parquet"}
+    parts = open_in_place(in_place)
     for name in names:
-        if name not in in_place:
+        if places[name] not in in_place:
             with remote_errors(places[name]):
                 local = _copy(system, name, _status({name: listed[name]}))
             parts[places[name]] = open_path(local, places[name], split=split)
     return RemoteRecords([parts[places[name]] for name in names], {url: _status(listed)})
 
 
-def open_in_place(files: Mapping[str, tuple[str, dict[str, Any]]]) -> dict[str, Records]:
-    """The records of parquet files by address, which are read there. `files` are what the user calls each, and how its
-    file system describes it. Raises UserError as `open_url`."""
+def open_in_place(names: Mapping[str, str]) -> dict[str, Records]:
+    """The records of parquet files by address, which are read there. `names` are what the user calls each. Raises
+    UserError as `open_url`."""
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        opened = pool.map(lambda item: open_parquet(item[0], item[1][0], _state(item[1][1])), files.items())
-        return dict(zip(files, opened, strict=True))
+        opened = pool.map(lambda item: open_parquet(*item, file_state(item[0], refresh=False)), names.items())
+        return dict(zip(names, opened, strict=True))
 
 
 def open_file(address: str) -> Any:
@@ -77,16 +77,14 @@ def open_file(address: str) -> Any:
     return system.open(name, "rb", cache_type="none")
 
 
-def file_state(address: str) -> Status:
-    """The status of a file now, as of `open_in_place`. Raises UserError as `open_url`."""
+def file_state(address: str, *, refresh: bool = True) -> Status:
+    """(0, the size of a file, a number of its tag or, without one, of its time), by a new look with `refresh`. Raises
+    UserError as `open_url`."""
     with remote_errors(address):
         system, name = fsspec.core.url_to_fs(address)
-        system.invalidate_cache(name)
-        return _state(system.info(name))
-
-
-def _state(info: Mapping[str, Any]) -> Status:
-    """(0, the size of a file, a number of its tag or, without one, of its time)."""
+        if refresh:
+            system.invalidate_cache(name)
+        info = system.info(name)
     tag = next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
     return 0, int(info.get("size") or 0), int(hashlib.sha256(tag.encode()).hexdigest()[:15], 16)
 
@@ -94,10 +92,10 @@ def _state(info: Mapping[str, Any]) -> Status:
 def remote_status(url: str) -> Status:
     """The status of a file or folder of an address, as readers.textfiles.file_status. Raises UserError as
     `open_url`."""
-    return _status(list_files(url)[1])
+    return _status(_list(url)[1])
 
 
-def list_files(url: str) -> tuple[Any, dict[str, dict[str, Any]]]:
+def _list(url: str) -> tuple[Any, dict[str, dict[str, Any]]]:
     """The file system of an address, and the files there by name, in order, as it describes them."""
     with remote_errors(url):
         system, root = fsspec.core.url_to_fs(url)
