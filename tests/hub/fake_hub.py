@@ -43,8 +43,8 @@ class Repository:
 @dataclass
 class Hub:
     """A hub's repositories and the requests it received. `objects` are large files by hash; `refuse_after` large files
-    no more are taken. While `open` is cleared, commits wait. `bytes_sent` are those of files, by name. The next requests
-    for parts of files are answered by the `failures`, as statuses."""
+    no more are taken. While `open` is cleared, commits wait. `bytes_sent` are those of files, by name. The next
+    requests for parts of files are answered by the `failures`, as statuses."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)

@@ -147,6 +147,15 @@ def remote_errors(url: str) -> Iterator[None]:
         raise _missing_error(url) from problem
     except Exception as problem:  # each library has its own, and botocore's have no common base with others
         text = str(problem) or type(problem).__name__
+        status = getattr(getattr(problem, "response", None), "status_code", 0)
+        if status == 429:
+            fix = "wait; a run goes on with resume=true. A token (hf: HF_TOKEN) may have a higher limit"
+            raise UserError(
+                f"the server says that these are too many requests: {text}", where=url, fix=fix
+            ) from problem
+        if status >= 500:
+            fix = "wait until it answers; a run goes on with resume=true"
+            raise UserError(f"the server fails, also when it is asked again: {text}", where=url, fix=fix) from problem
         if isinstance(problem, PermissionError) or any(
             word in f"{type(problem).__name__} {text}".lower() for word in _CREDENTIALS
         ):
