@@ -69,7 +69,7 @@ def test_a_stream_takes_a_small_share_of_a_file_and_the_same_batches(hub, file, 
     assert again.fingerprint == stream.fingerprint
 
 
-def test_an_address_of_the_hub_and_a_file_of_a_bucket_are_read_alike(hub, file, tmp_path, tokenizer):  # noqa: F811
+def test_an_address_of_the_hub_is_read_in_parts_too(hub, file, tmp_path, tokenizer):  # noqa: F811
     expected = arrays(open_stream(tmp_path, tokenizer, str(file)).iterate(0, 5))
     url = "hf://datasets/ann/chats/data/en/a.parquet"
     assert_same(arrays(open_stream(tmp_path, tokenizer, url).iterate(0, 5)), expected)
@@ -138,3 +138,12 @@ def test_files_of_other_types_and_parts_of_splits_are_downloaded(hub, tmp_path, 
     hub.repositories["ann/lines"] = Repository(files={"train.jsonl": b'{"instruction": "a", "output": "b"}\n' * 40})
     assert len(open_stream(tmp_path, tokenizer, {"path": "ann/lines"}).documents) == 40
     assert len(open_stream(tmp_path, tokenizer, {**SOURCE, "split": "train[:50]"}).documents) == 50
+
+
+def test_the_parquet_copy_that_a_hub_makes_of_other_files_is_a_revision(hub, file, tmp_path, tokenizer):  # noqa: F811
+    """Here the repository has only the files of that revision, as the hub names them."""
+    hub.repositories["ann/copy"] = Repository(files={"default/train/0000.parquet": file.read_bytes()})
+    stream = open_stream(tmp_path, tokenizer, {"path": "ann/copy", "revision": "refs/convert/parquet"})
+    assert len(stream.documents) == GROUP * GROUPS
+    assert str(stream.documents.origin(7)) == "ann/copy/default/train/0000.parquet, record 7"
+    assert "revision/refs/convert/parquet" in " ".join(hub.paths("GET"))

@@ -169,7 +169,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def model(self, name: str, tail: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
         match tail:
-            case [] | ["revision", _]:
+            case [] | ["revision", *_]:
                 repository = self.repository(name, user)
                 siblings = [{"rfilename": file} for file in repository.files]
                 facts = {"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings}
