@@ -125,6 +125,14 @@ def test_a_server_that_refuses_during_a_run_ends_it(hub, tmp_path, tokenizer, mo
     assert "ann/chats/data/en/a.parquet" in caught.value.where
 
 
+def test_a_server_that_fails_as_a_stream_begins_is_named(hub, tmp_path, tokenizer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    hub.failures += [500] * 30
+    with pytest.raises(UserError, match="the server fails") as caught:
+        open_stream(tmp_path, tokenizer, SOURCE)
+    assert "ann/chats" in caught.value.where
+
+
 def test_a_file_that_changes_during_a_run_is_named(hub, file, tmp_path, tokenizer):  # noqa: F811
     stream = open_stream(tmp_path, tokenizer, SOURCE)
     files = hub.repositories["ann/chats"].files

@@ -44,7 +44,7 @@ class Repository:
 class Hub:
     """A hub's repositories and the requests it received. `objects` are large files by hash; `refuse_after` large files
     no more are taken. While `open` is cleared, commits wait. `bytes_sent` are those of files, by name. The next
-    requests for parts of files are answered by the `failures`, as statuses."""
+    requests for files are answered by the `failures`, as statuses."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -92,6 +92,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             content, headers = self.route(method, path.split("/"), body)
             status = 200
             if "ETag" in headers and method == "GET":
+                if self.hub.failures:
+                    raise Refused(self.hub.failures.pop(0))
                 status, content = self.part(content, headers)
                 self.hub.bytes_sent[path.rpartition("/")[2]] += len(content)
         except Refused as refused:
@@ -109,8 +111,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """The bytes of a file that a request is for (RFC 9110, section 14)."""
         if (bounds := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")) is None:
             return 200, content
-        if self.hub.failures:
-            raise Refused(self.hub.failures.pop(0))
         first, last = int(bounds[1]), min(int(bounds[2] or len(content)), len(content) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return 206, content[first : last + 1]

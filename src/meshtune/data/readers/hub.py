@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, quiet_datasets, root_cause
-from meshtune.data.readers.remote import open_in_place
+from meshtune.data.readers.remote import open_in_place, server_error
 from meshtune.data.readers.textfiles import ConcatenatedRecords, Records
 from meshtune.errors import UserError
 from meshtune.weights.hub import PREFIX, download_data
@@ -75,6 +75,8 @@ def open_hub(
         except ConnectionError as error:
             raise _unreachable_error(name, where) from error
         except (exceptions.DatasetsError, RuntimeError, OSError, *MALFORMED) as error:
+            if (busy := server_error(error, where)) is not None:
+                raise busy from error
             if _is_connection_error(error):
                 raise _unreachable_error(name, where) from error
             raise UserError(
@@ -97,7 +99,8 @@ def _parquet_files(builder: DatasetBuilder, split: str, where: str) -> list[str]
 def _open_files(name: str, files: list[str]) -> Records:
     """The records of parquet files of a hub data set, where they are."""
     root = files[0][: files[0].index("/", files[0].index("@"))]  # hf://datasets/owner/name@commit
-    return ConcatenatedRecords([*open_in_place({file: name + file.removeprefix(root) for file in files}).values()])
+    names = {file: name + file.removeprefix(root) for file in files}
+    return ConcatenatedRecords([*open_in_place(names, refresh=False).values()])
 
 
 def is_reachable(endpoint: str, seconds: float = CONNECT_SECONDS) -> bool:

@@ -24,7 +24,7 @@ from meshtune.data.readers.textfiles import ConcatenatedRecords, Records
 from meshtune.errors import UserError
 
 FOLDER = "downloads"
-_TAGS = ("ETag", "etag", "sha256", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
+_TAGS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created", "sha256", "blob_id")
 _CONNECTIONS = 16  # parquet files opened at once
 _CREDENTIALS = ("credential", "forbidden", "access denied", "unauthorized", "permission", "401", "403", "token")
 
@@ -54,7 +54,7 @@ def open_url(url: str, split: str, *, streaming: bool = False) -> Records:
     names = [name for name in listed if len(listed) == 1 or kinds[name] not in ("", ".md")]  # not README.md
     places = {name: system.unstrip_protocol(name) for name in names}
     in_place = {places[name]: places[name] for name in names if streaming and kinds[name] == ".parquet"}
-    parts = open_in_place(in_place)
+    parts = open_in_place(in_place, refresh=True)
     for name in names:
         if places[name] not in in_place:
             with remote_errors(places[name]):
@@ -63,11 +63,11 @@ def open_url(url: str, split: str, *, streaming: bool = False) -> Records:
     return RemoteRecords([parts[places[name]] for name in names], {url: _status(listed)})
 
 
-def open_in_place(names: Mapping[str, str]) -> dict[str, Records]:
-    """The records of parquet files by address, which are read there. `names` are what the user calls each. Raises
-    UserError as `open_url`."""
+def open_in_place(names: Mapping[str, str], *, refresh: bool) -> dict[str, Records]:
+    """The records of parquet files by address, which are read there. `names` are what the user calls each; with
+    `refresh` they may be others than in an earlier listing. Raises UserError as `open_url`."""
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        opened = pool.map(lambda item: open_parquet(*item, file_state(item[0], refresh=False)), names.items())
+        opened = pool.map(lambda item: open_parquet(*item, file_state(item[0], refresh=refresh)), names.items())
         return dict(zip(names, opened, strict=True))
 
 
@@ -166,6 +166,18 @@ def remote_errors(url: str) -> Iterator[None]:
             fix = "give s3://, gs://, hf:// or a path"
             raise UserError(f"no such kind of address: {text}", where=url, fix=fix) from problem
         raise UserError(f"the address cannot be used: {text}", where=url, fix="check it, and the network") from problem
+
+
+def server_error(problem: BaseException, where: str) -> UserError | None:
+    """The error for an answer of a server over HTTP that may be another one later; None for another problem."""
+    status = getattr(getattr(problem, "response", None), "status_code", 0)
+    if status == 429:
+        fix = "wait, or give a token (hf: HF_TOKEN), whose limit may be higher; a run goes on with resume=true"
+        return UserError(f"the server says that these are too many requests: {problem}", where=where, fix=fix)
+    if status >= 500:
+        fix = "wait until it answers; a run goes on with resume=true"
+        return UserError(f"the server fails: {problem}", where=where, fix=fix)
+    return None
 
 
 def _missing_error(url: str) -> UserError:
