@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 import meshtune.quickstart
+from data.test_remote import folder  # noqa: F401 - a fixture
 from data.test_stream import arrays, assert_same
 from meshtune.config.load import load_recipe
 from meshtune.data.packing import shuffle_order
@@ -100,11 +101,14 @@ def test_an_epoch_decodes_each_row_group_once(file, tmp_path, tokenizer, decoded
     assert sorted(decoded) == list(range(0, GROUP * GROUPS, GROUP))
 
 
-def test_batches_are_the_same_from_any_place_and_step(file, tmp_path, tokenizer):
-    fsspec.filesystem("memory").pipe("/bucket/chats.parquet", file.read_bytes())
+def test_batches_are_the_same_from_any_place_and_step(file, folder, tmp_path, tokenizer):  # noqa: F811
+    url, system = folder
+    if not url.startswith("s3"):
+        system.makedirs(url, exist_ok=True)
+    system.pipe_file(f"{url}/chats.parquet", file.read_bytes())
     expected = arrays(open_stream(tmp_path, tokenizer, str(file)).iterate(0, 20))
     (tmp_path / "x").mkdir()
-    for source in ("memory://bucket/chats.parquet", f"file://{file}", "memory://bucket"):
+    for source in (f"{url}/chats.parquet", url):
         stream = open_stream(tmp_path / "x", tokenizer, source)
         assert_same(arrays(stream.iterate(0, 20)), expected)
         assert_same(arrays(stream.iterate(16, 20)), expected[16:])
