@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
 
 open_pictures = LazyFunction("meshtune.data.pictures.files:open_pictures")
+run_cache = LazyFunction("meshtune.data.readers.parquet:RunCache")
 place_pictures = LazyFunction("meshtune.data.formats.pictures:place_pictures")
 DETECTION_RECORDS = 20  # readable records that a format is detected from
 DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones
@@ -115,8 +116,11 @@ def open_unchecked(
     *,
     streaming: bool = False,
 ) -> CheckedSource:
-    """The source with all its records, up to its cap, as usable. Reads those that its format is detected from."""
-    checked = _open(source, on_bad, dataset_type, pictures, streaming=streaming)
+    """The source with all its records, up to its cap, as usable, with `streaming` for any order. Reads those that its
+    format is detected from."""
+    checked = _open(source, on_bad, dataset_type, pictures, streaming)
+    if streaming:
+        checked = dataclasses.replace(checked, records=checked.records.random_access(run_cache()))
     count = min(len(checked.records), source.cap or len(checked.records))
     indices = np.arange(count, dtype=offset_type(count))
     first = itertools.islice(checked.records.sweep(), DETECTION_RECORDS)
@@ -329,12 +333,7 @@ def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecor
 
 
 def _open(
-    source: DataSource,
-    on_bad: str,
-    dataset_type: DatasetType,
-    pictures: PictureFiles | None,
-    *,
-    streaming: bool = False,
+    source: DataSource, on_bad: str, dataset_type: DatasetType, pictures: PictureFiles | None, streaming: bool = False
 ) -> CheckedSource:
     records = open_source(source, streaming=streaming)
     form = _select_format(source, records, on_bad, dataset_type)

@@ -26,7 +26,6 @@ open_gym = LazyFunction("meshtune.data.readers.reasoning_gym:open_gym")
 open_hub = LazyFunction("meshtune.data.readers.hub:open_hub")
 open_modelscope = LazyFunction("meshtune.data.readers.hub:open_modelscope")
 open_url = LazyFunction("meshtune.data.readers.remote:open_url")
-run_cache = LazyFunction("meshtune.data.readers.parquet:RunCache")
 open_saved = LazyFunction("meshtune.data.readers.columnar:open_saved")
 READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".json": functools.partial(open_json, lines=False),
@@ -72,13 +71,7 @@ def is_url(path: str) -> bool:
 
 
 def open_source(source: DataSource, *, streaming: bool = False) -> Records:
-    """Opens a source lazily, with `streaming` to be read in any order. Raises UserError as `open_path` and the readers
-    of hubs and of reasoning-gym do."""
-    records = _open_source(source, streaming=streaming)
-    return records.random_access(run_cache()) if streaming else records
-
-
-def _open_source(source: DataSource, *, streaming: bool) -> Records:
+    """Opens a source lazily, with `streaming` where it is if possible. Raises UserError as `open_path` and readers."""
     if source.path.startswith(GYM):
         return open_gym(source.path.removeprefix(GYM), source.path, source.options)
     if source.options:
