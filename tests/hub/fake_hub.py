@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import functools
 import hashlib
 import http.server
 import json
@@ -143,8 +144,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 content = repository.files.get("/".join(file))
                 if content is None:
                     raise Refused(404, "EntryNotFound")
-                etag = hashlib.sha256(content).hexdigest()
-                return content, {"ETag": f'"{etag}"', "X-Repo-Commit": repository.sha}
+                return content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": repository.sha}
         raise Refused(404, text=f"no such endpoint: {method} {'/'.join(path)}")
 
     def json(self, value: object) -> tuple[bytes, dict[str, str]]:
@@ -252,6 +252,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.json({"commitUrl": f"{self.hub.url}/{name}/commit/{repository.sha}", "commitOid": repository.sha})
 
 
+@functools.lru_cache(maxsize=64)
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
 def blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
