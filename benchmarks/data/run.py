@@ -1,9 +1,10 @@
-"""Measures prepared data sets: what opening one reads, what preparing takes, and what it holds in memory.
+"""Measures prepared data sets: what opening one reads, what preparing takes, and what it holds in memory; and streams.
 
     python benchmarks/data/run.py open FOLDER MODEL GIGABYTES TOKENS_A_RECORD result.json
     python benchmarks/data/run.py prepare FOLDER MODEL RECORDS result.json
     python benchmarks/data/run.py memory FOLDER MODEL RECORDS,RECORDS result.json
     python benchmarks/data/run.py stream FOLDER MODEL RECORDS UPDATES result.json
+    python benchmarks/data/run.py parquet FOLDER MODEL RECORDS RECORDS_A_GROUP result.json
 
 FOLDER must not exist, and is deleted. See README.md.
 """
@@ -11,6 +12,7 @@ FOLDER must not exist, and is deleted. See README.md.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -97,6 +99,32 @@ print(json.dumps({
     "workers_cpu": round(children.ru_utime + children.ru_stime, 2),
     "rows": {row: digests[row].hexdigest() for row in rows},
 }))
+"""
+PARQUET = """
+import hashlib, json, os, sys, time
+from meshtune.config.load import load_recipe
+from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import load_tokenizer
+import datasets, pyarrow.parquet
+def status(name, file="status"):
+    return int(open(f"/proc/self/{file}").read().split(name + ":")[1].split()[0])
+recipe = load_recipe(None, sys.argv[2:])
+tokenizer = load_tokenizer(recipe.model.path)
+held, read, start = status("VmRSS"), status("rchar", "io"), time.monotonic()
+stream = prepare_data(recipe, tokenizer).train
+stream.journal = None
+result = {"opened": round(time.monotonic() - start, 2)}
+digest = hashlib.sha256()
+for batch in stream.iterate(0, 20):
+    for name in sorted(batch.arrays):
+        digest.update(batch.arrays[name].tobytes())
+result |= {"digest": digest.hexdigest(), "read": status("rchar", "io") - read}
+documents, order, start = stream.documents, stream.rows.order(0), time.monotonic()
+for first in range(0, int(sys.argv[1]), 64):
+    documents.take(order[first : first + 64]).compact()
+result |= {"epoch": round(time.monotonic() - start, 2), "records": len(documents)}
+result["growth"] = (status("VmHWM") - held) * 1024
+print(json.dumps(result))
 """
 PREPARE = [sys.executable, "-m", "meshtune", "data", "prepare"]
 
@@ -233,6 +261,46 @@ def measure_stream(folder: pathlib.Path, model: str, count: int, updates: int) -
     return result
 
 
+def write_parquet(file: pathlib.Path, count: int, group: int) -> None:
+    """Writes records of about 1,000 bytes, in row groups of `group`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = (json.loads(line)["text"] for line in sentences(count, 125))
+    schema = pyarrow.schema({"text": pyarrow.string()})
+    with pyarrow.parquet.ParquetWriter(file, schema, compression="none") as writer:
+        for first in range(0, count, group):
+            column = list(itertools.islice(texts, min(group, count - first)))
+            writer.write_table(pyarrow.table({"text": column}, schema), row_group_size=group)
+
+
+def measure_parquet(folder: pathlib.Path, model: str, count: int, group: int) -> dict[str, object]:
+    """A stream of a parquet file: what opening it and 20 updates read, here and over HTTP of a hub, and how long all
+    records of an epoch take here, in the order of the stream and without tokenising, and what they hold in memory."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests"))
+    from hub.fake_hub import TOKEN, Repository, running_hub
+
+    folder.mkdir()
+    file = folder / "train.parquet"
+    write_parquet(file, count, group)
+    result: dict[str, object] = {"records": count, "records a group": group, "bytes": file.stat().st_size}
+    arguments = [*overrides(folder, model)[:1], *overrides(folder, model)[2:], "data.streaming=true"]
+    arguments += ["train.steps=20", "train.batch_size=8", "data.max_length=2048"]
+    environment = os.environ | {"MESHTUNE_DATA_PROCESSES": "1", "HF_HOME": str(folder), "HF_TOKEN": TOKEN}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "MESHTUNE_CACHE": str(folder)}
+    with running_hub() as hub:
+        hub.repositories["ann/chats"] = Repository(files={"train.parquet": file.read_bytes()})
+        for source, read in (("ann/chats", 0), (str(file), count)):
+            command = [sys.executable, "-c", PARQUET, str(read), *arguments, f"data.train={source}"]
+            done = subprocess.run(
+                command, env=environment | {"HF_ENDPOINT": hub.url}, check=True, stdout=subprocess.PIPE
+            )
+            measured = json.loads(done.stdout.splitlines()[-1]) | {"bytes sent": hub.bytes_sent.pop(file.name, 0)}
+            result["local" if read else "hub"] = measured
+            print(measured, flush=True)
+    return result
+
+
 def main() -> None:
     kind, name, model, *arguments, output = sys.argv[1:]
     folder = pathlib.Path(name)
@@ -243,6 +311,8 @@ def main() -> None:
                 result = measure_open(folder, model, float(arguments[0]), int(arguments[1]))
             case "prepare":
                 result = measure_prepare(folder, model, int(arguments[0]))
+            case "parquet":
+                result = measure_parquet(folder, model, *map(int, arguments))
             case "stream":
                 result = measure_stream(folder, model, *map(int, arguments))
             case _:

@@ -23,7 +23,8 @@ from datasets.features.features import _FEATURE_TYPES
 
 from data.reading import fails, read
 from meshtune.data.checking import check_source
-from meshtune.data.sources import DataSource
+from meshtune.data.readers.parquet import RunCache
+from meshtune.data.sources import DataSource, open_path
 from meshtune.errors import UserError
 
 TIME = datetime.datetime(2020, 1, 2, 3, 4, 5)
@@ -140,6 +141,8 @@ def test_records_are_those_of_datasets(cache, name):
             for x, id_ in zip(*expected[:].values(), strict=True)
         ]
         assert repr(read(cache / file)) == repr(records), file
+    stream = open_path(cache / "a.parquet", "a").random_access(RunCache()).select(np.arange(2))
+    assert repr([*stream.sweep()]) == repr(read(cache / "a.parquet"))
 
 
 def extension(kind, storage):

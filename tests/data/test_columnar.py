@@ -10,7 +10,8 @@ import pyarrow
 import pytest
 
 from data.reading import fails, read
-from meshtune.data.readers import columnar
+from meshtune.data.readers import parquet
+from meshtune.data.readers.parquet import RunCache
 from meshtune.data.sources import open_path
 from meshtune.errors import UserError
 
@@ -33,9 +34,14 @@ def test_parquet_and_arrow_give_the_records_written(tmp_path, hf_home):
         assert list(records.sweep()) == rows
         assert records[599] == rows[599]
     assert not any(hf_home.rglob("*.arrow")), "parquet is read in place"
-    copy = open_path(tmp_path / "a.parquet", "a").random_access()
-    assert any(hf_home.rglob("*.arrow")), "where it is read in any order, it is cached where HF_HOME says"
-    assert list(copy.sweep()) == list(open_path(tmp_path / "a.parquet", "a").sweep())
+    stream = open_path(tmp_path / "a.parquet", "a").random_access(RunCache())
+    assert list(stream.sweep()) == rows
+    assert [stream[number] for number in (599, 0, 250)] == [rows[599], rows[0], rows[250]]
+    chosen = pickle.loads(pickle.dumps(stream.select(np.array([3, 99, 100, 599]))))
+    assert [(record, chosen.origin(index).record) for index, record in enumerate(chosen.sweep())] == [
+        (rows[number], number) for number in (3, 99, 100, 599)
+    ]
+    assert not any(hf_home.rglob("*.arrow")), "a stream reads it in place too"
 
 
 def test_a_parquet_file_of_one_row_group_is_read_in_pieces(tmp_path, hf_home):
@@ -52,7 +58,7 @@ def test_a_parquet_file_of_one_row_group_is_read_in_pieces(tmp_path, hf_home):
         assert [record["text"] for record in records.sweep()] == texts
     finally:
         pyarrow.set_memory_pool(former)
-        columnar._parquet_reader.cache_clear()  # what it holds belongs to the pool
+        parquet._parquet_reader.cache_clear()  # what it holds belongs to the pool
     assert 0 < counting.max_memory() < 12e6
     assert records[39_999] == {"text": texts[-1]}
     assert records[3] == {"text": texts[3]}
@@ -85,7 +91,7 @@ def test_a_parquet_file_that_another_one_replaced_is_not_taken_for_it(tmp_path, 
     stored = pickle.dumps(open_path(path, "a"))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["second"]}), tmp_path / "b.parquet")
     os.replace(tmp_path / "b.parquet", path)
-    columnar._parquet_reader.cache_clear()  # as in another process
+    parquet._parquet_reader.cache_clear()  # as in another process
     with pytest.raises(UserError, match="changed while it was read"):
         pickle.loads(stored)[0]
 
@@ -140,7 +146,7 @@ def test_a_compressed_arrow_file_and_a_parquet_file_that_hold_gigabytes_are_refu
     import pyarrow.parquet
 
     monkeypatch.setattr("meshtune.data.readers.textfiles.UNPACKED", 100_000)
-    monkeypatch.setattr("meshtune.data.readers.columnar._COPY", 100_000)
+    monkeypatch.setattr("meshtune.data.readers.parquet._COPY", 100_000)
     table = pyarrow.table({"text": ["a" * 10**6] * 30})
     packed = pyarrow.ipc.IpcWriteOptions(compression="zstd")
     for name, writer in (("a.arrow", pyarrow.ipc.new_file), ("b.arrow", pyarrow.ipc.new_stream)):
@@ -151,10 +157,9 @@ def test_a_compressed_arrow_file_and_a_parquet_file_that_hold_gigabytes_are_refu
             sink.write_table(table)
         assert len(read(tmp_path / name)) == 30
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    for opened in (read, lambda path: open_path(path, "a").random_access()):
+    for opened in (read, lambda path: open_path(path, "a").random_access(RunCache())[0]):
         with pytest.raises(UserError, match="no text is packed so tightly"):
             opened(tmp_path / "a.parquet")
-    assert not list(hf_home.iterdir()), "no half of a copy is left"
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
     assert len(read(tmp_path / "a.parquet")) == 30
 

@@ -1,8 +1,8 @@
-"""Data sets of a hub over HTTP as a stream: downloaded once, mixed by weight, and resumed without the hub."""
+"""Data sets of a hub over HTTP as a stream that are not of parquet: downloaded once, mixed by weight, and resumed
+without the hub."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
@@ -17,16 +17,12 @@ PROGRAM = pathlib.Path(__file__).with_name("hub_stream.py")
 
 
 def repositories() -> dict[str, Repository]:
-    import pyarrow
-    import pyarrow.parquet
-
     records = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(900)]
-    columns = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records[:200]), columns)
     lines = "\n".join(map(json.dumps, records)).encode()
+    columns = "\n".join(["instruction,output", *(",".join(record.values()) for record in records[:200])]).encode()
     return {
         "ann/lines": Repository(files={"train.jsonl": lines}),
-        "ann/columns": Repository(files={"train.parquet": columns.getvalue()}),
+        "ann/columns": Repository(files={"train.csv": columns}),
     }
 
 
@@ -62,7 +58,7 @@ def test_data_sets_of_the_hub_are_mixed_and_resumed_as_a_stream(tmp_path):
         assert full["records"] > 100
         downloads = len(hub.paths("GET"))
         assert read(tmp_path, hub.url, 20, 40)["hashes"] == full["hashes"][20:]
-        assert not [path for path in hub.paths("GET")[downloads:] if path.endswith((".jsonl", ".parquet"))]
+        assert not [path for path in hub.paths("GET")[downloads:] if path.endswith((".jsonl", ".csv"))]
     # The hub is gone: from the cache, with and without the journal.
     assert read(tmp_path, hub.url, 20, 40)["hashes"] == full["hashes"][20:]
     (tmp_path / "run/stream.jsonl").unlink()

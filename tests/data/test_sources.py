@@ -294,22 +294,6 @@ def test_a_disk_too_full_to_unpack_a_file_is_named(tmp_path, monkeypatch):
     assert "TMPDIR" in error.fix
 
 
-def test_a_full_disk_of_the_cache_is_named_and_leaves_no_copy(tmp_path, hf_home, monkeypatch):
-    import pyarrow
-    import pyarrow.parquet
-
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{number} " * 50 for number in range(20_000)]}), path)
-    records = open_path(path, path.name)
-    with small_files(), pytest.raises(UserError) as caught:
-        records.random_access()
-    error = caught.value
-    assert "cannot be copied into the cache of data sets: File too large" in error.what
-    assert str(hf_home) in error.where
-    assert "HF_HOME" in error.fix
-    assert not list(hf_home.iterdir())
-
-
 def test_records_can_be_pickled(tmp_path):
     for name, text in (("a.json", json.dumps(RECORDS)), ("b.csv", "a\n1\n"), ("c.txt", "x\n")):
         path = tmp_path / name

@@ -179,7 +179,7 @@ def count_reads(stream):
     class Counting(type(stream.rows)):
         def block_task(self, place):
             task = tasks(self, place)
-            read.update((place[1], record) for record in task.samples.record.tolist())
+            read.update((place[1], task.samples.origin(index)) for index in range(len(task.samples)))
             return task
 
     object.__setattr__(stream.rows, "__class__", Counting)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
+import functools
 import hashlib
 import http.server
 import json
+import pathlib
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,12 +44,15 @@ class Repository:
 @dataclass
 class Hub:
     """A hub's repositories and the requests it received. `objects` are large files by hash; `refuse_after` large files
-    no more are taken. While `open` is cleared, commits wait."""
+    no more are taken. While `open` is cleared, commits wait. `bytes_sent` are those of files, by name. The next
+    requests for files are answered by the `failures`, as statuses."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
+    bytes_sent: collections.Counter[str] = field(default_factory=collections.Counter)
+    failures: list[int] = field(default_factory=list)
     refuse_after: int | None = None
     open: threading.Event = field(default_factory=threading.Event)
     counting: threading.Lock = field(default_factory=threading.Lock)  # files are uploaded in parallel
@@ -85,6 +92,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             content, headers = self.route(method, path.split("/"), body)
             status = 200
+            if "ETag" in headers and method == "GET":
+                if self.hub.failures:
+                    raise Refused(self.hub.failures.pop(0))
+                status, content = self.part(content, headers)
+                self.hub.bytes_sent[path.rpartition("/")[2]] += len(content)
         except Refused as refused:
             status, content = refused.status, json.dumps({"error": refused.text}).encode()
             headers = {"X-Error-Code": refused.code, "X-Error-Message": refused.text}
@@ -95,6 +107,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if method != "HEAD":
             self.wfile.write(content)
+
+    def part(self, content: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        """The bytes of a file that a request is for (RFC 9110, section 14)."""
+        if (bounds := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")) is None:
+            return 200, content
+        first, last = int(bounds[1]), min(int(bounds[2] or len(content)), len(content) - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        return 206, content[first : last + 1]
 
     def route(self, method: str, path: list[str], body: bytes) -> tuple[bytes, dict[str, str]]:
         user = TOKENS.get((self.headers.get("authorization") or "").removeprefix("Bearer "))
@@ -124,8 +144,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 content = repository.files.get("/".join(file))
                 if content is None:
                     raise Refused(404, "EntryNotFound")
-                etag = hashlib.sha256(content).hexdigest()
-                return content, {"ETag": f'"{etag}"', "X-Repo-Commit": repository.sha}
+                return content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": repository.sha}
         raise Refused(404, text=f"no such endpoint: {method} {'/'.join(path)}")
 
     def json(self, value: object) -> tuple[bytes, dict[str, str]]:
@@ -150,14 +169,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def model(self, name: str, tail: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
         match tail:
-            case [] | ["revision", _]:
+            case [] | ["revision", *_]:
                 repository = self.repository(name, user)
                 siblings = [{"rfilename": file} for file in repository.files]
                 facts = {"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings}
                 return self.json(facts | {"cardData": repository.card})
-            case ["tree", *_]:
-                files = self.repository(name, user).files.items()
-                return self.json([{"type": "file", "path": file, **self.size(data)} for file, data in files])
+            case ["tree", _, *folder]:
+                return self.tree(self.repository(name, user).files, "/".join(folder))
             case ["preupload", _]:
                 stored = self.repository(name, user, write=True).files
                 modes = [
@@ -180,6 +198,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
             requested = [file for path in parse_qs(body.decode())["paths"] for file in files if file == path]
             return self.json([{"type": "file", "path": file, **self.size(files[file])} for file in requested])
         return self.model(name, tail, body, user)
+
+    def tree(self, files: dict[str, bytes], folder: str) -> tuple[bytes, dict[str, str]]:
+        prefix, is_recursive = f"{folder}/" if folder else "", "recursive=true" in self.path
+        below = {file: data for file, data in files.items() if file.startswith(prefix)}
+        if folder and not below:
+            raise Refused(404, "EntryNotFound")
+        folders = {str(parent) for file in below for parent in pathlib.PurePosixPath(file).parents}
+        entries = [{"type": "directory", "path": path, "oid": blob(path.encode()), "size": 0} for path in folders]
+        entries += [{"type": "file", "path": file, **self.size(data)} for file, data in below.items()]
+        inside = [item for item in entries if item["path"].startswith(prefix) and item["path"] != "."]
+        return self.json([item for item in inside if is_recursive or "/" not in item["path"].removeprefix(prefix)])
 
     def size(self, data: bytes) -> dict[str, object]:
         return {"size": len(data), "oid": blob(data)}
@@ -223,6 +252,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.json({"commitUrl": f"{self.hub.url}/{name}/commit/{repository.sha}", "commitOid": repository.sha})
 
 
+@functools.lru_cache(maxsize=64)
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
 def blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 

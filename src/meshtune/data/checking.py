@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
 
 open_pictures = LazyFunction("meshtune.data.pictures.files:open_pictures")
+run_cache = LazyFunction("meshtune.data.readers.parquet:RunCache")
 place_pictures = LazyFunction("meshtune.data.formats.pictures:place_pictures")
 DETECTION_RECORDS = 20  # readable records that a format is detected from
 DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones
@@ -107,10 +108,19 @@ def _not_an_object_error(record: object, origin: Origin) -> UserError:
 
 
 def open_unchecked(
-    source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType, pictures: PictureFiles | None = None
+    source: DataSource,
+    on_bad: str,
+    seed: int,
+    dataset_type: DatasetType,
+    pictures: PictureFiles | None = None,
+    *,
+    streaming: bool = False,
 ) -> CheckedSource:
-    """The source with all its records, up to its cap, as usable. Reads those that its format is detected from."""
-    checked = _open(source, on_bad, dataset_type, pictures)
+    """The source with all its records, up to its cap, as usable, with `streaming` for any order. Reads those that its
+    format is detected from."""
+    checked = _open(source, on_bad, dataset_type, pictures, streaming)
+    if streaming:
+        checked = dataclasses.replace(checked, records=checked.records.random_access(run_cache()))
     count = min(len(checked.records), source.cap or len(checked.records))
     indices = np.arange(count, dtype=offset_type(count))
     first = itertools.islice(checked.records.sweep(), DETECTION_RECORDS)
@@ -309,18 +319,23 @@ def check_usable(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecor
     """The source with only those usable records that can be converted; it has digests of these."""
     readable: list[int] = []
     digests = np.zeros((int(checked.usable.max(initial=0)) + 1, DIGEST_BYTES), np.uint8)
-    for index in checked.usable.tolist():
-        try:
-            digests[index] = np.frombuffer(sample_digest(checked.sample(index)), np.uint8)
-        except UserError as error:
-            _refuse_or_skip(error, on_bad, skipped, checked, index)
-        else:
-            readable.append(index)
+    for start in range(0, len(checked.usable), RANGE):
+        numbers = checked.usable[start : start + RANGE]
+        chosen = dataclasses.replace(checked, records=checked.records.select(numbers))
+        for place, index in enumerate(numbers.tolist()):
+            try:
+                digests[index] = np.frombuffer(sample_digest(chosen.sample(place)), np.uint8)
+            except UserError as error:
+                _refuse_or_skip(error, on_bad, skipped, checked, index)
+            else:
+                readable.append(index)
     return dataclasses.replace(checked, usable=np.array(readable, np.int64), digests=digests)
 
 
-def _open(source: DataSource, on_bad: str, dataset_type: DatasetType, pictures: PictureFiles | None) -> CheckedSource:
-    records = open_source(source)
+def _open(
+    source: DataSource, on_bad: str, dataset_type: DatasetType, pictures: PictureFiles | None, streaming: bool = False
+) -> CheckedSource:
+    records = open_source(source, streaming=streaming)
     form = _select_format(source, records, on_bad, dataset_type)
     fields = form.resolve(source.columns)
     return CheckedSource(source, dataset_type, records, form, fields, np.empty(0, np.int64), pictures=pictures)

@@ -5,6 +5,7 @@ access.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,9 @@ from meshtune.data.checking import (
 )
 from meshtune.data.conversation import Origin, Sample, add_system
 from meshtune.data.mixing import apportion, mix
+from meshtune.data.packing import shuffle_order
 from meshtune.data.progress import Progress
+from meshtune.data.readers.parquet import SHUFFLE_WINDOW
 from meshtune.data.sources import DataSource
 from meshtune.data.store import DIGEST_BYTES
 from meshtune.errors import UserError, amount
@@ -41,6 +44,7 @@ load_registry = LazyFunction("meshtune.data.registry:load_registry")
 
 
 SPLIT_STREAM = 0x73706C  # makes draws independent of others with the same seed
+WINDOW_STREAM = 0x77696E  # the same for orders of windows
 _HASHED = 1 << 16  # digests hashed at a time
 
 
@@ -86,10 +90,28 @@ class DocumentList(Sequence[Sample]):
         """The samples of these numbers, int [n], in their order."""
         return DocumentList(self.sources, self.source[numbers], self.record[numbers], self.system)
 
-    def random_access(self) -> DocumentList:
-        """The samples with records that are read fast in any order."""
-        sources = [dataclasses.replace(each, records=each.records.random_access()) for each in self.sources]
-        return DocumentList(sources, self.source, self.record, self.system)
+    @functools.cached_property
+    def shuffle_windows(self) -> list[np.ndarray]:
+        """The ends of the shuffle windows of each source: records that are decoded together, and read in any order."""
+        windows = []
+        for checked in self.sources:
+            records, sizes = checked.records.runs.T
+            numbers = (np.cumsum(sizes) - sizes) // SHUFFLE_WINDOW
+            windows.append(np.cumsum(records)[np.append(np.diff(numbers) > 0, True)])
+        return windows
+
+    def group_by_window(self, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """The samples of an `order` with those of each shuffle window together, and the windows in a random order. They
+        change places within their source only."""
+        for index, ends in enumerate(self.shuffle_windows):
+            if len(ends) > 1:
+                places = np.flatnonzero(self.source[order] == index)
+                samples = order[places]
+                rank = shuffle_order(len(ends), seed, (WINDOW_STREAM << 20) + (epoch << 10) + index)
+                rank = rank.astype(np.min_scalar_type(len(ends)))  # sorted faster
+                windows = np.searchsorted(ends, self.record[samples], side="right")
+                order[places] = samples[np.argsort(rank[windows], kind="stable")]
+        return order
 
     def compact(self) -> DocumentList:
         """The samples with only those records that they are made from, for another process."""
@@ -173,16 +195,22 @@ def load_documents(
 
 
 def open_documents(
-    data: DataSection, *, seed: int, dataset_type: DatasetType = "documents", pictures: PictureFiles | None = None
+    data: DataSection,
+    *,
+    seed: int,
+    dataset_type: DatasetType = "documents",
+    pictures: PictureFiles | None = None,
+    streaming: bool = False,
 ) -> Documents:
     """The data of a recipe, of whose training records only the first few are read: for data too large to be read twice.
+    With `streaming` training records are read in any order.
 
     Sources are mixed, and records held out, as by `load_documents`; validation records are all checked. Reading a
     malformed training record raises UserError on access.
     """
     skipped: list[SkippedRecord] = []
     train = [
-        open_unchecked(source, data.on_bad, seed, dataset_type, pictures)
+        open_unchecked(source, data.on_bad, seed, dataset_type, pictures, streaming=streaming)
         for source in data_sources(data, data.train, dataset_type)
     ]
     validation = None

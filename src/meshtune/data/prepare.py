@@ -342,8 +342,8 @@ class _Preparation:
         check_streaming(self.recipe)
         units = None if STAGES[self.recipe.stage.kind].dataset_type == "documents" else _units(self.recipe)
         dataset_type = STAGES[self.recipe.stage.kind].dataset_type
-        documents = open_documents(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type)
-        stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train.random_access(), units)
+        documents = open_documents(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type, streaming=True)
+        stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train, units)
         validation, validation_report = None, None
         if documents.validation is not None:
             samples = documents.validation.with_system(self.recipe.data.system)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,14 +146,18 @@ def _packed_fingerprint(
 
 
 def _sampled_digests(documents: DocumentList) -> str:
-    """The digests of some samples, since a stream is not read before it is trained on. Unreadable ones
-    are counted as such, so that a run that a bad record has ended can be resumed without such records."""
+    """The digests of some samples, since a stream is not read before it is trained on, and the sizes of row groups,
+    of each of which a sample would be decoded. Unreadable samples are counted as such, so that a run that a bad record
+    has ended can be resumed without such records."""
     count = len(documents)
-    spread = np.linspace(0, count - 1, min(count, _HASHED)).astype(int).tolist()
-    digests = []
-    for index in dict.fromkeys([*range(min(count, _HASHED)), *spread]):
+    spread = np.linspace(0, count - 1, min(count, _HASHED)).astype(int)
+    large = [index for index, ends in enumerate(documents.shuffle_windows) if len(ends) > 1]
+    spread = spread[~np.isin(documents.source[spread], large)].tolist()
+    samples = documents.take(np.array([*dict.fromkeys([*range(min(count, _HASHED)), *spread])])).compact()
+    digests = [repr(documents.sources[index].records.runs.tolist()) for index in large]
+    for index in range(len(samples)):
         try:
-            digests.append(sample_digest(documents[index]).hex())
+            digests.append(sample_digest(samples[index]).hex())
         except UserError:
             digests.append("unreadable")
     return " ".join(digests)
@@ -176,19 +180,21 @@ def _first_documents(documents: DocumentList, *, skip: bool) -> Iterator[Documen
         yield document
 
 
-def _readable(samples: Sequence[Sample], *, skip: bool) -> Iterator[Sample]:
+def _readable(samples: DocumentList, *, skip: bool) -> Iterator[Sample]:
     """The samples in order; with `skip`, without those that cannot be read."""
-    for index in range(len(samples)):
-        try:
-            sample = samples[index]
-        except UserError:
-            if not skip:
-                raise
-        else:
-            yield sample
+    for start in range(0, len(samples), BLOCK):
+        block = samples[start : start + BLOCK].compact()
+        for index in range(len(block)):
+            try:
+                sample = block[index]
+            except UserError:
+                if not skip:
+                    raise
+            else:
+                yield sample
 
 
-def _check_both_labels_come(samples: Sequence[Sample], *, skip: bool) -> None:
+def _check_both_labels_come(samples: DocumentList, *, skip: bool) -> None:
     """Raises UserError if all labels are the same. Reads answers until it meets the other label."""
     labels = (sample.good for sample in _readable(samples, skip=skip) if isinstance(sample, Labelled))
     first = next(labels)

@@ -1,8 +1,9 @@
 """Opens the data sources of a recipe: a file, a folder of files, here or on an object store, or a data set of the hub.
 
 Local .json, .jsonl, .csv, .tsv and .txt files (also .gz and .zst) are read lazily from an index of where each record
-begins; .parquet, .arrow and hub data sets go through `datasets`, memory-mapped from its cache (HF_HOME). Nothing is
-unpickled, and no code of a data set is run. Tasks of reasoning-gym are made by that package.
+begins, .parquet in pieces of a row group; .arrow and hub data sets go through `datasets`, memory-mapped from its cache
+(HF_HOME). A stream reads parquet files of a hub or an object store where they are. Nothing is unpickled, and no code of
+a data set is run. Tasks of reasoning-gym are made by that package.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".csv": open_csv,
     ".tsv": functools.partial(open_csv, delimiter="\t"),
     ".txt": open_text,
-    ".parquet": LazyFunction("meshtune.data.readers.columnar:open_parquet"),
+    ".parquet": LazyFunction("meshtune.data.readers.parquet:open_parquet"),
     ".arrow": LazyFunction("meshtune.data.readers.columnar:open_arrow"),
 }
 COMPRESSIBLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also read with .gz or .zst appended
@@ -69,8 +70,8 @@ def is_url(path: str) -> bool:
     return URL.match(path) is not None
 
 
-def open_source(source: DataSource) -> Records:
-    """Opens a source lazily. Raises UserError as `open_path` and the readers of hubs and of reasoning-gym do."""
+def open_source(source: DataSource, *, streaming: bool = False) -> Records:
+    """Opens a source lazily, with `streaming` where it is if possible. Raises UserError as `open_path` and readers."""
     if source.path.startswith(GYM):
         return open_gym(source.path.removeprefix(GYM), source.path, source.options)
     if source.options:
@@ -80,14 +81,14 @@ def open_source(source: DataSource) -> Records:
             fix=f"leave options out, or give {GYM}TASK",
         )
     if is_url(source.path):
-        return open_url(source.path, source.split)
+        return open_url(source.path, source.split, streaming=streaming)
     path = pathlib.Path(source.path).expanduser()
     if path.exists() and not source.hub:
         return open_path(path, source.path, split=source.split)
-    return _open_remote(source, path)
+    return _open_remote(source, path, streaming=streaming)
 
 
-def _open_remote(source: DataSource, path: pathlib.Path) -> Records:
+def _open_remote(source: DataSource, path: pathlib.Path, *, streaming: bool) -> Records:
     """Opens a data set of a hub. Raises UserError for a path that is no id of one."""
     repository = None if source.hub else modelscope_id(source.path)
     if repository is not None:
@@ -96,7 +97,12 @@ def _open_remote(source: DataSource, path: pathlib.Path) -> Records:
         )
     if source.hub or _may_be_hub_id(source.path):
         return open_hub(
-            source.path, subset=source.subset, split=source.split, revision=source.revision, folder=source.folder
+            source.path,
+            subset=source.subset,
+            split=source.split,
+            revision=source.revision,
+            folder=source.folder,
+            streaming=streaming,
         )
     return open_path(path, source.path, split=source.split)
 

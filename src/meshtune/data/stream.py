@@ -150,7 +150,8 @@ class StreamRows:
             if epoch not in self._orders:
                 while len(self._orders) >= max(2, _ORDERS // count):  # lanes may be in different epochs
                     del self._orders[min(self._orders)]
-                self._orders[epoch] = shuffle_order(count, self.seed, epoch)
+                order = shuffle_order(count, self.seed, epoch)
+                self._orders[epoch] = self.documents.group_by_window(order, self.seed, epoch)
             return self._orders[epoch]
 
     def blocks(self, lane: int) -> int:
@@ -165,7 +166,7 @@ class StreamRows:
         return self._task(dealt[len(dealt) * number // blocks : len(dealt) * (number + 1) // blocks])
 
     def _task(self, numbers: np.ndarray) -> BlockTask:
-        return BlockTask(self.documents.take(numbers), self.task.convert, self.skip)
+        return BlockTask(self.documents.take(numbers).compact(), self.task.convert, self.skip)
 
     def tokenise(self, task: BlockTask) -> TokenBlock:
         """The result of a task. Raises UserError as it does."""
@@ -223,9 +224,7 @@ class BlockReader:
     def request(self, place: BlockPlace) -> None:
         """Has a block tokenised that will be read."""
         if self._pool is not None and place not in self._pending:
-            task = self.rows.block_task(place)
-            compact = dataclasses.replace(task, samples=task.samples.compact())
-            self._pending[place] = self._pool.submit(compact)
+            self._pending[place] = self._pool.submit(self.rows.block_task(place))
 
     def read(self, place: BlockPlace, *, ahead: bool = True) -> list[Example]:
         """The examples of a block; requests those that follow. Raises UserError, naming the record, as readers and

@@ -10,12 +10,16 @@ import functools
 import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshtune.data.conversation import Origin
+from meshtune.data.readers.textfiles import one_run
 from meshtune.errors import UserError, nearest, pip_install
+
+if TYPE_CHECKING:
+    from meshtune.data.readers.parquet import RunCache
 
 SIZE = 500  # records, where the options say nothing
 
@@ -37,7 +41,11 @@ class GymRecords:
     def origin(self, index: int) -> Origin:
         return Origin(self.name, self._numbers[index])
 
-    def random_access(self) -> GymRecords:
+    @property
+    def runs(self) -> np.ndarray:
+        return one_run(len(self))
+
+    def random_access(self, cache: RunCache) -> GymRecords:
         return self
 
     def select(self, numbers: np.ndarray) -> GymRecords:

@@ -22,13 +22,16 @@ import shlex
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from meshtune.data.conversation import Origin
 from meshtune.errors import UserError
 from meshtune.json_text import object_of
+
+if TYPE_CHECKING:
+    from meshtune.data.readers.parquet import RunCache
 
 CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -152,11 +155,11 @@ def _map(path: pathlib.Path, name: str) -> mmap.mmap:
 
 def _map_unpacked(path: pathlib.Path, name: str) -> mmap.mmap:
     with PACKED[path.suffix](path) as compressed, tempfile.TemporaryFile() as plain:
-        limit = unpacked_limit(path)
+        limit = unpacked_limit(path.stat().st_size)
         while chunk := compressed.read(CHUNK):
             if plain.tell() + len(chunk) > limit:
                 command = f"{UNPACK[path.suffix]} {shlex.quote(str(path))}"
-                raise unpacked_error(path, name, limit, f"unpack it yourself: {command}")
+                raise unpacked_error(path.stat().st_size, name, limit, f"unpack it yourself: {command}")
             plain.write(chunk)
         plain.flush()
         return _view(plain.fileno(), plain.tell(), name)
@@ -176,14 +179,14 @@ def _unreadable_error(error: Exception, path: pathlib.Path, name: str) -> UserEr
     return UserError(f"cannot read the file: {error.strerror or error}", where=name)
 
 
-def unpacked_limit(path: pathlib.Path) -> int:
-    """The bytes that a compressed file may hold."""
-    return UNPACKED + RATIO * path.stat().st_size
+def unpacked_limit(size: int) -> int:
+    """The bytes that a compressed file of `size` bytes may hold."""
+    return UNPACKED + RATIO * size
 
 
-def unpacked_error(path: pathlib.Path, name: str, limit: int, fix: str) -> UserError:
-    """The error for a compressed file that holds more than its `limit`."""
-    problem = f"the file has {path.stat().st_size:,} bytes and holds more than {limit:,}: no text is packed so tightly"
+def unpacked_error(size: int, name: str, limit: int, fix: str) -> UserError:
+    """The error for a compressed file of `size` bytes that holds more than its `limit`."""
+    problem = f"the file has {size:,} bytes and holds more than {limit:,}: no text is packed so tightly"
     return UserError(problem, where=name, fix=f"if it is what you mean, {fix}")
 
 
@@ -228,10 +231,12 @@ class Records(Protocol):
     `records[i]` raises UserError where the record is malformed. `where(i)` describes the origin for people, with the
     line number where the file has lines. `sweep()` is the fast way to read all records in order; it yields the
     UserError in place of a record that cannot be read, so that one bad line does not end the pass.
-    `check_unchanged()` raises UserError if the file has changed since it was opened. `random_access()` are the records
-    in a form that is read fast in any order. `select(numbers)` are the records
-    of these numbers, int64 [n], in another process too; each keeps its origin. `files` maps each file that the records
-    are read from to its status when it was opened.
+    `check_unchanged()` raises UserError if the file has changed since it was opened. `select(numbers)` are the records
+    of these numbers, int64 [n], ascending, in another process too; each keeps its origin. `files` maps each file that
+    the records are read from to its status when it was opened.
+
+    `random_access(cache)` are the records as a stream reads them: what is decoded together is in `cache`. `runs` int64
+    [n, 2] are the numbers of records that are, one run after another, and their bytes: 0 where each is read by itself.
     """
 
     def __len__(self) -> int: ...
@@ -246,12 +251,20 @@ class Records(Protocol):
 
     def check_unchanged(self) -> None: ...
 
-    def random_access(self) -> Records: ...
+    @property
+    def runs(self) -> np.ndarray: ...
+
+    def random_access(self, cache: RunCache, /) -> Records: ...
 
     def select(self, numbers: np.ndarray, /) -> Records: ...
 
     @property
     def files(self) -> dict[pathlib.Path, tuple[int, int, int]]: ...
+
+
+def one_run(size: int) -> np.ndarray:
+    """The `runs` of records that are read one by one."""
+    return np.array([[size, 0]])
 
 
 def line_origin(file: MappedFile, index: int, begin: int) -> str:
@@ -292,7 +305,11 @@ class FileRecords:
     def where(self, index: int) -> str:
         return line_origin(self.file, self._number(index), int(self.spans[index, 0]))
 
-    def random_access(self) -> FileRecords:
+    @property
+    def runs(self) -> np.ndarray:
+        return one_run(len(self))
+
+    def random_access(self, cache: RunCache) -> FileRecords:
         return self
 
     def select(self, numbers: np.ndarray) -> FileRecords:
@@ -347,8 +364,12 @@ class ConcatenatedRecords:
         for part in self.parts:
             part.check_unchanged()
 
-    def random_access(self) -> ConcatenatedRecords:
-        self.parts = [part.random_access() for part in self.parts]
+    @property
+    def runs(self) -> np.ndarray:
+        return np.concatenate([part.runs for part in self.parts])
+
+    def random_access(self, cache: RunCache) -> ConcatenatedRecords:
+        self.parts = [part.random_access(cache) for part in self.parts]
         return self
 
     def select(self, numbers: np.ndarray) -> ConcatenatedRecords:
