@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 open_remote = LazyFunction("meshtune.data.readers.remote:open_file")
 remote_errors = LazyFunction("meshtune.data.readers.remote:remote_errors")
 file_state = LazyFunction("meshtune.data.readers.remote:file_state")
-SHUFFLE_WINDOW = (
-    1 << 26
-)  # bytes of records, as parquet stores them before compression, that a stream mixes with each other
+SHUFFLE_WINDOW = 1 << 26  # bytes of records, before compression, that a stream mixes with each other
 _LEAST = 1 << 10  # bytes that a record counts at least: a text that is repeated is stored once
 _RECORDS = 1000  # decoded at once
 _COPY = 1 << 32  # bytes beyond the limit of other files

@@ -66,9 +66,12 @@ def open_url(url: str, split: str, *, streaming: bool = False) -> Records:
 def open_in_place(names: Mapping[str, str], *, refresh: bool) -> dict[str, Records]:
     """The records of parquet files by address, which are read there. `names` are what the user calls each; with
     `refresh` they may be others than in an earlier listing. Raises UserError as `open_url`."""
+
+    def opened(address: str) -> Records:
+        return open_parquet(address, names[address], file_state(address, refresh=refresh))
+
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        opened = pool.map(lambda item: open_parquet(*item, file_state(item[0], refresh=refresh)), names.items())
-        return dict(zip(names, opened, strict=True))
+        return dict(zip(names, pool.map(opened, names), strict=True))
 
 
 def open_file(address: str) -> Any:
