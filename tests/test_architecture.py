@@ -149,7 +149,7 @@ def test_every_room_has_its_place():
 
 PERIPHERY = {"board", "cli", "evaluate", "generate", "hub", "launch", "plan", "quickstart", "serve", "synth"}
 PERIPHERAL = ("meshtune.config.foreign", "meshtune.families.gguf", "meshtune.weights.gguf", "meshtune.quantize.gguf")
-MOST_LINES = 41_700  # of this package that a small run of training imports
+MOST_LINES = 41_800  # of this package that a small run of training imports
 SMALL_RUN = """
 import json, pathlib, sys
 import meshtune

@@ -149,7 +149,8 @@ def test_a_pairs_loss_and_gradients_equal_trls(loss_type, shared, drawn):
     (loss, metrics), gradient = both(params)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     for name in set(metrics) & set(statistics):
-        assert float(metrics[name]) == pytest.approx(statistics[name], rel=1e-5), name
+        # rewards are small differences of log-probabilities of tens, in float32
+        assert float(metrics[name]) == pytest.approx(statistics[name], rel=1e-5, abs=1e-6), name
     assert {"logps/chosen", "logps/rejected", "rewards/margins", "rewards/accuracies"} <= set(metrics) & set(statistics)
     check_gradient(gradient, model)
 

@@ -29,7 +29,7 @@ from meshtune.data.conversation import Origin, Sample, add_system
 from meshtune.data.mixing import apportion, mix
 from meshtune.data.packing import shuffle_order
 from meshtune.data.progress import Progress
-from meshtune.data.readers.parquet import SHUFFLE_WINDOW
+from meshtune.data.readers.textfiles import SHUFFLE_WINDOW
 from meshtune.data.sources import DataSource
 from meshtune.data.store import DIGEST_BYTES
 from meshtune.errors import UserError, amount

@@ -30,7 +30,13 @@ from meshtune.data.readers.columnar import (
     root_cause,
     value_readers,
 )
-from meshtune.data.readers.textfiles import changed_error, file_status, unpacked_error, unpacked_limit
+from meshtune.data.readers.textfiles import (
+    SHUFFLE_WINDOW,
+    changed_error,
+    file_status,
+    unpacked_error,
+    unpacked_limit,
+)
 from meshtune.errors import UserError
 from meshtune.lazy import LazyFunction
 
@@ -40,7 +46,6 @@ if TYPE_CHECKING:
 open_remote = LazyFunction("meshtune.data.readers.remote:open_file")
 remote_errors = LazyFunction("meshtune.data.readers.remote:remote_errors")
 file_state = LazyFunction("meshtune.data.readers.remote:file_state")
-SHUFFLE_WINDOW = 1 << 26  # bytes of records, before compression, that a stream mixes with each other
 _LEAST = 1 << 10  # bytes that a record counts at least: a text that is repeated is stored once
 _RECORDS = 1000  # decoded at once
 _COPY = 1 << 32  # bytes beyond the limit of other files

@@ -33,6 +33,7 @@ from meshtune.json_text import object_of
 if TYPE_CHECKING:
     from meshtune.data.readers.parquet import RunCache
 
+SHUFFLE_WINDOW = 1 << 26  # bytes of records, before compression, that a stream mixes with each other
 CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNPACKED, RATIO = 1 << 26, 100  # bytes, and times its size, that a packed file may hold: text is packed to a tenth
