@@ -68,6 +68,12 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
             where="vision",
             fix="add a section vision to the recipe, which may be empty ({}): texts without pictures are trained too",
         )
+    if recipe.rollout is not None and config.get("model_type") in BOTH_WAYS:
+        raise UserError(
+            f"a {config['model_type']} reads its prompt both ways, which the rows of an online stage do not hold",
+            where="stage.kind",
+            fix="tune it by a stage with given answers, such as sft or dpo",
+        )
     if section.adapter is not None:
         assert method.adapters is not None, "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))

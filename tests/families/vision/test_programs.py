@@ -19,6 +19,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
@@ -101,3 +102,13 @@ def test_the_planned_step_is_that_of_the_run(case: VisionCase, tmp_path, monkeyp
     planned = step_of(with_row_patches(recipe), learned=run.data.report.learned_share)
     described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), planned.arguments)
     assert planned.step.lower(*described).as_text() == ours
+
+
+def test_prompts_that_see_their_end_are_refused_where_completions_are_drawn(tmp_path, monkeypatch):
+    """PaliGemma: rows of an online stage would hold its prompts as causal ones, and learn another model's values."""
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    case = next(case for case in CASES if case.name == "paligemma2")
+    changes = ("stage=grpo", 'rollout={"prompts":2,"samples":2,"max_tokens":4}', 'rewards=["equals"]')
+    with pytest.raises(UserError, match="both ways") as error:
+        step_of(with_row_patches(recipe_of(case, tmp_path, *changes)))
+    assert error.value.where == "stage.kind"
